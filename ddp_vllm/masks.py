@@ -20,7 +20,7 @@ from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, Sc
 MASKS_FILE = "ddp_masks.safetensors"
 METRICS_FILE, RECOVERY_FILE = "ddp_metrics.jsonl", "ddp_recovery.jsonl"
 """The metrics that `prune` and `recover` logged, one JSON object per step; also files of the pruned folder."""
-_MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
+MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
 _LOSSES = {str: [Number(-700, 700)]}  # model -> nats per token; a float holds exp of these
 _MEASURED = Number(0, float("inf"))
 QUALITY = {
@@ -54,7 +54,7 @@ PROVENANCE = _SAMPLES | {
 
 def is_mask(name: str) -> bool:
     """Tell whether a tensor belongs to the masks file and not to the weights."""
-    return _MASK.fullmatch(name) is not None
+    return MASK.fullmatch(name) is not None
 
 
 def checksums(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Small random models of architectures without a row in `FAMILIES`: their attention is unusual, their MLPs are not.
 
-Heads have 32 numbers, the fewest that vLLM's attention on a CPU supports.
+Sizes of attention are the smallest that vLLM supports on a CPU: heads of 32 numbers, latent vectors of 512.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -23,7 +24,7 @@ LINEAR: dict[str, Any] = {  # gated DeltaNet in all but the last layer
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
 LATENT: dict[str, Any] = {
-    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "kv_lora_rank": 512, "q_lora_rank": 24, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "num_key_value_heads": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
 }  # fmt: skip
 GEMMA: dict[str, Any] = {
@@ -74,7 +75,8 @@ MODELS: dict[str, Callable[[], Any]] = {
         n_group=1, topk_group=1,
     ),
     "deepseek_v3": lambda: _config(
-        "DeepseekV3Config", EXPERTS, LATENT, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1
+        "DeepseekV3Config", EXPERTS, LATENT, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1,
+        topk_method="noaux_tc", scoring_func="sigmoid",  # which only vLLM reads
     ),
     "ernie4_5_moe": lambda: _config(
         "Ernie4_5_MoeConfig", moe_intermediate_size=32, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1,
@@ -127,3 +129,24 @@ def stack_experts(folder: Path) -> None:
         stacked[f"{layer}.gate_up_proj"] = torch.cat([parts("gate"), parts("up")], dim=1)
         stacked[f"{layer}.down_proj"] = parts("down")
     save_file(tensors | stacked, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_headers(name: str, folder: Path) -> Path:
+    """Write config.json and the weights' headers of a model of the size that is published; the weights are holes."""
+    config = getattr(transformers, name)()
+    kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
+    kind = next(each for each in kinds if type(config) in each._model_mapping)
+    with torch.device("meta"):
+        model = kind.from_config(config, dtype=torch.bfloat16)
+    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
+    config.save_pretrained(folder)
+    header: dict[str, Any] = {}
+    end = 0
+    for label, tensor in revert_weight_conversion(model, model.state_dict()).items():
+        begin, end = end, end + 2 * tensor.numel()
+        header[label] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder

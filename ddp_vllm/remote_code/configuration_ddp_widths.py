@@ -29,7 +29,7 @@ from .module_widths import METHOD, Block, ModuleWidths
 class WidthsConfig(QuantizationConfigMixin):
     """The `quantization_config` of a model whose MLPs or experts were pruned. Raises: WidthsError."""
 
-    quant_method = METHOD  # type: ignore[assignment]
+    quant_method = METHOD
 
     def __init__(self, **stated: Any) -> None:
         self.widths = ModuleWidths.parse(stated)
@@ -164,7 +164,7 @@ def narrow(model: Any, weight: str, block: Block, width: int, *, is_output: bool
         raise WidthsError(f"the model has no linear layer {name} of {channels:,} channels; is it another model?")
     inputs, outputs = dense.in_features, width * block.rows_per_channel
     sizes = (width, dense.out_features) if is_output else (inputs, outputs)
-    where = {"device": dense.weight.device, "dtype": dense.weight.dtype, "bias": dense.bias is not None}
+    where: Any = {"device": dense.weight.device, "dtype": dense.weight.dtype, "bias": dense.bias is not None}
     model.set_submodule(name, nn.Linear(*sizes, **where))
 
 
@@ -174,7 +174,7 @@ class AnyConfig(PretrainedConfig):
     model_type = METHOD
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         fields, rest = PretrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
         fields.pop("auto_map", None)  # the stock class runs, and saves itself as such
         for name in ("trust_remote_code", "code_revision", "name_or_path", "_from_auto"):

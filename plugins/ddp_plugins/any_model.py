@@ -18,11 +18,13 @@ from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
-from ddp_plugins.limits import warn_of_new_vllm
+from ddp_plugins.limits import RETRAIN, warn_of_new_vllm
 from ddp_plugins.padding import channel_block, round_up
 from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.masks import MASK
 from ddp_vllm.remote_code.files import WEIGHTS, checked_tensors
 from ddp_vllm.remote_code.module_widths import METHOD, Block, ModuleWidths
 
@@ -75,7 +77,7 @@ class WidthsConfig(QuantizationConfig):
             from ddp_plugins.moe_layer import RaggedExpertsMethod, check_experts, scales_of
 
             check_experts(get_current_vllm_config())
-            return RaggedExpertsMethod(layer.moe_config, sizes, scales_of(self.online, layer, prefix))  # type: ignore[arg-type]
+            return RaggedExpertsMethod(layer.moe_config, sizes, scales_of(self.online, layer, prefix))
         if self.online is not None:
             method = self.online.get_quant_method(layer, prefix)
         else:
@@ -97,6 +99,12 @@ class WidthsConfig(QuantizationConfig):
         index_of = {name.rpartition(".")[0]: index for name, index in self.mlps.items()}
         index = index_of.get(prefix.rpartition(".")[0])
         return None if index is None else self.widths.layers[index].intermediate_size
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        """Drop the masks: --load-format runai_streamer reads every safetensors file of the folder."""
+        masks = WeightsMapper(orig_to_new_regex={re.compile(f"^{MASK.pattern}$"): None})  # it searches in names
+        return QuantizationConfig.get_checkpoint_weight_mapper() | masks
 
     def get_name(self) -> Any:
         return METHOD
@@ -190,7 +198,43 @@ def narrow(method: Any, block: Block, width: int, pad_to: int | None, *, is_outp
             weight_loader=padding(weight_loader, axis=int(is_output)),
         )
 
+        if has_lora:
+            layer.adapter_sizes = (width, output_size) if is_output else (input_size, parts * width)
+
     method.create_weights = create_weights
+    if has_lora:
+        check_adapters()
+
+
+def check_adapters() -> None:
+    """Let vLLM refuse adapters of other widths, which it would copy into a part of a buffer; safe to call again.
+
+    A model class of ours would override the attribute that vLLM assigns its LoRA manager to. Here the class is vLLM's.
+    """
+    from vllm.lora.model_manager import LoRAModelManager
+
+    add_adapter = LoRAModelManager.add_adapter
+    if hasattr(add_adapter, "checks_widths"):
+        return
+
+    @wraps(add_adapter)
+    def add_checked(manager: Any, adapter: Any) -> Any:
+        for name, lora in adapter.loras.items():
+            fused = [(whole, len(parts)) for whole, parts in manager.packed_modules.items() if name in parts]
+            module, num_parts = fused[0] if fused else (name, 1)
+            sizes = getattr(getattr(manager.modules.get(module), "base_layer", None), "adapter_sizes", None)
+            if sizes is None or isinstance(lora.lora_b, list) or not lora.lora_b.any():
+                continue  # not of a pruned MLP, or vLLM's warm-up adapters, which are packed
+            shape, required = (lora.lora_a.shape[1], lora.lora_b.shape[0]), (sizes[0], sizes[1] // num_parts)
+            if shape != required:
+                raise SettingError(
+                    f"the adapter's {name} is for {shape[0]:,} inputs and {shape[1]:,} outputs, and this layer "
+                    f"requires {required[0]:,} and {required[1]:,}; {RETRAIN}"
+                )
+        return add_adapter(manager, adapter)
+
+    add_checked.checks_widths = True  # type: ignore[attr-defined]
+    LoRAModelManager.add_adapter = add_checked
 
 
 def padding_loader(load: Loader, width: int, padded: int, parts: int, *, axis: int, name: str) -> Loader:

@@ -152,6 +152,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model_type -> its config'
             "scoring_func": "softmax",  # vLLM 0.32 has no sigmoid without groups on a CPU
         },
     ),
+    "qwen3_moe": ("Qwen3MoeConfig", {**ROUTED, "num_experts": NUM_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**ROUTED, **NO_HEAD_DIM, "num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 48},
+    ),
+    "mixtral": ("MixtralConfig", {"intermediate_size": EXPERT, "num_local_experts": NUM_EXPERTS}),
+    "olmoe": ("OlmoeConfig", NO_HEAD_DIM | {"intermediate_size": EXPERT, "num_experts": NUM_EXPERTS}),
     "hunyuan_v1_moe": (
         "HunYuanMoEV1Config",
         {"intermediate_size": EXPERT, "num_experts": NUM_EXPERTS, "moe_topk": 3},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_models import MODELS, stack_experts, write_model
+from any_models import MODELS, stack_experts, write_headers, write_model
 from commands import invoke, passed
 from runs import edit_json, edit_weights, export_whole, prune, recover, weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -275,3 +275,16 @@ def test_recovery(
     kinds = {key.rpartition(".layers.")[2].partition(".")[2] for key in changed}
     assert {"mlp.up_proj.weight", "self_attn.o_proj.weight"} <= kinds and not any("visual" in key for key in changed)
     assert name != "glm4_moe" or train != "weights" or any("experts.0." in kind for kind in kinds)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["Olmo2Config", "Glm4Config", "Gemma4Config", "Qwen3_5Config", "Ernie4_5_MoeConfig"])
+def test_a_dry_run_reads_headers_only(config: str, tmp_path: Path) -> None:
+    """Of models in the sizes of transformers' defaults, which are those of a published model."""
+    folder = write_headers(config, tmp_path / "dense")
+    (folder / "tokenizer.json").write_text("{}")
+    on = ["--dry-run", "--on", "8xh200-141gb", "-o", tmp_path / "none"]
+    lines = passed(invoke("prune", folder, "--sparsity", "0.25", *on)).output.splitlines()
+    assert (
+        lines[0].startswith("not pruned: attention") and "(75.0%)" in lines[1] and "25.0% of the prunable" in lines[2]
+    )

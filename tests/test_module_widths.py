@@ -1,0 +1,146 @@
+"""The widths of stock classes, stated by names on disk: what they require of tensors, and what is refused."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ddp_vllm.remote_code.files import WidthsError
+from ddp_vllm.remote_code.module_widths import ModuleWidths
+
+EXPERT = "mlp.experts.{}."
+CONFIG: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "quantization_config": {
+        "quant_method": "ddp_widths",
+        "layers_module": "model.language_model.layers",
+        "mlp": {"inputs": ["mlp.gate_up"], "output": "mlp.down", "intermediate_size": 12, "fused": "halves"},
+        "experts": {
+            "inputs": [f"{EXPERT}w1", f"{EXPERT}w3"],
+            "output": f"{EXPERT}w2",
+            "intermediate_size": 8,
+            "num_experts": 3,
+        },
+        "layers": [{"intermediate_size": 5}, {"expert_intermediate_sizes": [8, 0, 3]}, {}, {"intermediate_size": 12}],
+    },
+}
+LAYERS = "model.language_model.layers"
+
+
+def tensors() -> dict[str, list[int]]:
+    """The tensors of a folder with these widths, and others whose names are similar."""
+    shapes = {
+        f"{LAYERS}.{layer}.mlp.{name}": shape
+        for layer, width in ((0, 5), (2, 12), (3, 12))
+        for name, shape in (
+            ("gate_up.weight", [2 * width, 16]),
+            ("gate_up.bias", [2 * width]),
+            ("down.weight", [16, width]),
+            ("down.bias", [16]),
+        )
+    }
+    for expert, width in ((0, 8), (2, 3)):
+        shapes |= {f"{LAYERS}.1.mlp.experts.{expert}.{name}.weight": [width, 16] for name in ("w1", "w3")}
+        shapes[f"{LAYERS}.1.mlp.experts.{expert}.w2.weight"] = [16, width]
+    shapes |= {name: [24, 16] for name in (f"{LAYERS}.4.mlp.gate_up.weight", "visual.layers.0.mlp.gate_up.weight")}
+    return shapes | {f"{LAYERS}.1.mlp.shared.experts.0.w1.weight": [9, 16], f"{LAYERS}.0.mlp.gate_up.scale": [1]}
+
+
+def check(config: dict[str, Any], shapes: dict[str, list[int]], dtype: str = "BF16") -> None:
+    ModuleWidths.of(config).check((name, shape, dtype) for name, shape in shapes.items())
+
+
+def test_a_folder_fits_and_is_written_as_it_was_read() -> None:
+    check(CONFIG, tensors())
+    assert ModuleWidths.of(CONFIG).to_json() == CONFIG["quantization_config"]
+
+
+def test_shapes_follow_from_the_dense_ones() -> None:
+    widths = ModuleWidths.of(CONFIG)
+    dense = {
+        name: [{5: 12, 10: 24, 3: 8}.get(size, size) for size in shape]
+        for name, shape in tensors().items()
+        if ".shared." not in name
+    }
+    assert {name: widths.shape(name, shape) for name, shape in dense.items()} == {
+        name: tensors()[name] for name in dense
+    }
+    assert widths.shape(f"{LAYERS}.1.mlp.experts.1.w2.weight", [16, 8]) == [16, 0]  # a removed expert has no tensor
+
+
+def test_a_wrapper_states_its_layers_inside() -> None:
+    config = {**CONFIG, "num_hidden_layers": 1, "text_config": {"num_hidden_layers": 4}}
+    assert len(ModuleWidths.of(config).layers) == 4
+
+
+STATED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # how to spoil the description -> words
+    "no method": (lambda stated: stated.update(quant_method="fp8"), "no quant_method 'ddp_widths'"),
+    "no layers": (lambda stated: stated.update(layers=[]), "layers is [], not a list of 1 to"),
+    "layers of another model": (lambda stated: stated["layers"].append({}), "5 entries for 4 layers"),
+    "an unknown key": (lambda stated: stated.update(bits=4), "unknown key 'bits'; update ddp-vllm"),
+    "an unknown key of a layer": (lambda stated: stated["layers"][2].update(heads=1), "'layers[2].heads'"),
+    "a layer that is a number": (lambda stated: stated["layers"].__setitem__(1, 7), "layers[1] is 7, not an object"),
+    "no name": (lambda stated: stated.pop("layers_module"), "layers_module is None, not the name of a module"),
+    "a path": (lambda stated: stated.update(layers_module="../layers"), "layers_module is '../layers'"),
+    "no MLPs": (lambda stated: stated.pop("mlp"), "layers[0] is {'intermediate_size': 5}, requires mlp"),
+    "no experts": (lambda stated: stated.pop("experts"), "requires experts"),
+    "an expert without a place": (
+        lambda stated: stated["experts"].update(output="mlp.w2"),
+        "experts.output is 'mlp.w2', not the name of a module with {} for the expert",
+    ),
+    "three inputs": (lambda stated: stated["mlp"].update(inputs=["a", "b", "c"]), "not a list of one or two modules"),
+    "two fused inputs": (lambda stated: stated["mlp"].update(inputs=["a", "b"]), "fused is 'halves', not"),
+    "a module twice": (lambda stated: stated["mlp"].update(output="mlp.gate_up"), "names a module twice"),
+    "no channels": (lambda stated: stated["mlp"].update(intermediate_size=0), "not an integer in 1…10,000,000"),
+    "a width of 0": (lambda stated: stated["layers"][0].update(intermediate_size=0), "is 0, not an integer in 1…12"),
+    "a width above": (lambda stated: stated["layers"][0].update(intermediate_size=13), "is 13, not an integer in 1…12"),
+    "a fraction": (lambda stated: stated["layers"][0].update(intermediate_size=5.0), "is 5.0, not an integer"),
+    "a truth": (lambda stated: stated["layers"][0].update(intermediate_size=True), "is True, not an integer"),
+    "too few experts": (
+        lambda stated: stated["layers"][1].update(expert_intermediate_sizes=[1, 2]),
+        "not a list of 3 widths, one per expert",
+    ),
+    "an expert above": (
+        lambda stated: stated["layers"][1].update(expert_intermediate_sizes=[1, 9, 2]),
+        "expert_intermediate_sizes[1] is 9, not an integer in 0…8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STATED)
+def test_a_description_that_contradicts_itself(case: str) -> None:
+    spoil, words = STATED[case]
+    config = copy.deepcopy(CONFIG)
+    spoil(config["quantization_config"])
+    with pytest.raises(WidthsError) as error:
+        ModuleWidths.of(config)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+WEIGHTS: dict[str, tuple[dict[str, list[int] | None], str]] = {  # tensors to replace or leave out -> words
+    "another width": ({f"{LAYERS}.0.mlp.down.weight": [16, 6]}, "requires 5 along axis 1; config.json and the weights"),
+    "half of a fused tensor": ({f"{LAYERS}.0.mlp.gate_up.weight": [5, 16]}, "requires 10 along axis 0"),
+    "a bias of another width": ({f"{LAYERS}.0.mlp.gate_up.bias": [24]}, "requires 10 along axis 0"),
+    "three axes": ({f"{LAYERS}.3.mlp.down.weight": [1, 16, 12]}, "has shape [1, 16, 12]"),
+    "no axis": ({f"{LAYERS}.3.mlp.down.weight": []}, "has shape []"),
+    "a missing projection": ({f"{LAYERS}.3.mlp.down.weight": None}, "3.mlp.down.weight is missing (1 in all)"),
+    "a missing expert": ({f"{LAYERS}.1.mlp.experts.2.w2.weight": None}, "experts.2.w2.weight is missing"),
+    "a removed expert": ({f"{LAYERS}.1.mlp.experts.1.w1.weight": [1, 16]}, "of an expert that config.json removes"),
+    "an expert too many": ({f"{LAYERS}.1.mlp.experts.3.w1.weight": [1, 16]}, "of expert 3, but config.json has 3"),
+    "another hidden size": ({f"{LAYERS}.3.mlp.down.weight": [17, 12]}, "but other layers have 16 along axis 0"),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_tensors_of_other_widths(case: str) -> None:
+    changed, words = WEIGHTS[case]
+    shapes = {name: shape for name, shape in (tensors() | changed).items() if shape is not None}
+    with pytest.raises(WidthsError) as error:
+        check(CONFIG, shapes)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_quantized_weights() -> None:
+    with pytest.raises(WidthsError, match=r"is 'F8_E4M3': .*; export the unquantized model"):
+        check(CONFIG, tensors(), "F8_E4M3")
