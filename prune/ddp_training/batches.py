@@ -134,7 +134,7 @@ class Teacher:
     ) -> None:
         """Cache what fits. undone: a context in which a model that is trained computes as the dense one."""
         self.model, self.undone = model, undone
-        num_bytes = batches.blocks.numel() * model.config.hidden_size * model.dtype.itemsize
+        num_bytes = batches.blocks.numel() * model.config.get_text_config().hidden_size * model.dtype.itemsize
         self.cache: dict[int, torch.Tensor] | None = None
         world = batches.accelerator.num_processes
         # Otherwise a block would be read by another process than the one that cached it. With sharded weights, all
