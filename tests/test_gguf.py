@@ -325,6 +325,7 @@ def test_a_broken_tokenizer_is_refused(case: str, sound: Path, tmp_path: Path) -
 
 
 @pytest.mark.real_model
+@pytest.mark.nightly
 def test_a_pruned_smollm2_writes_the_same_text(smollm2: Path, tmp_path: Path) -> None:
     """Cut at random, but for its odd widths as a user's: blocks gone, groups uneven."""
     source, generator, folder = open_source(str(smollm2)), torch.Generator().manual_seed(0), tmp_path / "pruned"
