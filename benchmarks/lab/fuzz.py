@@ -1,10 +1,11 @@
 """Does a damaged file make ddp-vllm end with a traceback, hang, or continue with wrong weights?
 
-The script prunes, recovers and measures tiny models. Each seed then changes one file: bytes, a value in its JSON, the
-header of its tensors, or the file itself. The commands and functions that read it run in this process, with two
-seconds of a core. Each must fail with one line, or go on with the weights that are on disk; `verify` must notice every
-change of a file of the model; a damaged state of a run, or damaged cached tokens, must be ignored. Another plausible
-value (`rope_theta`, a seed, a result) is accepted.
+The script prunes, recovers and measures tiny models. Each seed then changes one file: bytes, a
+value in its JSON, the header of its tensors, or the file itself. The commands and functions that
+read it run in this process, with two seconds of a core. Each must fail with one line, or go on with
+the weights that are on disk; `verify` must notice every change of a file of the model; a damaged
+state of a run, or damaged cached tokens, must be ignored. Another plausible value (`rope_theta`, a
+seed, a result) is accepted.
 
     python benchmarks/lab/fuzz.py --first 0 --last 20000
 """
@@ -121,7 +122,8 @@ def damaged_json(value: Any, rng: random.Random) -> str:
 
 
 def damaged_tensors(content: bytes, rng: random.Random) -> bytes:
-    """Return a safetensors file with a damaged header or metadata; without its checksum, as after editing by hand."""
+    """Return a safetensors file with a damaged header or metadata; without its checksum, as after
+    editing by hand."""
     (length,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     if "ddp" in header.get("__metadata__", {}) and rng.random() < 0.6:
@@ -234,7 +236,8 @@ class Fuzz:
             assert expected is not None and np.array_equal(blocks[0].ids, expected[0].ids), "other tokens"
 
     def case(self, seed: int) -> tuple[str, list[str], int]:
-        """Damage one file by a seed and read it; return what was done, the faults, and the number of refusals."""
+        """Damage one file by a seed and read it; return what was done, the faults, and the number
+        of refusals."""
         rng = random.Random(seed)
         target = rng.choice(list(TARGETS))
         shutil.rmtree(self.folder.parent, ignore_errors=True)

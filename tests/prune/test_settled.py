@@ -43,7 +43,7 @@ def joined(result: Result) -> str:
     return result.output.replace("\n", " ")
 
 
-@pytest.mark.parametrize("mode", ["weights", "lora"])
+@pytest.mark.parametrize("mode", ["weights", pytest.param("lora", marks=pytest.mark.nightly)])
 def test_the_rate_is_found_by_trials_which_leave_no_trace(
     mode: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
