@@ -81,6 +81,12 @@ class Checkpoint:
         )
 
     @property
+    def family_widths(self) -> ModelWidths:
+        """The widths of a model with a class of ours, which the caller has made sure of."""
+        assert isinstance(self.widths, ModelWidths)
+        return self.widths
+
+    @property
     def has_experts(self) -> bool:
         """Whether routed experts were pruned."""
         return any(layer.expert_intermediate_sizes is not None for layer in self.layers)

@@ -380,12 +380,12 @@ def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
     """Return the widths of the dense model from its config."""
     if states_widths(config):
         sizes = dimensions_of(config)
-        experts = (sizes.expert_intermediate_size,) * sizes.num_experts
+        dense_experts = (sizes.expert_intermediate_size,) * sizes.num_experts
         return [
             replace(
                 layer,
                 intermediate_size=layer.intermediate_size and sizes.intermediate_size,
-                expert_intermediate_sizes=layer.expert_intermediate_sizes and experts,
+                expert_intermediate_sizes=layer.expert_intermediate_sizes and dense_experts,
             )
             for layer in described_layers(config)
         ]

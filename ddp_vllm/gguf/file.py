@@ -79,7 +79,9 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     if reason := _unfit(checkpoint):
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
-    widths = replace(checkpoint.widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers)))
+    widths = replace(
+        checkpoint.family_widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers))
+    )
     files = sorted(folder.glob(WEIGHTS))
     stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
     tensors = list(_tensors(checkpoint, widths, stored, kind))
@@ -115,7 +117,7 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     if config.get("quantization_config"):
         of_stock = f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
         return of_stock if states_widths(config) else "it is quantized already; export the folder it was made from"
-    if checkpoint.widths.table.has_experts:
+    if checkpoint.family_widths.table.has_experts:
         if checkpoint.stock or not is_pruned(checkpoint.folder):
             return (
                 f"export writes models without routed experts alone; this is a stock {model_type} checkpoint, which "
@@ -246,7 +248,7 @@ def _arrays(
         if tensor.name == FACTORS:
             array[:] = _rope_factors(_rope(checkpoint.config), widths.head_dim)
         elif tensor.name in stored:
-            array[_positions(tensor.name, checkpoint.widths, widths)] = _read(stored[tensor.name])
+            array[_positions(tensor.name, checkpoint.family_widths, widths)] = _read(stored[tensor.name])
         if ".attn_q." in tensor.gguf_name or ".attn_k." in tensor.gguf_name:
             array = _rotated_pairs_adjacent(array, widths.head_dim)
         yield gguf.quantize(array, tensor.type)

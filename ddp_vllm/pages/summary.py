@@ -207,8 +207,7 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
 
 def _vectors(block: str, checkpoint: Checkpoint) -> int:
     """Return the parameters in a block's norms and output bias."""
-    assert isinstance(checkpoint.widths, ModelWidths)
-    table = checkpoint.widths.table
+    table = checkpoint.family_widths.table
     bias = f".{table.output(block).name}.bias"
     count = len(table.norms[block]) + any(name.endswith(bias) for name in checkpoint.shapes)
     return int(checkpoint.config["hidden_size"]) * count

@@ -239,7 +239,7 @@ def _masks_like_a_cut(module: nn.Module, parts: Mlp) -> bool:
         linear[parts.output].weight.mul_(scales)
         _set_weight(linear[parts.output], kept, axis=1)
         results.append(whole(x))
-        same = dense.shape == x.shape and torch.allclose(*results, atol=1e-5)
+        same = dense.shape == x.shape and torch.allclose(results[0], results[1], atol=1e-5)
         return same and not torch.allclose(dense, results[0], atol=1e-3)
     return False
 
@@ -286,7 +286,7 @@ def _find_experts(layer: nn.Module) -> Experts | None:
     if len(modules) != 1:
         return None
     name, module = modules[0]
-    weights = [getattr(module, each, None) for each in ("gate_up_proj", "down_proj")]
+    weights: list[Any] = [getattr(module, each, None) for each in ("gate_up_proj", "down_proj")]
     if any(getattr(weight, "ndim", 0) != 3 for weight in weights) or not _gates_like_weights(module):
         return None
     number, _, width = weights[1].shape

@@ -199,7 +199,10 @@ class ChannelSlicer:
             if kind == "mlp":  # a linear layer without inputs is not portable, so one channel of zeros stays
                 keep[:, 0] |= ~keep.any(-1)
             self.rows[kind] = dict(zip(sizes.layers_of(kind), zip(values, keep, strict=True), strict=True))
-        kept = {kind: {n: keep.sum(-1).tolist() for n, (_, keep) in rows.items()} for kind, rows in self.rows.items()}
+        kept: dict[str, dict[int, Any]] = {
+            kind: {layer: keep.sum(-1).tolist() for layer, (_, keep) in rows.items()}
+            for kind, rows in self.rows.items()
+        }
         mlps, experts = kept.get("mlp", {}), kept.get("experts", {})
         self.widths = ModuleWidths(
             layers_module=dense.layers_module,

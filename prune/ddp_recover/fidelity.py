@@ -46,7 +46,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
             "the model that it was made from"
         )
     tokenizer = load_tokenizer(str(source.folder))
-    texts = {name: _load_text(name, settings, tokenizer, dense_size, say) for name in settings.texts}
+    texts = {name: _load_text(name, settings, tokenizer, int(dense_size or 0), say) for name in settings.texts}
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
     evaluation = Evaluation(blocks, tokenizer, loss_masks)
     accelerator = make_accelerator(output, None)

@@ -131,7 +131,7 @@ def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
 def linear_sizes(checkpoint: Checkpoint) -> Iterator[tuple[int, str, int, int]]:
     """Yield layer, module, outputs and inputs of every projection."""
     for layer in range(len(checkpoint.layers)):
-        for projection in checkpoint.widths.table.projections:
+        for projection in checkpoint.family_widths.table.projections:
             shape = checkpoint.shapes.get(f"{LAYERS}.{layer}.{projection.name}.weight")
             if shape is not None:
                 yield layer, projection.name, shape[0], shape[1]
