@@ -32,6 +32,7 @@ from ddp_vllm.hub import hub_fault
 from ddp_vllm.machine import versions
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, model_id, weight_files
 from ddp_vllm.remote_code.files import read_json
+from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.results import write_new_results, write_results
 from ddp_vllm.schema import ANY, NUMBER, check
 
@@ -273,7 +274,8 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
         if settings.backend == "hf" and config.get("attn_logit_softcapping"):
             arguments["attn_implementation"] = "eager"  # other implementations omit Gemma-2's cap
         arguments |= {name: handle_arg_string(value) for name, value in settings.model_args}
-        if "ddp_layers" in config:  # the installed classes load pruned models, also if the user trusts other code
+        # the installed classes load pruned models, also if the user trusts other code
+        if "ddp_layers" in config or states_widths(config):
             arguments["trust_remote_code"] = False
         return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments
     except (DdpError, ModuleNotFoundError):
