@@ -225,6 +225,11 @@ def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
 
 def register_pruned(config: Mapping[str, Any]) -> None:
     """Register the installed classes for a pruned config with transformers, so that no code of its folder runs."""
+    if states_widths(config):
+        from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
+
+        register_widths()
+        return
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ddp_vllm.remote_code import configuration_ddp

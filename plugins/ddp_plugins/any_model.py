@@ -213,7 +213,7 @@ def check_adapters() -> None:
     """
     from vllm.lora.model_manager import LoRAModelManager
 
-    add_adapter = LoRAModelManager.add_adapter
+    add_adapter = LoRAModelManager._add_adapter
     if hasattr(add_adapter, "checks_widths"):
         return
 
@@ -234,7 +234,7 @@ def check_adapters() -> None:
         return add_adapter(manager, adapter)
 
     add_checked.checks_widths = True  # type: ignore[attr-defined]
-    LoRAModelManager.add_adapter = add_checked
+    LoRAModelManager._add_adapter = add_checked
 
 
 def padding_loader(load: Loader, width: int, padded: int, parts: int, *, axis: int, name: str) -> Loader:

@@ -222,8 +222,6 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
 
 def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
     """Return a pruned checkpoint of a stock class. Raises: ModelError if it was pruned from another model."""
-    from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
-
     assert dense.structure
     widths, stated = ModuleWidths.of(checkpoint.config), dense.structure.widths
     pairs = {
@@ -238,7 +236,7 @@ def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
             f"{dense.folder} has another {different[0]} than {checkpoint.folder} had before pruning; pass the model it "
             "was pruned from"
         )
-    register_widths()
+    register_pruned(checkpoint.config)
     return replace(dense, folder=checkpoint.folder, shapes=checkpoint.shapes)
 
 

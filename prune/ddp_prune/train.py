@@ -165,7 +165,7 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
             dense = gated
             if joint.teacher is not None:
                 dense = GatedModel(joint.teacher, source.family, source.sizes, inputs.head_unit)
-            with dense.masks(gates), joint.weights.undone():
+            with dense.masks(gates), joint.weights.adapters_disabled():
                 untrained = evaluation.divergences(dense.model)
         transform = joint.weights.finish()
     with gated.masks(gates):
@@ -213,7 +213,7 @@ class Joint(NamedTuple):
     heldout: torch.Tensor | None = None
     """Blocks on which the trials of the learning rate are judged; None: no trials."""
     teacher: Any = None
-    """A copy of the dense model; None without distillation, and for adapters, which can be undone."""
+    """A copy of the dense model; None without distillation, and for adapters, which can be disabled."""
 
 
 def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class TrainedWeights:
         self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def adapters_disabled(self) -> Iterator[None]:
         """Let the model compute without its adapters inside the block."""
         modules = [module for module in self.model.modules() if hasattr(module, "lora_A")]
         scales = [module.scaling[ADAPTER] for module in modules]
@@ -126,7 +126,7 @@ class TrainedWeights:
                 module.scaling[ADAPTER] = scale
 
     @contextmanager
-    def summing(self, share: float) -> Iterator[None]:
+    def accumulating(self, share: float) -> Iterator[None]:
         """Add the gradients of backward passes inside the block to the sums, times `share`."""
         self.share = share
         yield
@@ -139,7 +139,7 @@ class TrainedWeights:
         part = part if self.share == 1.0 else part.mul_(self.share)
         self.sums[name] = self.sums[name].add_(part) if name in self.sums else part
 
-    def join(self) -> float:
+    def reduce_gradients(self) -> float:
         """Sum the gradients over all processes, and return the norm of all of them together."""
         world = self.accelerator.num_processes
         for name, master in self.masters.items():
@@ -161,7 +161,7 @@ class TrainedWeights:
         return float(squares.sum().sqrt())
 
     @torch.no_grad()
-    def move(self, rate: float, norm: float, seed: int = 0) -> None:
+    def step(self, rate: float, norm: float, seed: int = 0) -> None:
         """Do one step of AdamW with gradients of this norm, clipped, and round the masters into the model.
 
         seed: of stochastic rounding; the same in all processes, another one for each step.
@@ -209,10 +209,10 @@ class TrainedWeights:
         weights = self.first or dict(dense.named_parameters())
         for name, master in self.masters.items():
             master.copy_(weights[name])
-        self.forget()
+        self.reset_optimizer()
         self._round()
 
-    def forget(self) -> None:
+    def reset_optimizer(self) -> None:
         """Drop the optimizer's moments and all gradients."""
         self.optimizer.state.clear()
         self.sums.clear()

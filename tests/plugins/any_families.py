@@ -150,6 +150,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model_type -> its config'
             "num_experts_per_tok": 3,
             "rotary_dim": 16,
             "scoring_func": "softmax",  # vLLM 0.32 has no sigmoid without groups on a CPU
+            "use_routing_bias": True,
         },
     ),
     "qwen3_moe": ("Qwen3MoeConfig", {**ROUTED, "num_experts": NUM_EXPERTS, "mlp_only_layers": [1]}),
