@@ -29,8 +29,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     ("eta", "masked", "cap", "divisor"),
     [
         (2.0, False, None, 1.0),
-        (0.0, False, None, 1.0),
-        (2.0, True, None, 1.0),
         (0.0, True, None, 8.0),
         (1.0, True, 30.0, 1.0),
     ],
@@ -56,7 +54,7 @@ def test_the_distilled_head(eta: float, masked: bool, cap: float | None, divisor
     torch.testing.assert_close(product @ weight / divisor / (scale * 5), student.grad, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("tokens", "units", "columns"), [(1, 3, 1), (300, 200, 1), (37, 5, 24), (70, 2, 300)])
+@pytest.mark.parametrize(("tokens", "units", "columns"), [(300, 200, 1), (37, 5, 24), (70, 2, 300)])
 def test_the_backward_of_gates(tokens: int, units: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(0)
     gradient, x = (torch.randn(tokens, units * columns, generator=generator) for _ in range(2))
@@ -68,8 +66,9 @@ def test_the_backward_of_gates(tokens: int, units: int, columns: int) -> None:
     torch.testing.assert_close(squares, products.square().sum(0), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [[0, 40, 1, 0, 300], [7, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
-@pytest.mark.parametrize("channels", [33, 128, 200])
+@pytest.mark.parametrize(
+    ("sizes", "channels"), [([0, 40, 1, 0, 300], 33), ([7, 0, 0, 0, 0], 200), ([0, 0, 0, 0, 0], 128)]
+)
 def test_the_gates_of_experts(sizes: list[int], channels: int) -> None:
     generator = torch.Generator().manual_seed(0)
     gradient, x = (torch.randn(sum(sizes), channels, generator=generator) for _ in range(2))

@@ -63,7 +63,8 @@ def test_what_is_published_says_nothing_of_this_machine(tiny_model: Path, tiny_t
     masks = pruned.folder / MASKS_FILE
     again = ddp_vllm.apply(str(tiny_model), masks, output=tmp_path / "again")
     for checkpoint in (pruned, recovered, again):
-        ddp_vllm.report(checkpoint.folder)
+        if checkpoint is again:  # the others have a report
+            ddp_vllm.report(checkpoint.folder)
         for file in filter(Path.is_file, checkpoint.folder.rglob("*")):
             for place in (tiny_model.parent, tiny_text.parent, tmp_path):
                 assert str(place).encode() not in file.read_bytes(), file

@@ -70,6 +70,7 @@ print(json.dumps(tokenizer(text)["input_ids"]))
 """
 
 
+@pytest.mark.nightly
 def test_the_tokens_of_deepseek_are_those_of_its_file(tiny_model: Path, tmp_path: Path) -> None:
     """transformers does not know its type, so it would take the class that is stated, which drops the blanks.
 

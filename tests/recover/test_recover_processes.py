@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")  # in this process, not in t
 @pytest.mark.parametrize(
     ("method", "ways"),
     [
-        ("weights", {"cut": ["--shard"]}),
+        pytest.param("weights", {"cut": ["--shard"]}, marks=pytest.mark.nightly),  # prune has the same trainer
         pytest.param("lora", {"two": [], "cut": ["--shard"]}, marks=pytest.mark.nightly),
     ],
 )

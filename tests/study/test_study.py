@@ -55,7 +55,7 @@ def cells(folder: Path) -> dict[str, dict[str, float]]:
     return {path.stem: json.loads(path.read_text()) for path in (folder / "cells").glob("*.json")}
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.nightly)])
 def test_every_method_keeps_the_same_number(
     kind: str, tiny_model: Path, tiny_experts: Path, tiny_text: Path, test_text: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +124,7 @@ def test_scales_of_a_score_are_trained_and_a_masks_file_is_a_method(
     assert "removes 42% and 40%" in str(found[masks, 0.6]["reason"])  # type: ignore[index]
 
 
+@pytest.mark.nightly
 def test_seeds_have_a_spread_a_command_fills_its_cell_and_a_folder_holds_one_study(
     tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path
 ) -> None:
