@@ -28,10 +28,12 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", *options, str(HERE / "interpreted_kernels.py")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parent.parent)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 18  # type: ignore[index]
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) == 9  # type: ignore[index]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(number, marks=pytest.mark.nightly) for number in (80, 100, 120))]
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_without_spilling(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
