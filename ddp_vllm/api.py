@@ -1,13 +1,14 @@
-"""The commands as Python functions. Settings are keyword arguments; each function returns what it made.
+"""The commands as Python functions. Settings are keyword arguments; each function returns what it
+made.
 
     import ddp_vllm
 
     pruned = ddp_vllm.prune("HuggingFaceTB/SmolLM2-135M", sparsity=0.2, output="./pruned")
     print(pruned.num_parameters)
 
-The functions print nothing unless `verbose` is set, and raise a child of `DdpError` for an error that the user can
-correct. They do the same work as the commands of the same name. `import ddp_vllm` is fast: the first access to a
-function imports its package, and the first call imports torch.
+The functions print nothing unless `verbose` is set, and raise a child of `DdpError` for an error
+that the user can correct. They do the same work as the commands of the same name. `import ddp_vllm`
+is fast: the first access to a function imports its package, and the first call imports torch.
 """
 
 # The two tables below are the only part of this package that names the packages that import it.

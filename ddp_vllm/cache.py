@@ -1,4 +1,5 @@
-"""The folder of downloads, tokens and compiled kernels. It imports quickly, because vLLM's workers import it."""
+"""The folder of downloads, tokens and compiled kernels. It imports quickly, because vLLM's workers
+import it."""
 
 import os
 import stat

@@ -1,6 +1,8 @@
-"""The `ddp-vllm` command. It imports the module of a command when it is used, and turns errors into one line.
+"""The `ddp-vllm` command. It imports the module of a command when it is used, and turns errors into
+one line.
 
-Neither this module nor the `cli.py` of another package imports torch, transformers or vLLM before a command runs.
+Neither this module nor the `cli.py` of another package imports torch, transformers or vLLM before a
+command runs.
 """
 
 import difflib
@@ -22,7 +24,8 @@ from ddp_vllm.errors import DdpError, SettingError, TrainingError, printable
 
 
 def remedy(package: str) -> str:
-    """Return the pip command that installs a package: by the extra of ddp-vllm that requires it, if there is one."""
+    """Return the pip command that installs a package: by the extra of ddp-vllm that requires it, if
+    there is one."""
     with suppress(importlib.metadata.PackageNotFoundError):
         for requirement in importlib.metadata.requires("ddp-vllm") or ():
             name, extra = re.match(r"([\w.-]+)(?:.*extra == .(\w+))?", requirement).groups()  # type: ignore[union-attr]
@@ -53,7 +56,8 @@ def quiet_libraries() -> None:
 
 
 def _as_options(message: str, command: click.Command | None) -> str:
-    """Return a message on settings in which those that are options of the command are written as options."""
+    """Return a message on settings in which those that are options of the command are written as
+    options."""
     for option in command.params if command else ():
         name = option.name or ""
         if isinstance(option, click.Option) and f"--{name.replace('_', '-')}" in option.opts:
@@ -139,7 +143,7 @@ def main(debug: bool) -> None:
     ddp-vllm prune HuggingFaceTB/SmolLM2-135M --sparsity 0.2 -o ./pruned
     vllm serve ./pruned
 
-    Exit codes: 0 done, 1 other, 2 setting, 3 model, 4 text, 5 output, 6 training, 7 checkpoint, 8 serving,
-    9 limit, 130 Ctrl-C.
+    Exit codes: 0 done, 1 other, 2 setting, 3 model, 4 text, 5 output, 6 training, 7 checkpoint, 8
+    serving, 9 limit, 130 Ctrl-C.
     """
     quiet_libraries()

@@ -20,7 +20,9 @@ from contextlib import contextmanager
 
 def printable(text: str) -> str:
     """Return a text with its control characters written out, because a terminal would obey them."""
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    return "".join(
+        character if character.isprintable() or character == "\n" else ascii(character)[1:-1] for character in text
+    )
 
 
 def line_printer(verbose: bool) -> Callable[[str], None]:
@@ -96,10 +98,11 @@ def is_of_a_library(error: BaseException) -> bool:
 def reading(
     place: object, kind: type[DdpError], remedy: str, *, how: str = "", but: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Turn any error that a library raises while it reads `place` in the block into one of class `kind`.
+    """Turn any error that a library raises while it reads `place` in the block into one of class
+    `kind`.
 
-    place: begins the message. remedy: ends it. how: added after "cannot be read", such as " as text". but: errors that
-    are passed on unchanged.
+    place: begins the message. remedy: ends it. how: added after "cannot be read", such as " as
+    text". but: errors that are passed on unchanged.
     """
     try:
         yield

@@ -48,12 +48,14 @@ class Task:
     filter: str = "none"
     """lm-eval's name of the rule that extracts the answer from the generated text."""
     is_generated: bool = False
-    """The model generates its answer, with its chat template if it has one, instead of choosing among options."""
+    """The model generates its answer, with its chat template if it has one, instead of choosing
+    among options."""
 
 
-# The metric of each task is the one that gives the paper's dense rows (tables "dense" and "moe"): its LLaMA-7B has
-# HellaSwag 76.00, ARC-c 44.28, ARC-e 72.10 and OBQA 44.00, which are that model's known length-normalized accuracies
-# (plain ones: about 57, 42, 75 and 34). So: acc_norm wherever lm-eval reports it, acc for the other three.
+# The metric of each task is the one that gives the paper's dense rows (tables "dense" and "moe"):
+# its LLaMA-7B has HellaSwag 76.00, ARC-c 44.28, ARC-e 72.10 and OBQA 44.00, which are that model's
+# known length-normalized accuracies (plain ones: about 57, 42, 75 and 34). So: acc_norm wherever
+# lm-eval reports it, acc for the other three.
 TASKS = {
     "boolq": Task(
         heading="BoolQ", stock="super_glue/boolq/default.yaml", metric="acc", split="validation",
@@ -113,12 +115,14 @@ ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better a
 
 
 def default_output(model: str) -> Path:
-    """Return the default folder of results: `eval` in the model's folder, or `eval-NAME` here for a name on the hub."""
+    """Return the default folder of results: `eval` in the model's folder, or `eval-NAME` here for a
+    name on the hub."""
     return Path(model) / "eval" if Path(model).is_dir() else Path(f"eval-{_folder_name(model)}")
 
 
 def against_output(model: str, output: Path) -> Path:
-    """Return the folder for the results of the model to compare with, inside the `output` of the evaluated model."""
+    """Return the folder for the results of the model to compare with, inside the `output` of the
+    evaluated model."""
     return output / f"against-{_folder_name(model)}"
 
 
@@ -136,30 +140,32 @@ def check_evaluation(results: Any, path: Path) -> None:
 
 def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
     """Return (value, standard error) of one task by its reported metric, or None if it was not run."""
-    found, task = results["results"].get(name, {}), TASKS[name]
-    value, error = (found.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
+    scores, task = results["results"].get(name, {}), TASKS[name]
+    value, error = (scores.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
     stated = Number(high=float("inf"))  # a perplexity may be more than a float holds
     return (float(value), float(error) if NUMBER.takes(error) else None) if stated.takes(value) else None
 
 
 def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return the difference of the mean accuracy from the dense model's and half its 95 % interval; None if unknown.
+    """Return the difference of the mean accuracy from the dense model's and half its 95 % interval;
+    None if unknown.
 
-    Both models answered the same rows, so the differences per row are averaged, and the difficulty of a row cancels
-    out. For the interval, each task gets one additional lost and one additional won row (Bonett and Price, J. Educ.
-    Behav. Stat. 37, 2012), because a few rows that all changed alike, or not at all, are no proof for other rows.
+    Both models answered the same rows, so the differences per row are averaged, and the difficulty
+    of a row cancels out. For the interval, each task gets one additional lost and one additional
+    won row (Bonett and Price, J. Educ. Behav. Stat. 37, 2012), because a few rows that all changed
+    alike, or not at all, are no proof for other rows.
     """
     generated = [name for name, task in TASKS.items() if task.is_generated]
-    ours, theirs = (
-        {name: rows for name, rows in each["ddp_vllm"].get("answers", {}).items() if name not in generated}
-        for each in (results, dense)
+    answers, dense_answers = (
+        {name: rows for name, rows in evaluation["ddp_vllm"].get("answers", {}).items() if name not in generated}
+        for evaluation in (results, dense)
     )
-    numbers, others = ({name: len(rows) for name, rows in each.items()} for each in (ours, theirs))
+    numbers, others = ({name: len(rows) for name, rows in tasks.items()} for tasks in (answers, dense_answers))
     if numbers != others or not numbers or not all(numbers.values()):
         return None
     means, variances = [], []
-    for name, rows in ours.items():
-        differences = [after - before for after, before in zip(rows, theirs[name], strict=True)]
+    for name, rows in answers.items():
+        differences = [after - before for after, before in zip(rows, dense_answers[name], strict=True)]
         means.append(fmean(differences))
         variances.append(pvariance([*differences, 1.0, -1.0]) / (len(differences) + 2))
     return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
@@ -182,11 +188,14 @@ def in_points(difference: float, half_width: float) -> str:
 
 
 def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[int] | None = None) -> tuple[float, float | None]:
-    """Return the mean loss per token over blocks of text and its standard error; None for a single block.
+    """Return the mean loss per token over blocks of text and its standard error; None for a single
+    block.
 
-    block_losses: the mean loss of each block, or a difference of two. block_tokens: the tokens that each mean is over;
-    None: equally many in each block. The mean m = Σ n·l / Σ n is a ratio of two sums over B blocks, so its variance is
-    B/(B − 1) · Σ n²(l − m)² / (Σ n)² (delta method; Cochran, Sampling Techniques, Eq. 2.39).
+    block_losses: the mean loss of each block, or a difference of two. block_tokens: the tokens that
+        each mean is over;
+    None: equally many in each block. The mean m = Σ n·l / Σ n is a ratio of two sums over B blocks,
+    so its variance is B/(B − 1) · Σ n²(l − m)² / (Σ n)² (delta method; Cochran, Sampling
+    Techniques, Eq. 2.39).
     """
     tokens = [1] * len(block_losses) if block_tokens is None else block_tokens
     pairs, total, blocks = list(zip(tokens, block_losses, strict=True)), sum(tokens), len(block_losses)
@@ -197,10 +206,11 @@ def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[int] | None 
 
 
 def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of text; None if unknown.
+    """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of
+    text; None if unknown.
 
-    quality: what `prune` and `eval --text` store of a text. Both models read the same blocks, so `mean_loss` is taken
-    of the blocks' differences.
+    quality: what `prune` and `eval --text` store of a text. Both models read the same blocks, so
+    `mean_loss` is taken of the blocks' differences.
     """
     losses, tokens = quality.get("block_losses") or {}, quality.get("block_tokens")
     dense, last = losses.get("dense"), losses.get("recovered") or losses.get("pruned")
@@ -208,21 +218,25 @@ def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] |
         return None
     middle, error = mean_loss([after - before for before, after in zip(dense, last, strict=True)], tokens)
     reach = inf if error is None else t_quantile(len(last) - 1) * error
-    ratio, low, high = (exp(each) if each < 700 else inf for each in (middle, middle - reach, middle + reach))
+    ratio, low, high = (
+        exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle, middle - reach, middle + reach)
+    )
     return ratio, low, high
 
 
 def fidelity(quality: Mapping[str, Any]) -> str:
-    """Return a phrase on the agreement of a model with the dense one on the same text; "" if it was not measured."""
-    found = quality.get("agreement", {})
-    last = found.get("recovered") or found.get("pruned")
+    """Return a phrase on the agreement of a model with the dense one on the same text; "" if it was
+    not measured."""
+    agreement = quality.get("agreement", {})
+    last = agreement.get("recovered") or agreement.get("pruned")
     if not last:
         return ""
     return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
 
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the unweighted mean of the accuracies, as the paper averages, with its standard error and its tasks."""
+    """Return the unweighted mean of the accuracies, as the paper averages, with its standard error
+    and its tasks."""
     scores = {name: score(results, name) for name in ACCURACY}
     present = {name: value for name, value in scores.items() if value}
     if not present:

@@ -6,8 +6,8 @@
 | `block_configs` | NVIDIA's Puzzletron and Nemotron-NAS | per layer `attention` and `ffn`, or `subblock_configs` |
 | `drop_attn_list`, `drop_mlp_list` | LLM-Drop | removed blocks: their layers, or a truth value per layer |
 
-An entry becomes the fields of config.json that a layer has for itself, and from them its widths. NVIDIA's tools also
-write keys that they do not use, as null, false, or an object of these.
+An entry becomes the fields of config.json that a layer has for itself, and from them its widths.
+NVIDIA's tools also write keys that they do not use, as null, false, or an object of these.
 """
 
 import re
@@ -79,7 +79,8 @@ def base_type(config: Mapping[str, Any]) -> str:
 
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a supported family's config of the model that a tool pruned, without the tool's own keys.
+    """Return a supported family's config of the model that a tool pruned, without the tool's own
+    keys.
 
     Sizes that only the blocks state are 1; `enclosing` raises them. Raises: ModelError.
     """
@@ -97,7 +98,8 @@ def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[LayerWidths] | None:
-    """Return the widths that config.json states for each layer; None if it states none. Raises: ModelError."""
+    """Return the widths that config.json states for each layer; None if it states none. Raises:
+    ModelError."""
     _check(config, _FORM, "config.json")
     number = dense["num_hidden_layers"]
     dropped = _dropped_blocks(config, number)
@@ -116,7 +118,8 @@ def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[L
 
 
 def _dropped_blocks(config: Mapping[str, Any], number: int) -> dict[int, set[str]]:
-    """Return the blocks that LLM-Drop's lists remove, by layer. Raises: ModelError for a layer that does not exist."""
+    """Return the blocks that LLM-Drop's lists remove, by layer. Raises: ModelError for a layer that
+    does not exist."""
     dropped: dict[int, set[str]] = {}
     for key, block in DROPPED.items():
         for place, entry in enumerate(config.get(key) or ()):
@@ -162,14 +165,15 @@ def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> d
             width = int(2 * factor * dense["hidden_size"] / 3)
             fields[WIDTH] = ceil(width / 256) * 256  # as in Nemotron-NAS's own code
         if window := part.get("sliding_window_size") or part.get("window_length"):
-            own = attended(dense, 1 << 40)[index]
-            if own != (1 << 40 if window == "full" else window):
+            attention_window = attended(dense, 1 << 40)[index]
+            if attention_window != (1 << 40 if window == "full" else window):
                 fields["sliding_window"] = window
     return fields
 
 
 def _renamed_fields(dense: Mapping[str, Any]) -> dict[str, str]:
-    """Return `_RENAMED` with the names that the family gives to the number and the width of its experts."""
+    """Return `_RENAMED` with the names that the family gives to the number and the width of its
+    experts."""
     count = next((key for key in EXPERT_COUNT_KEYS if dense.get(key)), "num_experts")
     width = "moe_intermediate_size" if dense.get("moe_intermediate_size") else WIDTH
     return {
@@ -187,7 +191,8 @@ def _is_set(value: Any) -> bool:
 
 
 def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dropped: set[str]) -> LayerWidths:
-    """Return the widths of a layer from its own fields of config.json; dropped: removed blocks. Raises: ModelError."""
+    """Return the widths of a layer from its own fields of config.json; dropped: removed blocks.
+    Raises: ModelError."""
     _check(fields, _LAYER, f"config.json: layer {index}")
     routed, stated = is_routed(dense, index), {key: value for key, value in fields.items() if value is not None}
     skipped = {_SKIPPED.get(name, name) for name in stated.get("skip", ())} | dropped
@@ -220,7 +225,8 @@ def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dro
 
 
 def _dense_value(dense: Mapping[str, Any], key: str, value: Any) -> Any:
-    """Return the value that a field has in layers that do not state it; `value` for a size that no module has."""
+    """Return the value that a field has in layers that do not state it; `value` for a size that no
+    module has."""
     match key:
         case "head_dim":
             return head_dim(dense) if value else value
@@ -248,49 +254,53 @@ def groups(heads: int, kv_heads: int, where: str) -> tuple[int, ...]:
 
 
 def enclosing(dense: Mapping[str, Any], layers: Sequence[LayerWidths]) -> dict[str, Any]:
-    """Return the config with sizes that no layer exceeds: some tools write those of one pruned layer into it."""
-    found = dict(dense)
+    """Return the config with sizes that no layer exceeds: some tools write those of one pruned
+    layer into it."""
+    config = dict(dense)
     if not dense.get("kv_lora_rank"):
-        found["head_dim"] = head_dim(dense)  # before the number of heads, from which it may be derived, changes
+        config["head_dim"] = head_dim(dense)  # before the number of heads, from which it may be derived, changes
         least = max([dense_kv_heads(dense), *(layer.num_kv_heads for layer in layers)])
         most = max([dense[HEADS], *(layer.num_query_heads for layer in layers)])
         if (heads := most) != dense[HEADS]:  # transformers requires a divisor of the hidden size of some families
             hidden = dense["hidden_size"]
-            heads = next((each for each in range(most, hidden + 1) if hidden % each == 0), most)
-        kv_heads = next((each for each in range(least, heads + 1) if heads % each == 0), heads)
-        found |= {HEADS: heads, KV_HEADS: kv_heads}
+            heads = next((count for count in range(most, hidden + 1) if hidden % count == 0), most)
+        kv_heads = next((count for count in range(least, heads + 1) if heads % count == 0), heads)
+        config |= {HEADS: heads, KV_HEADS: kv_heads}
     sizes = [size for layer in layers for size in layer.expert_intermediate_sizes or ()]
     if sizes:
         key = "moe_intermediate_size" if dense.get("moe_intermediate_size") else WIDTH
-        found[key] = max(dense[key], *sizes)
-    found[WIDTH] = max([found[WIDTH], *(layer.intermediate_size for layer in layers)])
-    return found
+        config[key] = max(dense[key], *sizes)
+    config[WIDTH] = max([config[WIDTH], *(layer.intermediate_size for layer in layers)])
+    return config
 
 
-def grown(dense: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
+def grown(dense: Mapping[str, Any], enclosed: Mapping[str, Any]) -> Iterator[str]:
     """Yield a phrase for each size that `enclosing` raised from a stated one."""
     for key in (HEADS, KV_HEADS, WIDTH, "moe_intermediate_size"):
-        if dense.get(key) not in (None, 1, whole.get(key)):
-            yield f"{key} is {dense[key]} in config.json, but a layer has more: {whole[key]}, taken as the dense size"
+        if dense.get(key) not in (None, 1, enclosed.get(key)):
+            size = enclosed[key]
+            yield f"{key} is {dense[key]} in config.json, but a layer has more: {size}, taken as the dense size"
 
 
 def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the config of a pruned model for another tool's config that states the widths of its layers.
+    """Return the config of a pruned model for another tool's config that states the widths of its
+    layers.
 
-    None if it states none, if all layers are alike, if ddp-vllm wrote it, or for another family, which is vLLM's own
-    business. Raises: ModelError.
+    None if it states none, if all layers are alike, if ddp-vllm wrote it, or for another family,
+    which is vLLM's own business. Raises: ModelError.
     """
     if not any(config.get(key) for key in FORMATS) or base_type(config) not in FAMILIES:
         return None
     quantized = {key: config[key] for key in ("quantization_config",) if config.get(key)}  # vLLM's classes load them
     dense = dense_config({key: value for key, value in config.items() if key not in quantized})
     layers = stated_layers(config, dense) or dense_layers(dense)
-    whole = enclosing(dense, layers)
-    return None if layers == dense_layers(whole) else pruned_config(whole, layers) | quantized | {IN_PLACE: True}
+    enclosed = enclosing(dense, layers)
+    return None if layers == dense_layers(enclosed) else pruned_config(enclosed, layers) | quantized | {IN_PLACE: True}
 
 
 def is_leftover(widths: ModelWidths, name: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor is left out: one of a removed block, such as its norm, or a matrix of length 0."""
+    """Return whether a tensor is left out: one of a removed block, such as its norm, or a matrix of
+    length 0."""
     match = _TENSOR.fullmatch(name)
     layer = widths.layers[int(match[1])] if match and int(match[1]) < len(widths.layers) else None
     if match is None or layer is None:
@@ -301,7 +311,8 @@ def is_leftover(widths: ModelWidths, name: str, shape: Sequence[int]) -> bool:
 
 
 def check_states_no_widths(config: Mapping[str, Any]) -> None:
-    """Refuse the config of a model that another tool pruned, in a verb for dense models. Raises: ModelError."""
+    """Refuse the config of a model that another tool pruned, in a verb for dense models. Raises:
+    ModelError."""
     if opened_in_place(config) is not None:
         key = next(key for key in FORMATS if config.get(key))
         raise ModelError(f"another tool pruned it: its config.json has {key}; run ddp-vllm convert and use its output")

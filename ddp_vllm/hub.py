@@ -11,8 +11,8 @@ CONNECT_SECONDS = 5.0
 def hub_fault() -> str:
     """Return why the hub cannot be reached, or "" if it can, or if a proxy decides.
 
-    Without this check the hub's clients retry for half a minute and end in tracebacks that name neither cause nor
-    remedy.
+    Without this check the hub's clients retry for half a minute and end in tracebacks that name
+    neither cause nor remedy.
     """
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):

@@ -1,6 +1,7 @@
 """Copies a weight into 2 MB huge pages, which speeds up decoding on a CPU.
 
-The plugin does so with its experts, and `bench kernel` with vLLM's too, so that it compares only kernels.
+The plugin does so with its experts, and `bench kernel` with vLLM's too, so that it compares only
+kernels.
 """
 
 import mmap

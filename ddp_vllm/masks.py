@@ -1,8 +1,9 @@
 """The masks file of a pruned folder: gates, the search results behind them, and their provenance.
 
-`ddp_masks.safetensors` holds float32 tensors `<module type>.gates`, `.z` and `.saliency`, and the provenance as JSON in
-its metadata, under the one key `ddp` (safetensors writes several keys in any order). Both have
-checksums in the provenance, which detect damage; files of older versions have none.
+`ddp_masks.safetensors` holds float32 tensors `<module type>.gates`, `.z` and `.saliency`, and the
+provenance as JSON in its metadata, under the one key `ddp` (safetensors writes several keys in any
+order). Both have checksums in the provenance, which detect damage; files of older versions have
+none.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, Sc
 
 MASKS_FILE = "ddp_masks.safetensors"
 METRICS_FILE, RECOVERY_FILE = "ddp_metrics.jsonl", "ddp_recovery.jsonl"
-"""The metrics that `prune` and `recover` logged, one JSON object per step; also files of the pruned folder."""
+"""The metrics that `prune` and `recover` logged, one JSON object per step; also files of the pruned
+folder."""
 MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
 _LOSSES = {str: [Number(-700, 700)]}  # model -> nats per token; a float holds exp of these
 _MEASURED = Number(0, float("inf"))
@@ -58,7 +60,8 @@ def is_mask(name: str) -> bool:
 
 
 def checksums(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Return a hash of a file's header, and one of the labels and bytes of its tensors, in the given order."""
+    """Return a hash of a file's header, and one of the labels and bytes of its tensors, in the
+    given order."""
     digest = hashlib.sha256()
     for label, content in tensors:
         digest.update(label.encode())
@@ -78,7 +81,8 @@ def read_provenance(path: Path) -> dict[str, Any]:
 
 
 def read_masks_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a masks file, numpy arrays by name, and its provenance. Raises: CheckpointError."""
+    """Return the tensors of a masks file, numpy arrays by name, and its provenance. Raises:
+    CheckpointError."""
     return _read(path, with_tensors=True)
 
 
@@ -95,10 +99,10 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
         provenance = parse_json(metadata.get("ddp", "{}"))
         check(provenance, {"checksums?": {"header": NAME, "tensors": NAME}}, "its provenance")
         if stored := provenance.pop("checksums", None):
-            found = checksums(json.dumps(provenance), _labeled(tensors))
-            if stored["header"] != found["header"]:
+            computed = checksums(json.dumps(provenance), _labeled(tensors))
+            if stored["header"] != computed["header"]:
                 raise ValueError("its provenance does not match its checksum")
-            if with_tensors and stored["tensors"] != found["tensors"]:
+            if with_tensors and stored["tensors"] != computed["tensors"]:
                 raise ValueError("its masks do not match their checksum")
         check_provenance(provenance)
     except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a number format that numpy lacks

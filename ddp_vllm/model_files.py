@@ -23,12 +23,14 @@ TOKENIZER_AND_CONFIG_FILES = (  # copied along with the weights: data files know
 
 
 def tokenizer_and_config_files(folder: Path) -> list[Path]:
-    """Return the files that are copied along with a model's weights. `check_links` must have checked the folder."""
+    """Return the files that are copied along with a model's weights. `check_links` must have
+    checked the folder."""
     return [file for pattern in TOKENIZER_AND_CONFIG_FILES for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> None:
-    """Write the config, and copy the tokenizer and other data files of `source`. A pruned model also gets its code."""
+    """Write the config, and copy the tokenizer and other data files of `source`. A pruned model
+    also gets its code."""
     for file in tokenizer_and_config_files(source):
         if file.name != "config.json":
             copy = folder / file.relative_to(source)
@@ -49,7 +51,8 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _tokenizer_settings(path: Path) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json; {} if it cannot be read, in which case transformers fails too."""
+    """Return the content of a tokenizer_config.json; {} if it cannot be read, in which case
+    transformers fails too."""
     with suppress(OSError, ValueError, RecursionError):
         settings = json.loads(path.read_text(encoding="utf-8"))
         return settings if isinstance(settings, dict) else {}
@@ -57,10 +60,11 @@ def _tokenizer_settings(path: Path) -> dict[str, Any]:
 
 
 def state_tokenizer_class(source: Path, target: Path) -> None:
-    """State in tokenizer_config.json the class by which transformers loads the dense model's tokenizer.
+    """State in tokenizer_config.json the class by which transformers loads the dense model's
+    tokenizer.
 
-    transformers sometimes chooses the class by model type, whatever tokenizer_config.json states. The pruned model has
-    a type of its own, for which transformers would choose another class.
+    transformers sometimes chooses the class by model type, whatever tokenizer_config.json states.
+    The pruned model has a type of its own, for which transformers would choose another class.
     """
     from transformers import AutoTokenizer
 

@@ -1,6 +1,7 @@
 """Makes the options of a command from the fields of a dataclass of settings.
 
-The field gives the option its name, type and default; the first sentence of the field's docstring is its help text.
+The field gives the option its name, type and default; the first sentence of the field's docstring
+is its help text.
 """
 
 import dataclasses
@@ -41,16 +42,16 @@ class Grouped(click.Command):
 
     def groups(self) -> dict[str, list[click.Option]]:
         """Return the options of each heading."""
-        found: dict[str, list[click.Option]] = {heading: [] for heading in self.headings}
-        for each in self.params:
-            if isinstance(each, click.Option):
-                found[heading_of(each.name or "", self.headings)].append(each)
-        return {heading: options for heading, options in found.items() if options}
+        grouped: dict[str, list[click.Option]] = {heading: [] for heading in self.headings}
+        for option in self.params:
+            if isinstance(option, click.Option):
+                grouped[heading_of(option.name or "", self.headings)].append(option)
+        return {heading: options for heading, options in grouped.items() if options}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, options in self.groups().items():
             with formatter.section(heading):
-                formatter.write_dl([record for each in options if (record := each.get_help_record(ctx))])
+                formatter.write_dl([record for option in options if (record := option.get_help_record(ctx))])
 
 
 def heading_of(name: str, headings: Mapping[str, Collection[str]]) -> str:
@@ -75,9 +76,11 @@ class Several(click.ParamType):  # type: ignore[type-arg]  # not generic before 
 def list_option(
     *names: str, of: Callable[[str], Any] = str, whole: Callable[[tuple[Any, ...]], Any] = tuple, **shown: Any
 ) -> Decorator:
-    """Return an option that takes a list: values separated by commas, or the option repeated, or both.
+    """Return an option that takes a list: values separated by commas, or the option repeated, or
+    both.
 
-    of: as for `Several`. whole: makes the value of the option of its parts. default: a text with commas.
+    of: as for `Several`. whole: makes the value of the option of its parts. default: a text with
+    commas.
     """
 
     def joined(_ctx: click.Context, _param: click.Parameter, values: Sequence[Sequence[Any]]) -> Any:
@@ -108,7 +111,8 @@ def settings_options(
     """Return a decorator that gives a command an option for each field.
 
     instead: field -> the options that replace its own, possibly none.
-    sizes: fields that may have several numbers. lists: fields of text that hold a list separated by commas.
+    sizes: fields that may have several numbers. lists: fields of text that hold a list separated by
+        commas.
     inherited: fields whose default comes from the pruning run.
     """
     docs = field_docs(settings)
@@ -147,6 +151,7 @@ def lines_to_stderr(as_json: bool) -> Iterator[None]:
 
 
 def given(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that were passed on the command line, without defaults, which a recipe file overrides."""
+    """Return the settings that were passed on the command line, without defaults, which a recipe
+    file overrides."""
     source = click.get_current_context().get_parameter_source
     return {name: value for name, value in settings.items() if source(name) is ParameterSource.COMMANDLINE}

@@ -1,4 +1,5 @@
-"""Writes files and folders that appear whole or not at all: under a temporary name first, then by a rename.
+"""Writes files and folders that appear whole or not at all: under a temporary name first, then by a
+rename.
 
 | a killed process may leave | content | removed by |
 |---|---|---|
@@ -9,7 +10,8 @@
 | `NAME.run` | the state of an interrupted run (`ddp_training.run_state`) | the run, at the end of its command |
 | `NAME.run.tmp` | the same folder while it is deleted | the same command, run again |
 
-No link is followed, and only folders of ours (`manifest.is_ours`) are removed. Nothing here imports torch.
+No link is followed, and only folders of ours (`manifest.is_ours`) are removed. Nothing here imports
+torch.
 """
 
 import errno
@@ -47,8 +49,8 @@ def writing(output: Path) -> Iterator[None]:
 def check_output(output: Path, *, overwrite: bool) -> None:
     """Refuse an output folder that exists, before any work is done, after a `clear`.
 
-    Raises: OutputError if `output` exists and `overwrite` is off, if ddp-vllm did not write it or cannot rename it, or
-        if nothing can be written there.
+    Raises: OutputError if `output` exists and `overwrite` is off, if ddp-vllm did not write it or
+        cannot rename it, or if nothing can be written there.
     """
     clear(output)
     with writing(output):
@@ -84,7 +86,8 @@ def _check_name(output: Path) -> None:
 
 
 def check_file(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output file that exists, before any work is done, after a `clear_file`. Raises: OutputError."""
+    """Refuse an output file that exists, before any work is done, after a `clear_file`. Raises:
+    OutputError."""
     clear_file(output)
     if output.is_dir():
         raise OutputError(f"{output} is a folder; give the name of a file")
@@ -111,7 +114,8 @@ def clear(output: Path) -> None:
 
 
 def _working_paths(output: Path) -> list[Path]:
-    """Return the paths of the new folder while it is written, of the folder that it replaces, and of the lock."""
+    """Return the paths of the new folder while it is written, of the folder that it replaces, and
+    of the lock."""
     return [output.parent / f".{output.name}.{kind}" for kind in ("tmp", "old", "lock")]
 
 
@@ -127,11 +131,13 @@ def _clear(output: Path, temporary: Path, old: Path) -> None:
 
 @contextmanager
 def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder in the same parent, which becomes `output` when the block ends without an error.
+    """Yield a temporary folder in the same parent, which becomes `output` when the block ends
+    without an error.
 
-    Files are synced before the rename, so a crash leaves the old folder or the new one. The manifest is written last.
-    Raises: OutputError as `check_output`, if another process writes the same output, if a link or files of others have
-        the name of the temporary folder, and for any OSError of the block.
+    Files are synced before the rename, so a crash leaves the old folder or the new one. The
+    manifest is written last.
+    Raises: OutputError as `check_output`, if another process writes the same output, if a link or
+        files of others have the name of the temporary folder, and for any OSError of the block.
     """
     check_output(output, overwrite=overwrite)
     temporary, old, lock = _working_paths(output)
@@ -159,9 +165,11 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(output: Path, *, private: bool = False) -> Iterator[Path]:
-    """Yield the path of a temporary file in the same folder that replaces `output` when the block ends without error.
+    """Yield the path of a temporary file in the same folder that replaces `output` when the block
+    ends without error.
 
-    Readers see either the old or the new file. private: only the owner may read it. The folder must exist.
+    Readers see either the old or the new file. private: only the owner may read it. The folder must
+    exist.
     Raises: OSError, also from the block.
     """
     clear_file(output)
@@ -180,7 +188,8 @@ def atomic_file(output: Path, *, private: bool = False) -> Iterator[Path]:
 
 
 def clear_file(output: Path) -> None:
-    """Remove the temporary files of `output` that killed processes left; a living process has locked its file."""
+    """Remove the temporary files of `output` that killed processes left; a living process has
+    locked its file."""
     pattern = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.tmp")
     with suppress(OSError):  # the folder is missing or unreadable, or another process removed the file
         for name in filter(pattern.fullmatch, os.listdir(output.parent)):
@@ -214,7 +223,8 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def run_folders(output: Path) -> tuple[Path, Path, Path]:
-    """Return the folder of a run, the folder of an earlier run that it put aside, and its own name during deletion."""
+    """Return the folder of a run, the folder of an earlier run that it put aside, and its own name
+    during deletion."""
     run, old, deleted = (output.parent / f"{output.name}.run{ending}" for ending in ("", ".old", ".tmp"))
     return run, old, deleted
 
@@ -225,9 +235,11 @@ class _TakenError(OutputError):
 
 @contextmanager
 def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path` inside the block, then remove it. The system releases it when the process ends.
+    """Hold the lock file `path` inside the block, then remove it. The system releases it when the
+    process ends.
 
-    wait: wait until another process has released it. On a disk without locks the block runs unlocked.
+    wait: wait until another process has released it. On a disk without locks the block runs
+        unlocked.
     Raises: OutputError(taken) if another process holds it; OSError.
     """
     from filelock import FileLock, Timeout

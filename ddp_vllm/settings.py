@@ -1,4 +1,5 @@
-"""Settings as frozen dataclasses: each value is checked once, and options and pages are made from the fields."""
+"""Settings as frozen dataclasses: each value is checked once, and options and pages are made from
+the fields."""
 
 import ast
 import dataclasses
@@ -22,7 +23,8 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 def setting(
     default: Any, *, least: float | None = None, choices: tuple[str, ...] = (), is_fraction: bool = False
 ) -> Any:
-    """Return a field with limits: a smallest value, a list of possible values, or a fraction (0 to below 1)."""
+    """Return a field with limits: a smallest value, a list of possible values, or a fraction (0 to
+    below 1)."""
     return dataclasses.field(default=default, metadata={"least": least, "choices": choices, "is_fraction": is_fraction})
 
 
@@ -71,7 +73,8 @@ def _check(field: dataclasses.Field[Any], kind: type, value: Any) -> None:
 
 
 def field_docs(settings: type) -> dict[str, str]:
-    """Return the docstring under each field of a dataclass and its bases, on one line; {} without source files."""
+    """Return the docstring under each field of a dataclass and its bases, on one line; {} without
+    source files."""
     docs: dict[str, str] = {}
     for kind in filter(dataclasses.is_dataclass, reversed(settings.__mro__)):
         try:
@@ -106,7 +109,8 @@ def read_settings(
     kind: type,
     alternatives: tuple[tuple[str, ...], ...] = (),
 ) -> dict[str, Any]:
-    """Return the settings of a TOML file or a mapping, overridden by those that are given, for a dataclass `kind`.
+    """Return the settings of a TOML file or a mapping, overridden by those that are given, for a
+    dataclass `kind`.
 
     given: None means not given; a path becomes text.
     alternatives: groups of names that replace each other: a given one drops the others of the base.
@@ -133,21 +137,22 @@ def read_settings(
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as recipes hold them: paths as text, lists of paths or texts as one text with commas, and numbers
-    of numpy as those of Python."""
-    found = {name: _of_python(value) for name, value in settings.items()}
-    for name, value in found.items():
+    """Return settings as recipes hold them: paths as text, lists of paths or texts as one text with
+    commas, and numbers of numpy as those of Python."""
+    values = {name: _of_python(value) for name, value in settings.items()}
+    for name, value in values.items():
         if isinstance(value, Path):
-            found[name] = str(value)
-        elif isinstance(value, list | tuple) and value and all(isinstance(each, str | Path) for each in value):
-            found[name] = ",".join(map(str, value))
-    return found
+            values[name] = str(value)
+        elif isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
+            values[name] = ",".join(map(str, value))
+    return values
 
 
 def _of_python(value: Any) -> Any:
-    """Return numbers and arrays of numpy, and lists of them, as numbers and lists of Python; others as they are."""
+    """Return numbers and arrays of numpy, and lists of them, as numbers and lists of Python; others
+    as they are."""
     if isinstance(value, list | tuple):
-        return [_of_python(each) for each in value]
+        return [_of_python(part) for part in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -1,4 +1,5 @@
-"""The latency profile of the budget `latency`: found or measured before a run, used for a prediction after it."""
+"""The latency profile of the budget `latency`: found or measured before a run, used for a
+prediction after it."""
 
 import dataclasses
 import hashlib
@@ -15,7 +16,8 @@ from ddp_vllm.output import make_folder
 from ddp_vllm.remote_code.widths import LayerWidths
 
 Measure = Callable[..., Profile]
-"""`ddp_vllm.profile`, or a function with its arguments; this module does not import the benchmarks."""
+"""`ddp_vllm.profile`, or a function with its arguments; this module does not import the benchmarks.
+"""
 
 
 def find_profile(
@@ -23,7 +25,8 @@ def find_profile(
 ) -> Profile:
     """Return the latency profile of a model on this machine, checked.
 
-    path: the file to read; if empty, the profile is looked up in the cache, and measured if it is not there.
+    path: the file to read; if empty, the profile is looked up in the cache, and measured if it is
+        not there.
     model, config: the folder of the dense model and its config.
     other_machine: accept a profile that was measured on another machine.
 
@@ -39,8 +42,9 @@ def find_profile(
 def _cached_profile(model: Path, config: Mapping[str, Any], workload: Workload, measure: Measure) -> Profile:
     """Return the profile from the cache, after measuring it if necessary.
 
-    The key contains the config, not the folder, because engines for profiling are built from the config alone: a copy
-    of the model in another folder has the same profile, and another model in the same folder has not.
+    The key contains the config, not the folder, because engines for profiling are built from the
+    config alone: a copy of the model in another folder has the same profile, and another model in
+    the same folder has not.
     """
     here = hardware()
     key = json.dumps(
@@ -57,7 +61,8 @@ def _cached_profile(model: Path, config: Mapping[str, Any], workload: Workload, 
 
 
 def predicted_latency(profile: Profile, layers: Sequence[LayerWidths], workload: Workload) -> dict[str, Any]:
-    """Return the predicted speedup of a pruned model as the provenance records it, with its range and conditions."""
+    """Return the predicted speedup of a pruned model as the provenance records it, with its range
+    and conditions."""
     speedup, low, high = profile.speedup(layers, workload)
     measured_on = {name: profile.content[name] for name in ("hardware", "versions")}
     return {"speedup": speedup, "low": low, "high": high, "workload": dataclasses.asdict(workload), **measured_on}

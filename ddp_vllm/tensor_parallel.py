@@ -7,16 +7,18 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, count_experts, dense_expert_size
 
 Layers = Sequence[LayerWidths] | Callable[[int], Sequence[LayerWidths]]
-"""The layers that must split without padding, or a function that returns them for a number of devices."""
+"""The layers that must split without padding, or a function that returns them for a number of
+devices."""
 
 
 def tensor_parallel_sizes(
     config: Mapping[str, Any], layers: Layers = (), *, expert_parallel: bool = False
 ) -> list[int]:
-    """Return the tensor-parallel sizes at which vLLM accepts the model and none of `layers` needs padding.
+    """Return the tensor-parallel sizes at which vLLM accepts the model and none of `layers` needs
+    padding.
 
-    vLLM requires a divisor of the dense model's number of query heads and of its experts' channels, or with
-    `expert_parallel` at least one expert per device.
+    vLLM requires a divisor of the dense model's number of query heads and of its experts' channels,
+    or with `expert_parallel` at least one expert per device.
 
     config: as plain data, dense or pruned.
     """

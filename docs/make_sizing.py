@@ -68,8 +68,7 @@ Memory is [a formula](large-models.md), with checkpointed layers and 8,192 token
 sequences over 8 GPUs are 2 each, or more do not fit. "–" means that it does not fit. Usable memory: 25.2 GB
 (RTX 4090), 84.9 GB (H100) and 150.1 GB (H200), of 10⁹ bytes. Several GPUs share the weights (`--shard`).
 Hours are an estimate: counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak, with the trials of the
-learning rate. No run on a GPU has checked either yet. `benchmarks/lab/sizing_check.py` compares the formula
-with the step itself.
+learning rate. No run on a GPU has checked either yet.
 """
 
 

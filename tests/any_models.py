@@ -84,7 +84,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "minimax_m2": lambda: _config(
         "MiniMaxM2Config", intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, head_dim=32,
-        rotary_dim=32,  # which only vLLM reads
+        rotary_dim=32, scoring_func="sigmoid", use_routing_bias=True,  # which only vLLM reads
     ),
     "hunyuan_v1_moe": lambda: _config("HunYuanMoEV1Config", num_experts=4, moe_topk=2, head_dim=32),
     "gpt_oss": lambda: _config(

@@ -92,6 +92,7 @@ def test_masked_equals_exported_equals_vllm_in_float32(exported: Any, serve: Cal
         assert answer["logprobs"] == pytest.approx(chosen.flatten().tolist(), abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_folder_that_prune_trained_is_served_as_transformers_computes_it(
     exported: Any, serve: Callable[..., dict[str, Any]], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

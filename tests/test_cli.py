@@ -143,7 +143,8 @@ WRONG = {  # words of a command -> exit code, and a part of the message
     "prune owner/name --sparsity 0.2 -o o": (3, "HF_HUB_OFFLINE is set"),
     "prune dense --sparsity 0.2 --data gone.jsonl -o o": (4, "is not a file"),
     "prune dense --sparsity 0.2 --data bad.jsonl -o o": (4, "line 1: not JSON"),
-    "prune dense --sparsity 0.2 --data good.jsonl --text-column b -o o": (4, "has no column 'b'; it has a"),
+    "prune dense --sparsity 0.2 --data good.jsonl --text-column b -o o": (4, "has no column b, only text"),
+    "prune dense --sparsity 0.2 --data odd.jsonl -o o": (4, "has no column text, messages or conversations"),
     "prune dense --sparsity 0.2 --data good.jsonl,x.docx -o o": (4, "unknown ending '.docx'"),
     "prune dense --sparsity 0.2 --data good.jsonl --watch gone.txt -o o": (4, "is not a file"),
     "prune dense --sparsity 0.2 -o o": (4, "HF_HUB_OFFLINE is set); give a .txt"),
@@ -180,7 +181,8 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
         save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
     (tmp_path / "dense" / "tokenizer.json").write_text("{}")
     (tmp_path / "bad.jsonl").write_text("no JSON\n")
-    (tmp_path / "good.jsonl").write_text('{"a": "text"}\n')
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "odd.jsonl").write_text('{"a": "text"}\n')
     (tmp_path / "x.docx").write_text("x")
     code = (
         "import json, sys\n"

@@ -1,9 +1,11 @@
-"""Every example runs as its user runs it: a process of its own, in a folder of its own, on tiny random models."""
+"""Every example runs in a folder of its own, on tiny random models."""
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,43 +82,57 @@ def run(folder: Path, *words: object) -> str:
     return result.stdout
 
 
-def python(folder: Path, name: str, *words: object) -> str:
-    return run(folder, sys.executable, EXAMPLES / name, *words)
+@pytest.fixture
+def example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
+) -> Callable[..., str]:
+    """Run an example in a folder of its own, in this process, which has imported what is slow to import."""
+
+    def run_example(name: str, *words: object) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
 
 
-def test_support_desk_asks_only_what_users_asked(dense: Path, chats: Path, tmp_path: Path) -> None:
-    printed = python(tmp_path, "support_desk.py", "--model", dense, "--data", chats, "--output", "desk", *SMALL)
+def test_support_desk_asks_only_what_users_asked(
+    dense: Path, chats: Path, tmp_path: Path, example: Callable[..., str]
+) -> None:
+    printed = example("support_desk.py", "--model", dense, "--data", chats, "--output", "desk", *SMALL)
     assert f"bench sharegpt --dense {dense} --pruned desk\n" in printed  # unwrapped
     assert "10. ticket 58: the user" in printed and "1. ticket 48: the user" in printed
     assert len((tmp_path / "desk-training.jsonl").read_text().splitlines()) == 50
     assert (tmp_path / "desk" / "report.html").exists()
 
 
-def test_choose_a_size(dense: Path, chats: Path, tmp_path: Path) -> None:
+def test_choose_a_size(dense: Path, chats: Path, tmp_path: Path, example: Callable[..., str]) -> None:
     words = ["--model", dense, "--data", chats, "--output", "sizes", "--sizes", "0.2,0.4", "--tolerance", "100"]
-    printed = python(tmp_path, "choose_a_size.py", *words, *SMALL)
+    printed = example("choose_a_size.py", *words, *SMALL)
     assert "chosen: sizes/sparsity-0.4" in printed and (tmp_path / "sizes.html").exists()
 
 
-@pytest.mark.parametrize("more", [[], ["--whole-experts"]], ids=["channels", "experts"])
-def test_mixture(more: list[str], chats: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.nightly), ["--whole-experts"]])
+def test_mixture(more: list[str], chats: Path, tmp_path: Path, example: Callable[..., str]) -> None:
     config = MixtralConfig(**SIZES, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
     model = save(tmp_path / "dense", config, chats)
-    printed = python(tmp_path, "mixture.py", "--model", model, "--data", chats, "--output", "small", *SMALL, *more)
+    printed = example("mixture.py", "--model", model, "--data", chats, "--output", "small", *SMALL, *more)
     assert ("layer 1: 3 of 4 experts, 32 to 32 channels" in printed) == bool(more) and "layer 1: " in printed
 
 
-def test_export_gguf(dense: Path, tmp_path: Path) -> None:
+def test_export_gguf(dense: Path, tmp_path: Path, example: Callable[..., str]) -> None:
     pytest.importorskip("gguf")
-    printed = python(tmp_path, "export_gguf.py", "--model", dense, "--output", "model.gguf")
+    printed = example("export_gguf.py", "--model", dense, "--output", "model.gguf")
     assert printed.endswith("llama-server -m model.gguf\n") and (tmp_path / "model.gguf").exists()
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 def test_chat(dense: Path, tmp_path: Path) -> None:
     words = ["--model", dense, "--question", "the", "--max-model-len", "128", "--max-tokens", "4"]
     words += ["--gpu-memory-utilization", "0.3"]  # other tests run at the same time
-    assert python(tmp_path, "chat.py", *words).strip()
+    assert run(tmp_path, sys.executable, EXAMPLES / "chat.py", *words).strip()
 
 
 @pytest.mark.vllm

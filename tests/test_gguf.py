@@ -15,6 +15,7 @@ import torch
 import xllamacpp
 from click.testing import Result
 from commands import assert_refused, invoke, passed
+from llama_cpp import Server
 from runs import small_files
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -24,7 +25,6 @@ from ddp_prune.export import export
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.gguf.tokenizer import BYTE_LEVEL
 from ddp_vllm.remote_code import modeling_ddp
-from llama_cpp import Server
 
 VOCABULARY = 320  # rows of the embeddings; the tokenizer has fewer tokens
 SIZES: dict[str, Any] = {
@@ -325,6 +325,7 @@ def test_a_broken_tokenizer_is_refused(case: str, sound: Path, tmp_path: Path) -
 
 
 @pytest.mark.real_model
+@pytest.mark.nightly
 def test_a_pruned_smollm2_writes_the_same_text(smollm2: Path, tmp_path: Path) -> None:
     """Cut at random, but for its odd widths as a user's: blocks gone, groups uneven."""
     source, generator, folder = open_source(str(smollm2)), torch.Generator().manual_seed(0), tmp_path / "pruned"

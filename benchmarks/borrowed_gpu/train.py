@@ -24,8 +24,8 @@ from ddp_prune.budget import make_checked_pools
 from ddp_prune.mode import allowed_modes
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe, load_recipe
+from ddp_prune.resolve import seconds_a_step
 from ddp_prune.run import Run
-from ddp_prune.timing import seconds_a_step
 from ddp_text import blocks as product
 from ddp_text.tokens import Tokens, load_tokenizer
 from ddp_training.processes import make_accelerator

@@ -1,4 +1,5 @@
-"""The commands `bench`, `profile` and `eval`. torch and vLLM are imported when a command runs, not before."""
+"""The commands `bench`, `profile` and `eval`. torch and vLLM are imported when a command runs, not
+before."""
 
 import itertools
 import json
@@ -106,7 +107,8 @@ def sharegpt(output: Path | None, overwrite: bool, as_json: bool, **options: Any
 
 
 def _picture(results: Mapping[str, Any], path: Path) -> str:
-    """Draw the results if matplotlib is installed; return a line with the picture's path or the remedy."""
+    """Draw the results if matplotlib is installed; return a line with the picture's path or the
+    remedy."""
     from ddp_benchmarks.tables import draw_speed
 
     if not find_spec("matplotlib"):
@@ -143,7 +145,8 @@ def _picture(results: Mapping[str, Any], path: Path) -> str:
 def kernel(
     shapes: tuple[str, ...], device: str | None, output: Path, overwrite: bool, as_json: bool, **options: Any
 ) -> None:
-    """Compare one layer's experts of different widths with vLLM's fused experts and with equal widths.
+    """Compare one layer's experts of different widths with vLLM's fused experts and with equal
+    widths.
 
     \b
     ddp-vllm bench kernel --shape all
@@ -201,13 +204,14 @@ def kernel(
 @_json
 @click.argument("engine_arguments", nargs=-1)
 def steps(as_json: bool, **options: Any) -> None:
-    """Compare a step of vLLM's engine on the dense and the pruned model, and with the speedup the budget predicted.
+    """Compare a step of vLLM's engine on the dense and the pruned model, and with the speedup the
+    budget predicted.
 
     \b
     ddp-vllm bench steps --dense MODEL --pruned ./pruned --concurrency 8 --context-length 1024
 
-    All engines run at once and take turns, so memory must hold all of them. ENGINE_ARGUMENTS after -- are passed to
-    every vLLM engine.
+    All engines run at once and take turns, so memory must hold all of them. ENGINE_ARGUMENTS after
+    -- are passed to every vLLM engine.
     """
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.tables import plain_console
@@ -239,15 +243,17 @@ def steps(as_json: bool, **options: Any) -> None:
 @_overwrite
 @click.argument("engine_arguments", nargs=-1)
 def profile(output: Path, overwrite: bool, **options: Any) -> None:
-    """Measure the time of a step of MODEL on this machine by the widths of its layers, for prune --speedup.
+    """Measure the time of a step of MODEL on this machine by the widths of its layers, for prune
+    --speedup.
 
     \b
     ddp-vllm profile MODEL -o machine.json
     ddp-vllm prune MODEL --speedup 1.3 --profile machine.json -o ./pruned
 
-    MODEL is a folder or a Hub name; its weights are not needed. An engine of the dense model and one of another shape
-    take turns, so memory must hold both, and nothing heavy may run at the same time. After an interruption the same
-    command resumes. ENGINE_ARGUMENTS after -- are passed to every vLLM engine.
+    MODEL is a folder or a Hub name; its weights are not needed. An engine of the dense model and
+    one of another shape take turns, so memory must hold both, and nothing heavy may run at the same
+    time. After an interruption the same command resumes. ENGINE_ARGUMENTS after -- are passed to
+    every vLLM engine.
     """
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
@@ -316,9 +322,10 @@ def eval(
     ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --rows ./bench
     ddp-vllm eval ./pruned --text my_chats.jsonl --max-ratio 1.1
 
-    --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense model or --against;
-    tasks run only if --tasks is passed too. With --rows no rows come from the Hub: it has one file per task, such as
-    piqa_val.jsonl, and missing files are an error. Finished tasks are cached and reused.
+    --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
+    model or --against; tasks run only if --tasks is passed too. With --rows no rows come from the
+    Hub: it has one file per task, such as piqa_val.jsonl, and missing files are an error. Finished
+    tasks are cached and reused.
     """
     from ddp_benchmarks.evaluate import EvalSettings, evaluate
     from ddp_benchmarks.processes import terminable

@@ -1,8 +1,10 @@
-"""Reads conversations, draws a sample by vLLM's rules, and writes the file that vLLM's sampler reads.
+"""Reads conversations, draws a sample by vLLM's rules, and writes the file that vLLM's sampler
+reads.
 
-A ShareGPT entry is `{"id": …, "conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}, …]}`. The
-first turn is the prompt, the length of the second is the number of tokens to generate. We draw the sample ourselves to
-know the number of usable conversations before an engine starts.
+A ShareGPT entry is `{"id": …, "conversations": [{"from": "human", "value": …}, {"from": "gpt",
+"value": …}, …]}`. The first turn is the prompt, the length of the second is the number of tokens to
+generate. We draw the sample ourselves to know the number of usable conversations before an engine
+starts.
 """
 
 import hashlib
@@ -46,7 +48,8 @@ class Sample:
         }
 
     def describe(self) -> str:
-        """Return the numbers of conversations and tokens, and a note if there are fewer than requested."""
+        """Return the numbers of conversations and tokens, and a note if there are fewer than
+        requested."""
         text = f"{len(self.entries)} conversations, {self.prompt_tokens} prompt and {self.output_tokens} output tokens"
         if len(self.entries) < self.num_requested:
             text += f"; {self.num_requested} were requested, but no more are usable, and none is used twice"
@@ -54,10 +57,12 @@ class Sample:
 
 
 def read_conversations(path: Path) -> list[dict[str, Any]]:
-    """Read every conversation of a file as a ShareGPT entry; the formats are those that `prune` reads.
+    """Read every conversation of a file as a ShareGPT entry; the formats are those that `prune`
+    reads.
 
-    An entry of ShareGPT stays as it is, since vLLM takes its first two turns whoever speaks. Of other conversations the
-    first words of the user become the prompt, and the assistant's next words the answer.
+    An entry of ShareGPT stays as it is, since vLLM takes its first two turns whoever speaks. Of
+    other conversations the first words of the user become the prompt, and the assistant's next
+    words the answer.
     Raises: TextError with place and reason if the file is missing, or a row holds no conversation.
     """
     if not path.exists():
@@ -107,11 +112,12 @@ def draw_sample(
     seed: int,
     max_model_len: int = MAX_TOTAL_LENGTH,
 ) -> Sample:
-    """Draw the `num_prompts` conversations that `vllm bench` would draw from the same file with the same seed.
+    """Draw the `num_prompts` conversations that `vllm bench` would draw from the same file with the
+    same seed.
 
     count_tokens: returns the length of a text in tokens, special tokens included.
-    max_model_len: longer conversations are skipped, in tokens.
-    If fewer conversations are usable the sample is smaller; none is used twice. Raises: TextError if none is usable.
+    max_model_len: longer conversations are skipped, in tokens. If fewer conversations are usable
+    the sample is smaller; none is used twice. Raises: TextError if none is usable.
     """
     candidates = [entry for entry in conversations if len(entry["conversations"]) >= 2]
     random.Random(seed).shuffle(candidates)

@@ -1,7 +1,8 @@
 """Starts, drives and stops vLLM engines, and leaves no process running.
 
-vLLM is never imported here. Each engine runs in its own process group, so that one signal ends the front end, the
-engine core and the workers, and a crash of vLLM becomes an error message. If we are killed, the engines end too.
+vLLM is never imported here. Each engine runs in its own process group, so that one signal ends the
+front end, the engine core and the workers, and a crash of vLLM becomes an error message. If we are
+killed, the engines end too.
 """
 
 import importlib.metadata
@@ -67,7 +68,8 @@ def vllm_command() -> list[str]:
 
 
 def vllm_file_contains(file: str, text: str) -> bool:
-    """Return whether a source file of the installed vLLM (`benchmarks/throughput.py`) contains `text`; no import."""
+    """Return whether a source file of the installed vLLM (`benchmarks/throughput.py`) contains
+    `text`; no import."""
     spec = importlib.util.find_spec("vllm")
     folders = (spec.submodule_search_locations if spec else None) or []
     return any((Path(folder) / file).exists() and text in (Path(folder) / file).read_text() for folder in folders)
@@ -91,7 +93,8 @@ def engine_environment(cpu_defaults: Mapping[str, str] = CPU_DEFAULTS) -> dict[s
 
 
 def choose_port(port: int | None = None) -> int:
-    """Return `port` or, for None, any free port. Raises: ServingError if `port` is in use or not allowed."""
+    """Return `port` or, for None, any free port. Raises: ServingError if `port` is in use or not
+    allowed."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -108,7 +111,8 @@ class Engine:
     """
 
     streams: int | None = None
-    """`subprocess.PIPE` for an engine with commands on standard input; its log is then only standard error."""
+    """`subprocess.PIPE` for an engine with commands on standard input; its log is then only
+    standard error."""
     cpu_defaults: Mapping[str, str] = CPU_DEFAULTS
 
     def __init__(self, arguments: Sequence[str], *, log: Path | None = None, module: str = "") -> None:
@@ -117,7 +121,8 @@ class Engine:
         self.keep_log = log is not None
         self.log = log or Path(tempfile.mkdtemp(prefix="ddp-vllm-")) / "vllm.log"
         self.peak_memory_bytes = 0
-        """Peak resident memory of all processes of the engine, sampled twice per second; shared pages count twice."""
+        """Peak resident memory of all processes of the engine, sampled twice per second; shared
+        pages count twice."""
 
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +162,8 @@ class Engine:
         self._sampler.join(timeout=5)
 
     def wait(self, *, seconds: float | None = None) -> None:
-        """Wait for a tool that ends by itself. Raises: ServingError if it fails or takes longer than `seconds`."""
+        """Wait for a tool that ends by itself. Raises: ServingError if it fails or takes longer
+        than `seconds`."""
         try:
             code = self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -181,7 +187,8 @@ class Engine:
         return f"{how}{reason}; the whole log is {self.log}"
 
     def facts(self) -> dict[str, float]:
-        """Return KV-cache tokens, GiB of weights and seconds to load from the log, and the peak memory in bytes."""
+        """Return KV-cache tokens, GiB of weights and seconds to load from the log, and the peak
+        memory in bytes."""
         text = self.log.read_text(errors="replace")
         found = {name: pattern.findall(text) for name, pattern in _FACTS.items()}
         facts = {name: float(values[-1].replace(",", "")) for name, values in found.items() if values}
@@ -197,7 +204,8 @@ class Engine:
 class Server(Engine):
     """`vllm serve MODEL`, ready for requests inside the block.
 
-    Raises: ServingError if the port is in use, or if the server dies or does not answer within `startup_seconds`.
+    Raises: ServingError if the port is in use, or if the server dies or does not answer within
+    `startup_seconds`.
     """
 
     def __init__(
@@ -246,7 +254,8 @@ class Server(Engine):
             time.sleep(0.25)
 
     def request(self, path: str, *, body: Mapping[str, Any] | None = None, timeout: float = 600) -> bytes:
-        """GET `path` of the server, or POST `body` to it, without proxies; `timeout` in seconds. Raises: OSError."""
+        """GET `path` of the server, or POST `body` to it, without proxies; `timeout` in seconds.
+        Raises: OSError."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.address + path, data=data, headers=headers)
@@ -254,7 +263,8 @@ class Server(Engine):
             return bytes(response.read())
 
     def complete(self, prompt: str, *, max_tokens: int = 32) -> str:
-        """Return the greedy continuation of `prompt`. Raises: ServingError if the server does not answer."""
+        """Return the greedy continuation of `prompt`. Raises: ServingError if the server does not
+        answer."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         try:
             answer = json.loads(self.request("/v1/completions", body=body))

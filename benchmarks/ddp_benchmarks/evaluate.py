@@ -1,7 +1,7 @@
 """Runs lm-eval on the paper's tasks, one task after the other, and caches each finished task.
 
-`results_<date>.json` has lm-eval's results in its own format. This room adds the choice of tasks and metrics
-(tasks.py), local data, the cache, and the comparison with the dense model.
+`results_<date>.json` has lm-eval's results in its own format. This room adds the choice of tasks
+and metrics (tasks.py), local data, the cache, and the comparison with the dense model.
 """
 
 import dataclasses
@@ -57,7 +57,8 @@ class EvalSettings:
     limit: int | None = None
     """Evaluate only the first rows of each task; None: all."""
     batch_size: int | None = None
-    """Rows at once; None: 8 on a CPU, on a GPU as many as lm-eval finds to fit, at most 64 (all rows with vLLM)."""
+    """Rows at once; None: 8 on a CPU, on a GPU as many as lm-eval finds to fit, at most 64 (all
+    rows with vLLM)."""
     dtype: str = "auto"
     max_length: int = 2048
     """Longest context in tokens; perplexity is computed in windows of this length."""
@@ -68,8 +69,8 @@ class EvalSettings:
     def check(self) -> None:
         """Check everything that does not require loading the model.
 
-        Raises: SettingError naming the value and its range; ServingError if vLLM is the backend and missing;
-            ModelError; TextError.
+        Raises: SettingError naming the value and its range; ServingError if vLLM is the backend and
+            missing; ModelError; TextError.
         """
         if self.limit is not None and self.limit < 1:
             raise SettingError(f"--limit {self.limit} is below 1; omit it to evaluate every row")
@@ -91,7 +92,8 @@ class EvalSettings:
             raise TextError(f"the rows of the tasks cannot be read from the hub ({fault}); {LOCAL_ROWS}")
 
     def files(self) -> dict[str, Path]:
-        """Return the local file of each task; {} if rows come from the Hub. Raises: TextError if one is missing."""
+        """Return the local file of each task; {} if rows come from the Hub. Raises: TextError if
+        one is missing."""
         files = find_files(self.tasks, self.rows)
         if self.rows and (missing := [name for name in self.tasks if name not in files]):
             names = ", ".join(f"{TASKS[name].file}.jsonl" for name in missing)
@@ -103,10 +105,13 @@ class EvalSettings:
 
 
 def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Evaluate a model on every task that is not in the cache; return lm-eval's results of all tasks in one dict.
+    """Evaluate a model on every task that is not in the cache; return lm-eval's results of all
+    tasks in one dict.
 
-    The results are also written to `settings.output/results_<date>.json`, with ours under the key `ddp_vllm`.
-    Raises: ModelError, TextError, SettingError before the model is loaded; ServingError if vLLM fails.
+    The results are also written to `settings.output/results_<date>.json`, with ours under the key
+    `ddp_vllm`.
+    Raises: ModelError, TextError, SettingError before the model is loaded; ServingError if vLLM
+    fails.
     """
     settings.check()
     files = settings.files()
@@ -199,7 +204,8 @@ def _call(connection: Connection, function: Callable[..., None], arguments: tupl
 
 
 def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str, Path]) -> None:
-    """Load the model once and run lm-eval's tasks in turn; each result is saved before the next task starts."""
+    """Load the model once and run lm-eval's tasks in turn; each result is saved before the next
+    task starts."""
     if settings.rows:  # set before the first import that reads them
         os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
     is_offline = not settings.rows and bool(hub_fault())
@@ -241,7 +247,8 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
 
 @contextmanager
 def _reading_rows(names: Sequence[str]) -> Iterator[None]:
-    """Turn errors of `datasets` and of the hub's client into a TextError; the models of lm-eval read no files then."""
+    """Turn errors of `datasets` and of the hub's client into a TextError; the models of lm-eval
+    read no files then."""
     try:
         yield
     except OSError as error:
@@ -283,7 +290,8 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
 
 
 def _batch_size(settings: EvalSettings) -> int | str:
-    """Return lm-eval's batch size; its `auto` searches for a GPU's out-of-memory error, so a CPU gets a number."""
+    """Return lm-eval's batch size; its `auto` searches for a GPU's out-of-memory error, so a CPU
+    gets a number."""
     if settings.batch_size is not None:
         return settings.batch_size
     if settings.backend == "vllm":  # torch must not initialize CUDA before vLLM does

@@ -1,4 +1,5 @@
-"""Draws layers of routed experts to measure: real models' shapes, random widths and weights, tokens and routing.
+"""Draws layers of routed experts to measure: real models' shapes, random widths and weights, tokens
+and routing.
 
 Letters: T tokens, H hidden size, K experts per token, w the width of an expert.
 """
@@ -28,7 +29,8 @@ class Shape:
     num_experts_per_tok: int
 
     def scaled(self, scale: float, experts: int | None) -> "Shape":
-        """Return a smaller layer with the same top-k: sizes times `scale` in steps of 64, at most `experts` experts."""
+        """Return a smaller layer with the same top-k: sizes times `scale` in steps of 64, at most
+        `experts` experts."""
 
         def shrink(size: int) -> int:
             return max(64, round(size * scale / 64) * 64)
@@ -50,12 +52,14 @@ SHAPES = {  # from the config.json of each model
 
 
 def draw_widths(shape: Shape, sparsity: float, seed: int) -> list[int]:
-    """Return a random width per expert, with exactly `sparsity` percent of the layer's channels removed.
+    """Return a random width per expert, with exactly `sparsity` percent of the layer's channels
+    removed.
 
-    With one budget for the whole layer, experts keep very different shares. Each share is drawn from the Beta
-    distribution whose mean is the kept share and whose parameters sum to `CONCENTRATION`. At 40 % removed the standard
-    deviation is 0.22 and 7 % of the experts keep less than a quarter. The rounding error is divided evenly among the
-    experts with room. The distribution is an assumption, not fitted to trained masks of these models.
+    With one budget for the whole layer, experts keep very different shares. Each share is drawn
+    from the Beta distribution whose mean is the kept share and whose parameters sum to
+    `CONCENTRATION`. At 40 % removed the standard deviation is 0.22 and 7 % of the experts keep less
+    than a quarter. The rounding error is divided evenly among the experts with room. The
+    distribution is an assumption, not fitted to trained masks of these models.
     """
     keep = 1 - sparsity / 100
     budget = round(keep * shape.num_experts * shape.intermediate_size)
@@ -98,7 +102,8 @@ def cut(experts: Sequence[Expert], widths: Sequence[int]) -> list[Expert]:
 def draw_batch(
     shape: Shape, num_tokens: int, dtype: torch.dtype, device: str, generator: torch.Generator, popularity: torch.Tensor
 ) -> Batch:
-    """Return random tokens; an expert's score is `popularity [E]` plus noise of standard deviation 1."""
+    """Return random tokens; an expert's score is `popularity [E]` plus noise of standard deviation
+    1."""
     x = torch.randn(num_tokens, shape.hidden_size, generator=generator)
     scores = torch.randn(num_tokens, shape.num_experts, generator=generator) + popularity
     weights, ids = scores.softmax(-1).topk(shape.num_experts_per_tok)
@@ -107,9 +112,11 @@ def draw_batch(
 
 
 def work(batches: Sequence[Batch], widths: Sequence[int], hidden_size: int, item_bytes: int) -> tuple[float, float]:
-    """Return the mean bytes of chosen experts' weights and the mean floating-point operations per batch.
+    """Return the mean bytes of chosen experts' weights and the mean floating-point operations per
+    batch.
 
-    Widths are without padding. A channel has three rows of H; a weight and token take two operations.
+    Widths are without padding. A channel has three rows of H; a weight and token take two
+    operations.
     """
     width = torch.tensor(widths)
     read = sum(int(width[ids.unique().cpu().long()].sum()) for _, _, ids in batches)

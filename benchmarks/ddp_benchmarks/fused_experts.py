@@ -23,7 +23,8 @@ class FusedExperts:
 
     run: Run
     choice: dict[str, Any]
-    """`backend`, `experts` (the class) and `tuned`: the file of tile sizes for this GPU and layer, or None."""
+    """`backend`, `experts` (the class) and `tuned`: the file of tile sizes for this GPU and layer,
+    or None."""
     tiles_of: Callable[[int], dict[str, Any]]
     """Return the tile sizes for a number of tokens; {} where vLLM has none to choose."""
 
@@ -72,9 +73,11 @@ def _on_cpu(w13: torch.Tensor, w2: torch.Tensor) -> FusedExperts:
 
 
 def by_oracle(w13: torch.Tensor, w2: torch.Tensor, num_slots: int) -> FusedExperts:
-    """Return the kernel that vLLM's own oracle chooses on this GPU, with weights in the format that it wants.
+    """Return the kernel that vLLM's own oracle chooses on this GPU, with weights in the format that
+    it wants.
 
-    w13: `[E, 2w, H]`, gate then up. w2: `[E, H, w]`. Raises: ServingError if the chosen kernel routes tokens itself.
+    w13: `[E, 2w, H]`, gate then up. w2: `[E, H, w]`. Raises: ServingError if the chosen kernel
+    routes tokens itself.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation

@@ -2,17 +2,16 @@
 
 One layer's routed experts run alone, in five variants on the same tokens and routing:
 
-    ragged        our kernel at the drawn widths
-    dense         vLLM's fused experts before pruning
-    padded        vLLM's fused experts, zero-padded to the widest: the alternative without our kernel
-    uniform       our kernel with every expert at the mean width: the same bytes in equal widths
-    vllm_uniform  vLLM's fused experts at the mean width: the same bytes in vLLM's kernel
+    ragged        our kernel at the drawn widths dense         vLLM's fused experts before pruning
+    padded        vLLM's fused experts, zero-padded to the widest: the alternative without our
+    kernel uniform       our kernel with every expert at the mean width: the same bytes in equal
+    widths vllm_uniform  vLLM's fused experts at the mean width: the same bytes in vLLM's kernel
 
-Rounds are interleaved in rotating order, so that a slow minute affects all variants, and ratios are paired within
-rounds. Before timing, ragged must equal padded. On a CPU the weights of every variant are in 2 MB huge pages, and the
-results have the bytes of each that really are. The results also name the kernel that vLLM's own oracle chooses on this
-machine, and its tile sizes. Copy bandwidth and matrix throughput, measured in the same run, are the ceilings of the
-achieved numbers.
+Rounds are interleaved in rotating order, so that a slow minute affects all variants, and ratios are
+paired within rounds. Before timing, ragged must equal padded. On a CPU the weights of every variant
+are in 2 MB huge pages, and the results have the bytes of each that really are. The results also
+name the kernel that vLLM's own oracle chooses on this machine, and its tile sizes. Copy bandwidth
+and matrix throughput, measured in the same run, are the ceilings of the achieved numbers.
 """
 
 import importlib.metadata
@@ -52,7 +51,8 @@ BASELINES = ("dense", "padded", "uniform", "vllm_uniform")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 REPLAYS = 10  # of a CUDA graph per round
 FEW_TOKENS, DRAWS = 64, 4
-"""Batches of up to FEW_TOKENS run DRAWS routings in turn, so that caches do not hold the same few experts."""
+"""Batches of up to FEW_TOKENS run DRAWS routings in turn, so that caches do not hold the same few
+experts."""
 
 Say = Callable[[str], None]
 
@@ -75,7 +75,8 @@ class KernelSettings:
     experts: int | None
     """Maximum number of experts; None: all."""
     clock: str = "wall"
-    """`wall` or, on a CPU, `cpu`: processor time, which is independent of other work on a busy machine."""
+    """`wall` or, on a CPU, `cpu`: processor time, which is independent of other work on a busy
+    machine."""
     popularity: float = 0.5
     """Standard deviation of the experts' popularity; each token's own preference has 1."""
 
@@ -195,7 +196,8 @@ def _check_agreement(runs: Mapping[str, Run], batch: Batch) -> None:
 def time_interleaved(
     runs: Mapping[str, Run], batches: Sequence[Batch], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Return each variant's seconds per batch in each round; an additional first round is discarded."""
+    """Return each variant's seconds per batch in each round; an additional first round is
+    discarded."""
     cuda = batches[0][0].is_cuda
     timers = {
         name: _graph_timer(run, batches) if cuda else _call_timer(run, batches, clock) for name, run in runs.items()
@@ -246,9 +248,11 @@ def _judge(
     shape: Shape,
     ceilings: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return times, achieved rates, ratios to the baselines, and ragged's time over dense time × the kept share.
+    """Return times, achieved rates, ratios to the baselines, and ragged's time over dense time ×
+    the kept share.
 
-    The kept share is that of the bytes if reading the weights takes longer at the ceilings, else of the operations.
+    The kept share is that of the bytes if reading the weights takes longer at the ceilings, else of
+    the operations.
     """
     item = batches[0][0].element_size()
     read, computed = work(batches, widths, shape.hidden_size, item)
@@ -269,7 +273,8 @@ def _judge(
 
 
 def measure_ceilings(device: str, dtype: torch.dtype, clock: Callable[[], float]) -> dict[str, float]:
-    """Return the best rate of large copies (bytes read and written) and of square matrix products on this machine."""
+    """Return the best rate of large copies (bytes read and written) and of square matrix products
+    on this machine."""
     cuda = device == "cuda"
     size, side = (2**30, 8192) if cuda else (2**27, 1024)
     source = torch.ones(size, dtype=torch.uint8, device=device)

@@ -1,4 +1,5 @@
-"""The settings of bench, bench_steps, profile and evaluate as keywords of functions, for editors and type checkers."""
+"""The settings of bench, bench_steps, profile and evaluate as keywords of functions, for editors
+and type checkers."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -25,13 +25,15 @@ def load_tokenizer(model: str) -> Any:
 
 
 def token_counter(model: str) -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text, special tokens included. Raises: ModelError."""
+    """Return a function that counts the tokens of a text, special tokens included. Raises:
+    ModelError."""
     tokenizer = load_tokenizer(model)
     return lambda text: len(tokenizer(text, verbose=False).input_ids)
 
 
 def check_vocabularies(dense: str, pruned: str) -> None:
-    """Refuse to compare models with different vocabularies. Raises: ModelError naming the first different token."""
+    """Refuse to compare models with different vocabularies. Raises: ModelError naming the first
+    different token."""
     first, second = _vocabulary(dense), _vocabulary(pruned)
     if first == second:
         return
@@ -51,7 +53,8 @@ def _vocabulary(model: str) -> dict[str, int]:
 
 
 def max_model_len(model: str) -> int | None:
-    """Return the longest context in tokens by the model's config; None if the config is remote or does not state it."""
+    """Return the longest context in tokens by the model's config; None if the config is remote or
+    does not state it."""
     folder = known_folder(model)
     if folder is None or not (folder / "config.json").is_file():
         return None

@@ -15,10 +15,11 @@ WATCH = 'read -r _; kill -KILL -"$0" || kill -KILL "$0"'  # read returns when th
 
 
 def kill_with_us(leader: int) -> Callable[[], None]:
-    """Kill a process and its group when this process ends, even by SIGKILL; return the function that cancels this.
+    """Kill a process and its group when this process ends, even by SIGKILL; return the function
+    that cancels this.
 
-    A shell outside of both groups waits at a pipe that only we can write to, and the kernel closes it when we end.
-    Call the returned function once the process has ended.
+    A shell outside of both groups waits at a pipe that only we can write to, and the kernel closes
+    it when we end. Call the returned function once the process has ended.
     """
     watcher = subprocess.Popen(
         ["/bin/sh", "-c", WATCH, str(leader)],
@@ -38,9 +39,11 @@ def kill_with_us(leader: int) -> Callable[[], None]:
 
 
 def end_group(leader: int, reap: Callable[[], object]) -> None:
-    """End every process of a group by SIGTERM, and after a few seconds or a second Ctrl-C by SIGKILL.
+    """End every process of a group by SIGTERM, and after a few seconds or a second Ctrl-C by
+    SIGKILL.
 
-    reap: returns the exit code of the leader, our child, so that it does not remain a zombie; None while it runs.
+    reap: returns the exit code of the leader, our child, so that it does not remain a zombie; None
+    while it runs.
     """
     try:
         _signal(leader, signal.SIGTERM)
@@ -86,7 +89,8 @@ def resident_bytes(process: int) -> int:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Make SIGTERM and a closed terminal raise KeyboardInterrupt, so that the engines in the block are stopped too.
+    """Make SIGTERM and a closed terminal raise KeyboardInterrupt, so that the engines in the block
+    are stopped too.
 
     SIGHUP remains ignored under nohup.
     """
@@ -109,7 +113,8 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Hold back signals that raise an exception until the end of the block, in which one would orphan a new process."""
+    """Hold back signals that raise an exception until the end of the block, in which one would
+    orphan a new process."""
     numbers = [each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(each))]
     if threading.current_thread() is not threading.main_thread():  # signals interrupt only the main thread
         numbers = []

@@ -1,8 +1,9 @@
 """How long does a step of vLLM take on this machine, by the widths of a model's layers?
 
-`ddp_vllm/latency.py` defines the models of other widths, which have no weights, and derives costs from their times.
-Each is served as a pruned model would be, by an engine that takes turns with an engine of the dense model
-(`side_by_side.py`). Results are saved after every engine, and the same command resumes.
+`ddp_vllm/latency.py` defines the models of other widths, which have no weights, and derives costs
+from their times. Each is served as a pruned model would be, by an engine that takes turns with an
+engine of the dense model (`side_by_side.py`). Results are saved after every engine, and the same
+command resumes.
 """
 
 import json
@@ -58,8 +59,8 @@ class ProfileSettings:
 def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, say: Callable[[str], None]) -> None:
     """Time every shape in every round and write the profile to `output`.
 
-    Raises: ServingError if an engine fails, after saving the results so far; SettingError, ModelError, OutputError
-    before any engine starts.
+    Raises: ServingError if an engine fails, after saving the results so far; SettingError,
+    ModelError, OutputError before any engine starts.
     """
     settings.check()
     vllm_command()
@@ -104,7 +105,8 @@ def _resumed(
     settings: ProfileSettings, config: Mapping[str, Any], shapes: Mapping[str, Sequence[LayerWidths]], output: Path,
     *, overwrite: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return an unfinished profile of the same settings on this machine, or a new one. Raises: OutputError."""
+    """Return an unfinished profile of the same settings on this machine, or a new one. Raises:
+    OutputError."""
     new = new_results(FORMAT, asdict(settings))
     new |= {"complete": False, "multiple": 1, "model": dimensions_in(config), "config": dict(config), "times": []}
     new["shapes"] = list(shapes)

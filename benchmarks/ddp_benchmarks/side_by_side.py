@@ -1,7 +1,8 @@
 """Times steps of several engines in turns, a few steps each, and reports their ratios.
 
-On a shared machine (2 cores of an EPYC) engines that run one after the other differ by up to 25 %, even two of the same
-model. In turns they share slow minutes, and two engines of the same model agree within 4 %.
+On a shared machine (2 cores of an EPYC) engines that run one after the other differ by up to 25 %,
+even two of the same model. In turns they share slow minutes, and two engines of the same model
+agree within 4 %.
 """
 
 import contextlib
@@ -56,7 +57,8 @@ class StepSettings:
 class StepEngine(Engine):
     """A vLLM engine that runs steps on command (`steps.py`), ready inside the block.
 
-    Raises: ServingError if it dies, also in `ask`; SettingError if it cannot run the largest batch at once.
+    Raises: ServingError if it dies, also in `ask`; SettingError if it cannot run the largest batch
+    at once.
     """
 
     streams = subprocess.PIPE
@@ -64,7 +66,8 @@ class StepEngine(Engine):
     def __init__(
         self, model: str, arguments: Sequence[str], *, largest: tuple[int, int], log: Path, together: int = 2
     ) -> None:
-        """largest: the largest batch and context to run. together: number of engines that run at once."""
+        """largest: the largest batch and context to run. together: number of engines that run at
+        once."""
         self.model, self.largest = model, largest
         value_bytes = 4 if any(word.endswith("float32") for word in arguments) else 2
         self.cpu_defaults = CPU_DEFAULTS | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib(model, *largest, value_bytes))}
@@ -126,7 +129,8 @@ class StepEngine(Engine):
 
 
 def cache_gib(model: str, batch: int, context: int, value_bytes: int) -> int:
-    """Return the GiB of a KV cache for a batch of the dense model; 1 if it is not local or does not state its sizes."""
+    """Return the GiB of a KV cache for a batch of the dense model; 1 if it is not local or does not
+    state its sizes."""
     folder = Path(model)
     if not (folder / "config.json").is_file():
         return 1
@@ -140,11 +144,12 @@ def largest_of(batches: Sequence[int], contexts: Sequence[int], steps: int) -> t
 
 
 def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int, turn: int) -> dict[str, Any]:
-    """Prefill a batch in every engine, then time `steps` decode steps around the workload's context in turns.
+    """Prefill a batch in every engine, then time `steps` decode steps around the workload's context
+    in turns.
 
-    Returns one cell per name, as in profiles: batch, context, and the seconds of a decode step and of prefill. The
-    first engine's decode step is the median of its turns. That of another engine is this median times the median ratio
-    of the two engines over turns.
+    Returns one cell per name, as in profiles: batch, context, and the seconds of a decode step and
+    of prefill. The first engine's decode step is the median of its turns. That of another engine is
+    this median times the median ratio of the two engines over turns.
     """
     names = list(engines)
     prompt = workload.context - steps // 2
@@ -171,7 +176,8 @@ def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int
 
 
 def compare_steps(settings: StepSettings, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Time steps of all models in turns; return the seconds and, per pruned model, the speedup as `verdicts`.
+    """Time steps of all models in turns; return the seconds and, per pruned model, the speedup as
+    `verdicts`.
 
     Prompts are prefilled anyway, so each verdict also has that of `prefill`.
 

@@ -2,9 +2,9 @@
 
     python -m ddp_benchmarks.steps --model MODEL [vLLM's engine arguments]
 
-It runs vLLM's engine loop, from scheduler to sampler, without a server. Each line on standard input is a command as a
-JSON list, answered by one line of JSON on standard output; vLLM's output goes to standard error. The first output line
-describes the model. `side_by_side.py` sends the commands.
+It runs vLLM's engine loop, from scheduler to sampler, without a server. Each line on standard input
+is a command as a JSON list, answered by one line of JSON on standard output; vLLM's output goes to
+standard error. The first output line describes the model. `side_by_side.py` sends the commands.
 """
 
 import copy
@@ -54,7 +54,8 @@ class Batch:
         }
 
     def limits(self, tokens: int) -> dict[str, int]:
-        """Return how many sequences of `tokens` tokens the KV cache holds, and how many the scheduler runs at once."""
+        """Return how many sequences of `tokens` tokens the KV cache holds, and how many the
+        scheduler runs at once."""
         from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
         config = copy.copy(self.engine.vllm_config)
@@ -64,7 +65,8 @@ class Batch:
         return {"kv_cache": num_sequences, "max_num_seqs": self.engine.vllm_config.scheduler_config.max_num_seqs}
 
     def prefill(self, batch: int, prompt: int, steps: int) -> float:
-        """Prefill `batch` prompts of `prompt` tokens; return the seconds until each has its first token."""
+        """Prefill `batch` prompts of `prompt` tokens; return the seconds until each has its first
+        token."""
         from vllm import SamplingParams
 
         vocabulary = self.config.get_vocab_size()
@@ -107,8 +109,8 @@ class Batch:
 def prefill_before_decode(scheduler: Any) -> None:
     """Make vLLM's scheduler decode only when no prompt is left to prefill.
 
-    Otherwise vLLM decodes sequences in the same steps in which it prefills later prompts. Waiting sequences keep their
-    blocks of the KV cache; vLLM itself may leave sequences out of a step too.
+    Otherwise vLLM decodes sequences in the same steps in which it prefills later prompts. Waiting
+    sequences keep their blocks of the KV cache; vLLM itself may leave sequences out of a step too.
     """
     schedule = scheduler.schedule
 

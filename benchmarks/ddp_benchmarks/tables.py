@@ -1,4 +1,5 @@
-"""Prints results as tables in the terminal, draws a picture, and returns one line of JSON for programs."""
+"""Prints results as tables in the terminal, draws a picture, and returns one line of JSON for
+programs."""
 
 import os
 import sys
@@ -43,9 +44,11 @@ _FACTS = (  # fact, heading, divisor, decimals
 
 
 def plain_console(*, as_json: bool = False, quiet: bool = False) -> Console:
-    """Return a console that prints names and errors unchanged: neither [brackets] nor :colons: are markup.
+    """Return a console that prints names and errors unchanged: neither [brackets] nor :colons: are
+    markup.
 
-    Outside of a terminal tables are FILE_WIDTH wide. as_json: print to stderr. quiet: print nothing.
+    Outside of a terminal tables are FILE_WIDTH wide. as_json: print to stderr. quiet: print
+    nothing.
     """
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH
     return SafeConsole(
@@ -54,7 +57,8 @@ def plain_console(*, as_json: bool = False, quiet: bool = False) -> Console:
 
 
 def print_report(results: Mapping[str, Any], console: Console) -> None:
-    """Print one table per load, with medians of the rounds and ratios to the dense model, then the verdicts."""
+    """Print one table per load, with medians of the rounds and ratios to the dense model, then the
+    verdicts."""
     labels = [model["label"] for model in results["models"]]
     for load in dict.fromkeys(run["load"] for run in results["runs"]):
         table = Table(title=f"ShareGPT, {load}: medians of the measured rounds", box=box.SIMPLE_HEAD)
@@ -87,7 +91,8 @@ def _add_row(table: Table, heading: str, columns: list[list[Any]], decimals: int
 
 
 def json_line(results: Mapping[str, Any]) -> str:
-    """Return hardware, versions, seed, medians with their spread and the verdicts, as one line of JSON."""
+    """Return hardware, versions, seed, medians with their spread and the verdicts, as one line of
+    JSON."""
     medians: dict[str, Any] = {}
     for model in results["models"]:
         for load in dict.fromkeys(run["load"] for run in results["runs"]):
@@ -108,7 +113,8 @@ def json_line(results: Mapping[str, Any]) -> str:
 
 
 def draw_speed(results: Mapping[str, Any], path: Path) -> None:
-    """Draw every run of each model, and the ratios with their intervals; PNG or SVG by the suffix of `path`."""
+    """Draw every run of each model, and the ratios with their intervals; PNG or SVG by the suffix
+    of `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,7 +157,8 @@ def _draw_ratio(axes: Any, row: int, label: str, load: str, results: Mapping[str
 
 
 def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, console: Console) -> None:
-    """Print each task's metric with its standard error; with `dense`, also its metric and the retained fraction."""
+    """Print each task's metric with its standard error; with `dense`, also its metric and the
+    retained fraction."""
     models = [dense, results] if dense else [results]
     limit = results["ddp_vllm"]["settings"]["limit"]
     table = Table("task", "metric", box=box.SIMPLE_HEAD, title=f"first {limit} rows of each task" if limit else None)
@@ -173,7 +180,8 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
 
 
 def _quality(found: Sequence[tuple[float, float | None] | None], *, in_percent: bool) -> list[str]:
-    """Return a table cell for each (value, standard error) and, for two, the ratio of the second to the first.
+    """Return a table cell for each (value, standard error) and, for two, the ratio of the second to
+    the first.
 
     The ratio of accuracies is in percent, that of perplexities a factor.
     """

@@ -1,7 +1,9 @@
-"""Selects the paper's tasks in lm-eval, and makes the same tasks read local files instead of the Hub.
+"""Selects the paper's tasks in lm-eval, and makes the same tasks read local files instead of the
+Hub.
 
-A local task is a short YAML file that includes lm-eval's own file. `include:` keeps its prompts, choices, metrics and
-version; the other lines replace the source of the data. So local tasks always match lm-eval's.
+A local task is a short YAML file that includes lm-eval's own file. `include:` keeps its prompts,
+choices, metrics and version; the other lines replace the source of the data. So local tasks always
+match lm-eval's.
 """
 
 import glob
@@ -24,7 +26,8 @@ SUITES = {
 
 
 def choose_tasks(text: str) -> tuple[str, ...]:
-    """Return the tasks named by `paper` or `arc_easy,piqa`. Raises: SettingError naming the unknown task."""
+    """Return the tasks named by `paper` or `arc_easy,piqa`. Raises: SettingError naming the unknown
+    task."""
     names: list[str] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
         if name not in SUITES and name not in TASKS:

@@ -1,4 +1,5 @@
-"""The verbs profile, bench, bench_steps and evaluate as functions. Each imports what it needs when it is called."""
+"""The verbs profile, bench, bench_steps and evaluate as functions. Each imports what it needs when
+it is called."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -20,10 +21,11 @@ def profile(
     verbose: bool = False,
     **settings: Unpack[ProfileKeywords],
 ) -> Profile:
-    """Measure in vLLM how long a step of a model takes here by the widths of its layers, for `prune(speedup=…)`.
+    """Measure in vLLM how long a step of a model takes here by the widths of its layers, for
+    `prune(speedup=…)`.
 
-    settings: any field of `ProfileSettings` (`concurrency` and `context_length`, each one number or several,
-    `steps`, `rounds`, `engine_arguments`). Returns the `Profile` that was written.
+    settings: any field of `ProfileSettings` (`concurrency` and `context_length`, each one number or
+    several, `steps`, `rounds`, `engine_arguments`). Returns the `Profile` that was written.
     """
     from ddp_benchmarks.profile import ProfileSettings, run_profile
 
@@ -46,9 +48,9 @@ def bench(
 ) -> dict[str, Any]:
     """Replay ShareGPT prompts through real vLLM, with the dense model and the pruned ones in turn.
 
-    settings: any field of `Settings` (`mode`, `num_prompts`, `pairs`, `engine_arguments`, …). Returns the results as
-    they are written to `output`, by default `sharegpt-MODE.json` in the pruned folder; `["verdicts"]` states how much
-    faster each pruned model is.
+    settings: any field of `Settings` (`mode`, `num_prompts`, `pairs`, `engine_arguments`, …).
+    Returns the results as they are written to `output`, by default `sharegpt-MODE.json` in the
+    pruned folder; `["verdicts"]` states how much faster each pruned model is.
     """
     from ddp_benchmarks.sharegpt import Settings, results_file, run_benchmark
 
@@ -72,11 +74,13 @@ def bench_steps(
     verbose: bool = False,
     **settings: Unpack[StepKeywords],
 ) -> dict[str, Any]:
-    """Compare a step of vLLM's engine on the dense model and the pruned ones, which run at once and take turns.
+    """Compare a step of vLLM's engine on the dense model and the pruned ones, which run at once and
+    take turns.
 
-    phase: `decode` or `prefill`. concurrency: sequences served at once. context_length: tokens per sequence. settings:
-    `rounds`, `steps`, `engine_arguments`. Returns the results as they are written to `output`, if that is given;
-    `["verdicts"]` states how much faster each pruned model is, and was predicted to be if this workload was its budget.
+    phase: `decode` or `prefill`. concurrency: sequences served at once. context_length: tokens per
+    sequence. settings: `rounds`, `steps`, `engine_arguments`. Returns the results as they are
+    written to `output`, if that is given; `["verdicts"]` states how much faster each pruned model
+    is, and was predicted to be if this workload was its budget.
     """
     from ddp_benchmarks.side_by_side import StepSettings, compare_steps
     from ddp_vllm.checkpoint import read_checkpoint
@@ -108,11 +112,12 @@ def evaluate(
     verbose: bool = False,
     **settings: Unpack[EvalKeywords],
 ) -> dict[str, Any]:
-    """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's results.
+    """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's
+    results.
 
-    tasks: names separated by commas, or one of the suites `paper`, `nine`, `llama`, `generative`. output: a folder, by
-    default `eval` in the model's. settings: any field of `EvalSettings` (`limit`, `rows`, `backend`, …).
-    `["ddp_vllm"]["mean_accuracy"]` is the mean.
+    tasks: names separated by commas, or one of the suites `paper`, `nine`, `llama`, `generative`.
+    output: a folder, by default `eval` in the model's. settings: any field of `EvalSettings`
+    (`limit`, `rows`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     from ddp_benchmarks import evaluate as evaluating
     from ddp_benchmarks.tasks import choose_tasks

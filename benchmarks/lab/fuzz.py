@@ -1,28 +1,22 @@
 """Does a damaged file make ddp-vllm end with a traceback, hang, or continue with wrong weights?
 
-The script prunes, recovers and exports tiny models and writes made-up measurements. Each seed then changes one file:
-bytes, a value in its JSON, the header of its tensors, or the file itself. The functions and commands that read it run
-in this process, with two seconds of a core. Each must fail with one line, or return the result of the intact file.
-Three cases are not faults:
-
-- Another plausible value (`rope_theta`, a seed, a result) is accepted, and weights are loaded as the file has them.
-  `verify` must report it if the file is in a manifest.
-- Another library (transformers) reports its own error where users call that library.
-- Damaged saved runs and cached tokens are ignored rather than refused.
+The script prunes, recovers and measures tiny models. Each seed then changes one file: bytes, a
+value in its JSON, the header of its tensors, or the file itself. The commands and functions that
+read it run in this process, with two seconds of a core. Each must fail with one line, or go on with
+the weights that are on disk; `verify` must notice every change of a file of the model; a damaged
+state of a run, or damaged cached tokens, must be ignored. Another plausible value (`rope_theta`, a
+seed, a result) is accepted.
 
     python benchmarks/lab/fuzz.py --first 0 --last 20000
 """
 
-import argparse
 import contextlib
-import faulthandler
-import hashlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -30,387 +24,295 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 if __name__ == "__main__":  # tests that import this keep their own
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 import numpy as np
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
+import ddp_vllm
 from ddp_benchmarks.protocol import result_line, script_parser
-from ddp_vllm.checkpoint import read_config
+from ddp_models.loading import load_model
+from ddp_models.source import open_pruned, open_source
+from ddp_prune.recipe import Recipe
+from ddp_text.blocks import save_blocks, saved_blocks
+from ddp_text.tokens import Tokens
+from ddp_training.run_state import RunState
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import DdpError
-from ddp_vllm.families import register_pruned
-from ddp_vllm.formats import opened_in_place
 from ddp_vllm.manifest import MANIFEST
 from ddp_vllm.pages import compare, pictures
 from ddp_vllm.pages.page import Picture
-from fuzz_folders import STEM, Sound, write_sound
-from fuzz_mutations import is_sealed, mutate
+from random_models import SENTENCES, write_models
 
 SECONDS = 2.0  # processor time limit per reader
-MEMORY = 2 * 2**30  # limit in bytes, in addition to the memory at the start
+CONFIG = LlamaConfig(
+    vocab_size=320, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48,
+    num_hidden_layers=2, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None, max_position_embeddings=256,
+)  # fmt: skip
+OF_A_MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model*.safetensors")
+TARGETS = {  # target -> files to damage
+    "pruned": (*OF_A_MODEL, "model.safetensors.index.json", MANIFEST, "ddp_*"),
+    "dense": OF_A_MODEL,
+    "run": ("out.run/state.safetensors", "out.run/metrics.jsonl"),
+    "tokens": ("blocks.tokens",),
+}
+NASTY: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 7, 2**31, 2**63, 10**30, 0.5, 1e308, float("inf"), float("nan"), "", "x", "-1", "../x",
+    "/etc/passwd", "\x1b]0;a", "[red]", "<b>", "a" * 100_000, "\ud800", [], {}, [None], {"": 0}, [1] * 50,
+    {"a": {"b": {}}}, "{{ 9 ** 9 }}",
+)  # fmt: skip
 
 
-class Hang(BaseException):
+class HangError(BaseException):
     """A reader took too long."""
 
 
-@dataclass
-class Case:
-    """One mutation and its outcome."""
+def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
+    data, at = bytearray(content), rng.randrange(max(1, len(content)))
+    length = rng.choice((1, 2, 8, 64, len(data) // 4 + 1))
+    way = rng.choice(("bit", "bit", "cut", "drop", "repeat", "noise", "empty", "more"))
+    if way == "bit" and data:
+        data[at] ^= 1 << rng.randrange(8)
+    elif way in ("cut", "drop", "empty"):
+        del data[{"empty": 0}.get(way, at) : at + length if way == "drop" else None]
+    elif way in ("repeat", "more"):
+        data[at:at] = data[at : at + length] if way == "repeat" else rng.randbytes(length)
+    else:
+        data[at : at + length] = rng.randbytes(length)
+    return bytes(data)
 
-    seed: int
-    target: str
-    what: str = ""
-    faults: list[str] = field(default_factory=list)
-    seen: Counter[str] = field(default_factory=Counter)
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inside in parts:
+        yield (*path, key)
+        yield from places(inside, (*path, key))
 
 
-class Readers:
-    """The functions and commands that read a damaged folder."""
+def damaged_json(value: Any, rng: random.Random) -> str:
+    paths = list(places(value))
+    if not paths:
+        return json.dumps(rng.choice(NASTY))
+    *outer, key = rng.choice(paths)
+    parent = value
+    for name in outer:
+        parent = parent[name]
+    way = rng.choice(("nasty", "nasty", "near", "drop", "wrap", "nest"))
+    if way == "drop":
+        del parent[key]
+    elif way == "near" and type(parent[key]) in (int, float):
+        parent[key] = rng.choice((parent[key] + 1, -parent[key], parent[key] * 2, parent[key] / 2))
+    elif way == "wrap":
+        parent[key] = [parent[key]]
+    elif way == "nest":
+        for _ in range(rng.choice((90, 900))):
+            parent[key] = [parent[key]]
+    else:
+        parent[key] = rng.choice(NASTY)
+    return json.dumps(value)
 
-    def __init__(self, sound: Sound, scratch: Path) -> None:
-        self.sound, self.scratch, self.folder = sound, scratch, scratch / "case" / STEM
-        self.out = scratch / "out"
 
-    def lay_out(self, source: Path) -> None:
-        """Copy an intact folder to the place where it is damaged."""
-        shutil.rmtree(self.folder.parent, ignore_errors=True)
-        shutil.copytree(source, self.folder)
+def damaged_tensors(content: bytes, rng: random.Random) -> bytes:
+    """Return a safetensors file with a damaged header or metadata; without its checksum, as after
+    editing by hand."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    if "ddp" in header.get("__metadata__", {}) and rng.random() < 0.6:
+        provenance = json.loads(header["__metadata__"]["ddp"])
+        provenance.pop("checksums", None)
+        header["__metadata__"]["ddp"] = damaged_json(provenance, rng)
+        text = json.dumps(header).encode()
+    else:
+        text = damaged_json(header, rng).encode("utf-8", "surrogatepass")
+    stated = len(text) if rng.random() < 0.97 else rng.choice((0, len(text) + 1, 2**40, 2**63))
+    return struct.pack("<Q", stated) + text + data
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Damage a file, and return how."""
+    content, chance = path.read_bytes(), rng.random()
+    if chance < 0.03:
+        path.unlink()
+        kind = rng.choice(("missing", "folder", "pipe", "endless"))
+        {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "endless": lambda: path.symlink_to("/dev/zero")}.get(
+            kind, lambda: None
+        )()
+        return kind
+    if chance < 0.7 and path.suffix == ".safetensors":
+        path.write_bytes(damaged_tensors(content, rng))
+        return "tensors"
+    if chance < 0.7 and path.suffix in (".json", ".jsonl"):
+        lines = content.decode().splitlines() if path.suffix == ".jsonl" else [content.decode()]
+        number = rng.randrange(len(lines))
+        lines[number] = damaged_json(json.loads(lines[number]), rng)
+        path.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+        return "JSON"
+    path.write_bytes(damaged_bytes(content, rng))
+    return "bytes"
+
+
+def command(*words: object) -> None:
+    """Run a command. Raises: DdpError with its line; AssertionError for any other kind of failure."""
+    result = CliRunner().invoke(main, [*map(str, words)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    if result.exit_code:
+        lines = result.stderr.splitlines()
+        assert len(lines) == 1 and lines[0].isprintable() and len(lines[0]) < 3000, result.stderr[:3000]
+        raise DdpError(lines[0])
+
+
+class Fuzz:
+    """Intact folders, and cases by their seeds."""
+
+    def __init__(self, scratch: Path) -> None:
+        for module in (pictures, compare):  # a page of pictures takes a second
+            vars(module)["render"] = _not_drawn
+        self.intact, self.folder, self.out = scratch / "intact", scratch / "case" / "model", scratch / "out"
+        self.intact.mkdir(parents=True)
+        (self.intact / "text.jsonl").write_text("".join(json.dumps({"text": f"{s} {s}"}) + "\n" for s in SENTENCES))
+        write_models({self.intact / "dense": CONFIG})
+        small: dict[str, Any] = {"data": str(self.intact / "text.jsonl"), "seq_len": 16, "batch_size": 2}
+        masked = self.intact / "masked"
+        ddp_vllm.prune(self.intact / "dense", output=masked, sparsity=0.4, steps=6, train="weights", **small)
+        ddp_vllm.recover(masked, output=self.intact / "pruned", tokens=64, **small)
+        self.state(self.intact / "run").save(4, {"mlp.z": torch.rand(2, 48)}, {"loss": [1.0, 0.5]})
+        self.state(self.intact / "run").log({"step": 4, "loss": 0.5})
+        (self.intact / "tokens").mkdir()
+        ids = np.arange(320, dtype=np.int32).reshape(20, 16)
+        save_blocks(self.intact / "tokens" / "blocks.tokens", Tokens(ids, np.ones(ids.shape, bool)))
+
+    def state(self, folder: Path) -> RunState:
+        return RunState(folder / "out", Recipe(model="m", sparsity=0.4, steps=9))
 
     def readers(self, target: str) -> dict[str, Callable[[], Any]]:
-        """Return the readers of a target's files, by name."""
-        folder, dense = str(self.folder), str(self.sound.dense)
-        of_pruned = {
-            "inspect": lambda: self.cli("inspect", folder),
-            "inspect --json": lambda: self.cli("inspect", folder, "--json"),
-            "report": lambda: self.cli("report", folder, "-o", str(self.out)),
-            "push": lambda: self.cli("push", folder, "me/x", "--dry-run"),
-            "compare": lambda: self.cli("compare", folder, "--dense", dense, "-o", f"{self.out}.html", "--overwrite"),
-            "transformers": self.load_pruned,
-            "recover": lambda: self.open_pruned("dense-experts" if target == "experts" else "dense"),
-        }
-        masks = str(self.folder / "ddp_masks.safetensors")
-        applied = {"apply": lambda: self.cli("apply", dense, "--masks", masks, "-o", str(self.out))}
-        exported = {"export": lambda: self.cli("export", folder, "-o", f"{self.out}.gguf", "--overwrite")}
-        converted = {
-            "convert": lambda: self.cli("convert", folder, "-o", str(self.out)),
-            "open in place": lambda: opened_in_place(read_config(self.folder)),
-        }
-        every: dict[str, dict[str, Callable[[], Any]]] = {
-            "checkpoint": of_pruned | {"tokenizer": self.tokenizer} | exported,
-            "experts": of_pruned,
-            "masks": {name: of_pruned[name] for name in ("inspect", "inspect --json", "report", "push", "compare")}
-            | applied,
-            "dense": {
-                "prune --dry-run": lambda: self.plan(folder),
-                "load": self.load_dense,
-                "tokenizer": self.tokenizer_for_prune,
-                "bench": self.bench_reads,
-                "eval": lambda: _describe(folder),
-            },
-            **dict.fromkeys(("blocks", "per-layer"), converted),
-            "state": {"resume": self.resume},
-            "tokens": {"tokens": self.tokens},
-            "results": {"compare": of_pruned["compare"], "bench": self.read_bench},
-            "profile": {"profile": self.profile},
-        }
-        return every[target]
+        """Return what reads a target's files, by name."""
+        folder, dense = self.folder, self.intact / "dense"
+        if target == "pruned":
+            return {
+                "inspect": lambda: command("inspect", folder),
+                "report": lambda: command("report", folder, "-o", self.out),
+                "compare": lambda: command(
+                    "compare", folder, "--dense", dense, "-o", f"{self.out}.html", "--overwrite"
+                ),
+                "export": lambda: command("export", folder, "-o", f"{self.out}.gguf", "--overwrite"),
+                "apply": lambda: command("apply", dense, "--masks", folder / "ddp_masks.safetensors", "-o", self.out),
+                "recover": lambda: self.load(open_pruned(read_checkpoint(folder), open_source(str(dense)))),
+            }
+        if target == "dense":
+            dry = ("--sparsity", "0.4", "--seq-len", "16", "--dry-run", "-o", self.out)
+            return {
+                "prune": lambda: command("prune", folder, *dry),
+                "load": lambda: self.load(open_source(str(folder))),
+            }
+        return {"resume": self.resume} if target == "run" else {"tokens": self.cached_tokens}
 
-    def cli(self, *words: str) -> str:
-        """Return a command's output and the hashes of its files. Raises: DdpError with its line; AssertionError."""
-        shutil.rmtree(self.out, ignore_errors=True)
-        result = CliRunner().invoke(main, list(words))
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        if result.exit_code:
-            lines = result.stderr.splitlines()
-            assert len(lines) == 1 and lines[0].startswith("ddp-vllm: ") and lines[0].isprintable(), result.stderr
-            assert len(lines[0]) < 3000, "a very long line"
-            raise DdpError(lines[0])
-        written = [path for path in sorted(self.out.rglob("*")) if path.is_file() and path.name != MANIFEST]
-        return result.stdout + "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in written)
-
-    def plan(self, folder: str) -> str:
-        text = self.cli("prune", folder, "--sparsity", "0.4", "--seq-len", "16", "--dry-run", "-o", str(self.out))
-        return text.partition("memory:")[0]  # free memory changes
-
-    def load_pruned(self) -> dict[str, torch.Tensor]:
-        from transformers import AutoModelForCausalLM
-
-        with contextlib.redirect_stderr(None):
-            try:
-                model = AutoModelForCausalLM.from_pretrained(self.folder, trust_remote_code=False)
-            except Exception as error:  # the user calls transformers: any of its errors is allowed
-                raise DdpError(str(error)) from error
-        return self.checked_weights(model)
-
-    def open_pruned(self, dense: str) -> dict[str, torch.Tensor]:
-        from ddp_models.loading import load_model
-        from ddp_models.source import open_pruned, open_source
-        from ddp_vllm.checkpoint import read_checkpoint
-
-        source = open_pruned(read_checkpoint(self.folder), open_source(str(self.sound.folder_of(dense))))
-        return self.checked_weights(load_model(source, "auto"))
-
-    def load_dense(self) -> dict[str, torch.Tensor]:
-        from ddp_models.loading import load_model
-        from ddp_models.source import open_source
-
-        return self.checked_weights(load_model(open_source(str(self.folder)), "auto"))
-
-    def checked_weights(self, model: Any) -> dict[str, torch.Tensor]:
-        """Return the weights of a model after checking that each equals its tensor on disk."""
+    def load(self, source: Any) -> None:
+        """Load a model, and compare each weight with its file."""
         stored: dict[str, torch.Tensor] = {}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            if path.name.startswith("model"):
-                stored |= {name.replace("block_sparse_moe", "mlp"): value for name, value in load_file(path).items()}
-        found = {name: value.detach() for name, value in model.named_parameters()}
-        for name, value in found.items():
-            assert name in stored, f"wrong weights: {name} is not in any file"
+        for path in self.folder.glob("model*.safetensors"):
+            stored |= load_file(path)
+        for name, value in load_model(source, "auto").named_parameters():
             on_disk = stored[name].to(value.dtype)
-            equal = torch.equal(on_disk.view(torch.uint8), value.view(torch.uint8))
-            assert equal, f"wrong weights: {name} differs from its file"
-        return found
+            assert torch.equal(on_disk.view(torch.uint8), value.detach().view(torch.uint8)), f"wrong weights: {name}"
 
-    def tokenizer(self) -> list[int]:
-        from transformers import AutoTokenizer
+    def resume(self) -> None:
+        if saved := self.state(self.folder).load():
+            expected = self.state(self.intact / "run").load()
+            assert expected and torch.equal(saved.tensors["mlp.z"], expected.tensors["mlp.z"]), "another state"
 
-        try:
-            return list(AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)("some text")["input_ids"])
-        except Exception as error:
-            raise DdpError(str(error)) from error
+    def cached_tokens(self) -> None:
+        if (blocks := saved_blocks(self.folder / "blocks.tokens")) is not None:
+            expected = saved_blocks(self.intact / "tokens" / "blocks.tokens")
+            assert expected is not None and np.array_equal(blocks[0].ids, expected[0].ids), "other tokens"
 
-    def tokenizer_for_prune(self) -> list[int]:
-        from ddp_text.documents import Document
-        from ddp_text.tokens import load_tokenizer, tokenize
-
-        documents = map(Document, ["some text", "and more"])
-        return [int(each) for part in tokenize(documents, load_tokenizer(str(self.folder))) for each in part.ids]
-
-    def bench_reads(self) -> Any:
-        from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
-
-        check_vocabularies(str(self.folder), str(self.sound.pruned))
-        return token_counter(str(self.folder))("some text"), max_model_len(str(self.folder))
-
-    def resume(self) -> Any:
-        from ddp_training.run_state import saved_header
-
-        state = self.sound.run_state(self.folder)
-        loaded, header = state.load(), saved_header(self.folder / "out")
-        if loaded is None:
-            raise DdpError("starts again")
-        return [loaded, header]
-
-    def tokens(self) -> Any:
-        from ddp_text.blocks import saved_blocks
-
-        found = saved_blocks(self.folder / "blocks.tokens")
-        if found is None:
-            raise DdpError("tokenizes again")
-        return found
-
-    def read_bench(self) -> Any:
-        from ddp_benchmarks.tables import json_line, plain_console, print_report
-        from ddp_vllm.results import read_results, verdicts
-
-        results = read_results(self.folder / "sharegpt.json")
-        console = plain_console()
-        with console.capture() as captured:
-            print_report({"verdicts": [], **results}, console)
-        return captured.get(), json_line({"verdicts": [], **results}), verdicts(results)
-
-    def profile(self) -> Any:
-        from ddp_benchmarks.profile import describe
-        from ddp_vllm.latency import Workload, read_profile
-
-        path = self.folder / "machine.json"
-        profile = read_profile(path)
-        profile.check_suits(profile.content["config"])
-        work = Workload(phase="decode", batch=8, context=256)
-        return describe(path), profile.times(work).max_speedup, profile.spread(work), profile.each_round(work)[0].dense
+    def case(self, seed: int) -> tuple[str, list[str], int]:
+        """Damage one file by a seed and read it; return what was done, the faults, and the number
+        of refusals."""
+        rng = random.Random(seed)
+        target = rng.choice(list(TARGETS))
+        shutil.rmtree(self.folder.parent, ignore_errors=True)
+        shutil.rmtree(self.out, ignore_errors=True)
+        shutil.copytree(self.intact / target, self.folder)
+        path = rng.choice(sorted(self.folder.glob(rng.choice(TARGETS[target]))))
+        before, how = path.read_bytes(), damage(path, rng)
+        changed = not path.is_file() or path.is_symlink() or path.read_bytes() != before
+        readers, faults, refused = self.readers(target), list[str](), 0
+        if target == "pruned":
+            readers["verify"] = lambda: command("verify", self.folder)
+        for name, read in readers.items():
+            try:
+                with limited():
+                    read()
+                if name == "verify" and changed and path.name != MANIFEST:
+                    faults.append("verify: found nothing")
+            except DdpError:
+                refused += 1
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/ddp_" in frame.filename]
+                where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+                faults.append(f"{name}: {type(error).__name__} at {where}: {str(error)[:300]}")
+        return f"{target}, {path.name}: {how}", faults, refused
 
 
-def _describe(folder: str) -> Any:
-    from ddp_benchmarks.evaluate import EvalSettings
-    from ddp_vllm.model_facts import describe_model
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Raise HangError if the block exceeds its processor time, or waits long."""
 
-    EvalSettings(model=folder, tasks=("piqa",)).check()
-    return describe_model(folder).to_json()
+    def stop(number: int, _frame: Any) -> None:
+        raise HangError(f"signal {number}")
 
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two results are equal to the bit."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-OF_A_MODEL = ("config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-WRITTEN = ("model.safetensors.index.json", MANIFEST, "ddp_metrics.jsonl", "ddp_recovery.jsonl")
-TARGETS = {  # target -> (share of the cases, files to damage)
-    "checkpoint": (30, (*OF_A_MODEL, *WRITTEN, "model-*.safetensors", "model-*.safetensors")),
-    "experts": (8, ("config.json", "model*.safetensors", "ddp_masks.safetensors")),
-    "masks": (14, ("ddp_masks.safetensors",)),
-    "dense": (14, (*OF_A_MODEL, "model.safetensors")),
-    **dict.fromkeys(("blocks", "per-layer"), (5, ("config.json", "config.json", "model*.safetensors", WRITTEN[0]))),
-    "state": (10, ("out.run/state.safetensors", "out.run/state.safetensors", "out.run/metrics.jsonl")),
-    "tokens": (4, ("blocks.tokens",)),
-    "results": (14, ("sharegpt.json", "eval/results.json")),
-    "profile": (6, ("machine.json",)),
-}
-DROPPED = ("state", "tokens")  # targets whose damaged files must be ignored: any other result is a fault
+    timers = {signal.ITIMER_PROF: (signal.SIGPROF, SECONDS), signal.ITIMER_REAL: (signal.SIGALRM, 15 * SECONDS)}
+    before = {number: signal.signal(number, stop) for number, _ in timers.values()}
+    for timer, (_, seconds) in timers.items():
+        signal.setitimer(timer, seconds)
+    try:
+        yield
+    finally:
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float) -> Picture:
     return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="", png=b"")
 
 
-class Fuzz:
-    """Runs cases by their seeds."""
-
-    def __init__(self, scratch: Path, *, draws: bool = False) -> None:
-        if not draws:  # a page of pictures takes a second
-            for module in (pictures, compare):
-                vars(module)["render"] = _not_drawn
-        for family in ("llama", "mixtral"):
-            register_pruned({"model_type": f"ddp_{family}"})
-        self.sound = write_sound(scratch / "sound")
-        self.readers = Readers(self.sound, scratch)
-        self.expected: dict[tuple[str, str], Any] = {}
-        for target in TARGETS:
-            self.readers.lay_out(self.sound.folder_of(target))
-            for name, read in self.readers.readers(target).items():
-                self.expected[target, name] = read()
-
-    def case(self, seed: int) -> Case:
-        """Damage one file by a seed, and read it."""
-        rng = random.Random(seed)
-        target = rng.choices(list(TARGETS), [share for share, _ in TARGETS.values()])[0]
-        case = Case(seed=seed, target=target)
-        self.readers.lay_out(self.sound.folder_of(target))
-        path = rng.choice(sorted(self.readers.folder.glob(rng.choice(TARGETS[target][1]))))
-        before = path.read_bytes()
-        case.what = f"{path.name}: {mutate(path, rng)}"
-        changed = not path.is_file() or path.is_symlink() or path.read_bytes() != before
-        damaged = False
-        if (self.readers.folder / MANIFEST).exists() or path.name == MANIFEST:
-            answer = self.read(case, "verify", lambda: self.readers.cli("verify", str(self.readers.folder)))
-            damaged = answer is None
-            if changed and not damaged and path.name != MANIFEST and path.parent.name != "eval":
-                case.faults.append("verify: found nothing")
-        readers = self.readers.readers(target)
-        first, *rest = readers
-        always = {first} | ({"transformers"} & readers.keys() if path.name.startswith(("config", "model")) else set())
-        for name in sorted(always | set(rng.sample(rest, min(1, len(rest))))):
-            read = readers[name]
-            answer = self.read(case, name, read)
-            if answer is None:
-                continue
-            if same(answer, self.expected[target, name]):
-                case.seen["the same"] += 1
-            elif target in DROPPED or (name in ("transformers", "recover") and not damaged):
-                case.faults.append(f"{name}: another answer")
-            elif target == "masks" and name == "apply" and is_sealed(path):
-                case.faults.append(f"{name}: wrong weights, from masks that contradict their checksum")
-            else:
-                case.seen["another value"] += 1
-        return case
-
-    def read(self, case: Case, name: str, read: Callable[[], Any]) -> Any:
-        """Return a reader's result, or None if it refused the file; faults are added to the case."""
-        start = time.process_time()
-        try:
-            with _limited():
-                answer = read()
-        except DdpError:
-            case.seen["refused"] += 1
-            answer = None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            where = [frame for frame in traceback.extract_tb(error.__traceback__) if "/ddp_" in frame.filename]
-            last = f"{Path(where[-1].filename).name}:{where[-1].lineno}" if where else "?"
-            case.faults.append(f"{name}: {type(error).__name__} at {last}: {str(error)[:300]}")
-            answer = None
-        if (spent := time.process_time() - start) > SECONDS and not case.faults:
-            case.faults.append(f"{name}: took {spent:.1f} s")
-        return answer
-
-
-@contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    """Raise Hang if the block exceeds its processor time or waits too long."""
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise Hang(f"signal {number}")
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, 15 * SECONDS)
-    faulthandler.dump_traceback_later(60, exit=True)  # if signals are blocked
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
-            signal.setitimer(timer, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def limit_memory() -> None:
-    """Make large allocations fail."""
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-
-def run(first: int, last: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run the cases of these seeds; return their outcomes and the faults."""
-    home = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="ddp-vllm-fuzz-", dir=home) as scratch:
-        fuzz = Fuzz(Path(scratch))
-        limit_memory()
-        seen, faults, targets = Counter[str](), list[dict[str, Any]](), Counter[str]()
-        start = time.monotonic()
+def run(first: int, last: int) -> dict[str, Any]:
+    """Run the cases of these seeds; print and return the faults."""
+    faults, refusals, targets = list[dict[str, Any]](), 0, Counter[str]()
+    with tempfile.TemporaryDirectory(prefix="ddp-vllm-fuzz-") as scratch:
+        fuzz, start = Fuzz(Path(scratch)), time.monotonic()
         for seed in range(first, last):
-            case = fuzz.case(seed)
-            seen += case.seen
-            targets[case.target] += 1
-            if case.faults:
-                faults.append({"seed": seed, "target": case.target, "what": case.what, "faults": case.faults})
-                say(json.dumps(faults[-1]))
+            what, wrong, refused = fuzz.case(seed)
+            refusals += refused
+            targets[what.partition(",")[0]] += 1
+            if wrong:
+                faults.append({"seed": seed, "what": what, "faults": wrong})
+                print(json.dumps(faults[-1]), file=sys.stderr, flush=True)
             if (seed + 1) % 1000 == 0:
-                say(f"{seed + 1 - first:,} cases in {time.monotonic() - start:.0f} s, {len(faults)} with faults")
-    return {"cases": last - first, "targets": dict(targets), "answers": dict(seen), "faults": faults}
-
-
-def _main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--last", type=int, default=20_000, help="End of the range of seeds, exclusive.")
-    arguments: argparse.Namespace = parser.parse_args()
-    warnings.simplefilter("ignore")
-    found = run(arguments.first, arguments.last, lambda line: print(line, file=sys.stderr, flush=True))
-    print(result_line(__doc__, vars(arguments), seed=arguments.first, **found))
-    sys.exit(bool(found["faults"]))
+                print(f"{seed + 1 - first:,} cases in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return {"cases": last - first, "targets": dict(targets), "refused": refusals, "faults": faults}
 
 
 if __name__ == "__main__":
-    _main()
+    parser = script_parser(__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--last", type=int, default=20_000, help="End of the range of seeds, exclusive.")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    results = run(arguments.first, arguments.last)
+    print(result_line(__doc__, vars(arguments), seed=arguments.first, **results))
+    sys.exit(bool(results["faults"]))

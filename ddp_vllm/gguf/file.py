@@ -1,9 +1,11 @@
-"""A model as one GGUF file for stock llama.cpp and the programs built on it, like Ollama and LM Studio.
+"""A model as one GGUF file for stock llama.cpp and the programs built on it, like Ollama and LM
+Studio.
 
-llama.cpp's graph `deci` reads query heads, KV heads and MLP channels layer by layer. Widths that it cannot hold are
-zero-padded: uneven groups to the largest of their layer, channels to whole blocks of 32, no head in the first layer to
-one head, and a removed MLP to one block. If all layers are alike, as in a dense model, the graph is `llama`, which
-computes the same. Nothing here imports torch.
+llama.cpp's graph `deci` reads query heads, KV heads and MLP channels layer by layer. Widths that it
+cannot hold are zero-padded: uneven groups to the largest of their layer, channels to whole blocks
+of 32, no head in the first layer to one head, and a removed MLP to one block. If all layers are
+alike, as in a dense model, the graph is `llama`, which computes the same. Nothing here imports
+torch.
 """
 
 import math
@@ -65,14 +67,14 @@ class _Tensor:
 def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = False) -> list[str]:
     """Write a pruned or dense model as a GGUF file; return notes about it for the user.
 
-    Raises: SettingError for a type that cannot be written, ModelError for a model that llama.cpp would compute
-        differently, CheckpointError, OutputError.
+    Raises: SettingError for a type that cannot be written, ModelError for a model that llama.cpp
+        would compute differently, CheckpointError, OutputError.
     """
     if type_name not in TYPES:
-        whole = output.with_name(f"{output.stem}-F16.gguf")
+        f16 = output.with_name(f"{output.stem}-F16.gguf")
         raise SettingError(
             f"--outtype {type_name.lower()} is none of {', '.join(TYPES).lower()}, but llama.cpp may make it from F16: "
-            f"ddp-vllm export {folder} --outtype f16 -o {whole} && llama-quantize {whole} {output} {type_name}"
+            f"ddp-vllm export {folder} --outtype f16 -o {f16} && llama-quantize {f16} {output} {type_name}"
         )
     check_file(output, overwrite=overwrite)
     checkpoint = read_checkpoint(folder, dense=True)
@@ -106,7 +108,8 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
 
 
 def _unfit(checkpoint: Checkpoint) -> str | None:
-    """Return why the graphs `deci` and `llama` would not compute this model exactly; None if they do."""
+    """Return why the graphs `deci` and `llama` would not compute this model exactly; None if they
+    do."""
     config = checkpoint.config
     try:
         check(config, NEEDED, "its config.json")
@@ -139,7 +142,8 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of rotary positions, as transformers 5 writes them or as older versions did."""
+    """Return the settings of rotary positions, as transformers 5 writes them or as older versions
+    did."""
     old = {"rope_theta": config.get("rope_theta") or 10_000.0, **(config.get("rope_scaling") or {})}
     rope = config.get("rope_parameters") or old
     return {**old, **rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
@@ -148,8 +152,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def _padded(index: int, layer: LayerWidths) -> LayerWidths:
     """Return the widths of a layer in the file.
 
-    llama.cpp reads the size of a head only if layer 0 has one, and it leaves a layer without channels before it adds
-    the output of attention.
+    llama.cpp reads the size of a head only if layer 0 has one, and it leaves a layer without
+    channels before it adds the output of attention.
     """
     groups = layer.query_heads_per_kv_head or ((1,) if index == 0 else ())
     return LayerWidths(
@@ -182,7 +186,8 @@ def _add_sizes(writer: gguf.GGUFWriter, checkpoint: Checkpoint, widths: ModelWid
 
 
 def _is_copy(head: LocalTensor | None, embedding: LocalTensor) -> bool:
-    """Tell whether an output head has the embedding's bytes. transformers and vLLM use another one, even if tied."""
+    """Tell whether an output head has the embedding's bytes. transformers and vLLM use another one,
+    even if tied."""
     if head is None or (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
         return False
     pair, piece = (head.mmap_bytes(), embedding.mmap_bytes()), 1 << 24
@@ -194,10 +199,11 @@ def _is_copy(head: LocalTensor | None, embedding: LocalTensor) -> bool:
 def _tensors(
     checkpoint: Checkpoint, widths: ModelWidths, stored: Mapping[str, LocalTensor], kind: gguf.GGMLQuantizationType
 ) -> Iterator[_Tensor]:
-    """Yield the tensors of the file, in order. Raises: ModelError for a tensor that llama.cpp has no place for."""
+    """Yield the tensors of the file, in order. Raises: ModelError for a tensor that llama.cpp has
+    no place for."""
     if _rope(checkpoint.config)["rope_type"] == "llama3":
-        half, whole = (widths.head_dim // 2,), gguf.GGMLQuantizationType.F32
-        yield _Tensor(name=FACTORS, gguf_name=FACTORS, shape=half, type=whole)
+        float32 = gguf.GGMLQuantizationType.F32
+        yield _Tensor(name=FACTORS, gguf_name=FACTORS, shape=(widths.head_dim // 2,), type=float32)
     shapes = {name: tuple(shape) for name, shape in checkpoint.shapes.items() if not name.endswith("inv_freq")}
     if checkpoint.config.get("tie_word_embeddings") and _is_copy(stored.get(HEAD), stored[EMBEDDING]):
         del shapes[HEAD]
@@ -213,22 +219,25 @@ def _tensors(
 
 
 def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int, ...]]:
-    """Return the weights of padded blocks that the folder does not have; their shapes still lack the widths."""
+    """Return the weights of padded blocks that the folder does not have; their shapes still lack
+    the widths."""
     hidden: int = checkpoint.config["hidden_size"]
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for index, layer in enumerate(widths.layers):
         blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
         for module in layer_modules(widths.table, blocks, routed=False):
             name = f"{LAYERS}.{index}.{module}.weight"
             if name not in checkpoint.shapes:
-                found[name] = (hidden, hidden) if widths.table.find(module) else (hidden,)
-    return found
+                shapes[name] = (hidden, hidden) if widths.table.find(module) else (hidden,)
+    return shapes
 
 
 def _type_of(gguf_name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    """Return the type of a tensor: the requested one, except for vectors, rows of broken blocks, and embeddings.
+    """Return the type of a tensor: the requested one, except for vectors, rows of broken blocks,
+    and embeddings.
 
-    Embeddings are often the output head too, and llama.cpp's own tool also gives them more bits than the layers.
+    Embeddings are often the output head too, and llama.cpp's own tool also gives them more bits
+    than the layers.
     """
     if len(shape) == 1:
         return gguf.GGMLQuantizationType.F32
@@ -273,9 +282,9 @@ def _positions(name: str, before: ModelWidths, after: ModelWidths) -> Any:
         return ...
     axis, length = expected
     index, _, module = name.removeprefix(f"{LAYERS}.").partition(".")
-    found, layer = after.table.find(module.rpartition(".")[0]), before.layers[int(index)]
-    assert found is not None
-    projection, _ = found
+    placed, layer = after.table.find(module.rpartition(".")[0]), before.layers[int(index)]
+    assert placed is not None
+    projection, _ = placed
     if projection.units == ("query_head",):
         groups = np.array(layer.query_heads_per_kv_head)
         taken = (np.arange(groups.max()) < groups[:, None]).repeat(before.head_dim)
@@ -285,14 +294,17 @@ def _positions(name: str, before: ModelWidths, after: ModelWidths) -> Any:
 
 
 def _rotated_pairs_adjacent(array: np.ndarray, head_dim: int) -> np.ndarray:
-    """Put the two rows that are rotated together next to each other, within each head of [heads · head_dim, …]."""
+    """Put the two rows that are rotated together next to each other, within each head of [heads ·
+    head_dim, …]."""
     return array.reshape(-1, 2, head_dim // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
 def _rope_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """Return the divisor of each frequency in Llama 3 [head_dim / 2]: `factor` for long waves, 1 for short ones.
+    """Return the divisor of each frequency in Llama 3 [head_dim / 2]: `factor` for long waves, 1
+    for short ones.
 
-    Waves between are divided by a mean of both. The same as transformers' `_compute_llama3_parameters`.
+    Waves between are divided by a mean of both. The same as transformers'
+    `_compute_llama3_parameters`.
     """
     wavelengths = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -306,7 +318,8 @@ def _notes(
     tensors: list[_Tensor],
     kind: gguf.GGMLQuantizationType,
 ) -> list[str]:
-    """Return which widths were zero-padded, and which tensors have another type than the requested one."""
+    """Return which widths were zero-padded, and which tensors have another type than the requested
+    one."""
     notes = []
     pairs = list(zip(before, after, strict=True))
     for what, unit, why in (

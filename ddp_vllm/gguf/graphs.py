@@ -1,4 +1,5 @@
-"""What llama.cpp's graphs `deci` and `llama` compute. This file needs no package, so that model cards can read it."""
+"""What llama.cpp's graphs `deci` and `llama` compute. This file needs no package, so that model
+cards can read it."""
 
 MISSING_PARTS = {  # model_type -> the parts of such a model that those graphs do not have; "" if they have all
     "llama": "",
@@ -14,5 +15,6 @@ MISSING_PARTS = {  # model_type -> the parts of such a model that those graphs d
 
 
 def missing_parts(model_type: str) -> str:
-    """Return which parts of a dense model type llama.cpp would leave out; "" if it computes such models exactly."""
+    """Return which parts of a dense model type llama.cpp would leave out; "" if it computes such
+    models exactly."""
     return MISSING_PARTS.get(model_type, "special parts")

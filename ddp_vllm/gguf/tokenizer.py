@@ -1,11 +1,13 @@
 """Writes a tokenizer into GGUF's fields: tokens, merges, special tokens and the chat template.
 
-The file gets the tokenizer that transformers and vLLM load. They take more than `tokenizer.json`: added tokens and
-their flags from other files, the rules that cut words from the class that tokenizer_config.json names, and the chat
-template from one of several files. So the tokenizer is loaded, saved again into one `tokenizer.json`, and read there.
+The file gets the tokenizer that transformers and vLLM load. They take more than `tokenizer.json`:
+added tokens and their flags from other files, the rules that cut words from the class that
+tokenizer_config.json names, and the chat template from one of several files. So the tokenizer is
+loaded, saved again into one `tokenizer.json`, and read there.
 
-A tokenizer cuts text into words before it merges bytes. llama.cpp has a name for each set of cutting rules, and its own
-converter guesses the name from the tokens of a test sentence. This module finds it by the rules in `tokenizer.json`.
+A tokenizer cuts text into words before it merges bytes. llama.cpp has a name for each set of
+cutting rules, and its own converter guesses the name from the tokens of a test sentence. This
+module finds it by the rules in `tokenizer.json`.
 """
 
 import re
@@ -32,7 +34,8 @@ BYTE_LEVEL = {  # the rules that cut, in order, and whether merges are skipped f
 SENTENCEPIECE = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
 """The normalization of text in Llama 2's tokenizer, and in llama.cpp's of the same kind."""
 METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
-"""The rule of transformers' class LlamaTokenizer in its place; its key `prepend_scheme` has several values."""
+"""The rule of transformers' class LlamaTokenizer in its place; its key `prepend_scheme` has several
+values."""
 _FLAGS = ("lstrip", "rstrip", "single_word")  # of an added token: the text around it decides or is removed
 _STEP, _ID = {"type": NAME}, Number(0, 10_000_000, whole=True)
 TOKENIZER = {  # the values that are written into the file or decide about it
@@ -69,7 +72,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> lis
         special = gguf.SpecialVocab(saved, load_merges=not tokenizer["model"].get("byte_fallback"), n_vocab=vocab_size)
     model, notes = tokenizer["model"], []
     tokens, kinds = _tokens(folder, tokenizer, vocab_size)
-    if odd := [each["content"] for each in tokenizer.get("added_tokens") or () if any(map(each.get, _FLAGS))]:
+    if odd := [token["content"] for token in tokenizer.get("added_tokens") or () if any(map(token.get, _FLAGS))]:
         raise _refusal(folder, f"strips spaces around {short(odd[0])}, or requires a word's end there")
     if model.get("byte_fallback"):
         notes += _add_prefix(writer, folder, tokenizer)
@@ -98,7 +101,8 @@ def _load(folder: Path) -> Any:
 
 
 def _added_to_texts(folder: Path, loaded: Any) -> dict[str, bool]:
-    """Return whether the tokenizer puts BOS before a text, and EOS after it. Raises: ModelError for other tokens."""
+    """Return whether the tokenizer puts BOS before a text, and EOS after it. Raises: ModelError for
+    other tokens."""
     plain, full = (list(loaded("x", add_special_tokens=special)["input_ids"]) for special in (False, True))
     start = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), 0)
     ends = {"bos": (full[:start], loaded.bos_token_id), "eos": (full[start + len(plain) :], loaded.eos_token_id)}
@@ -113,7 +117,8 @@ def _refusal(folder: Path, fault: str) -> ModelError:
 
 
 def _name_of_cuts(folder: Path, tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name of the rules that cut words. It lacks Unicode's NFC, which changes little text."""
+    """Return llama.cpp's name of the rules that cut words. It lacks Unicode's NFC, which changes
+    little text."""
     model, normalizer = tokenizer["model"], (tokenizer.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):
         raise _refusal(folder, f"normalizes text by {normalizer}")
@@ -140,7 +145,8 @@ def _cut(rule: dict[str, Any]) -> str | None:
 
 
 def _add_prefix(writer: gguf.GGUFWriter, folder: Path, tokenizer: dict[str, Any]) -> list[str]:
-    """Add how spaces are put before texts; return a note if llama.cpp puts more of them. Raises: ModelError."""
+    """Add how spaces are put before texts; return a note if llama.cpp puts more of them. Raises:
+    ModelError."""
     steps, rule = (tokenizer.get("normalizer") or {}).get("normalizers"), tokenizer.get("pre_tokenizer")
     if steps == SENTENCEPIECE and not rule:
         return []
@@ -157,8 +163,8 @@ def _add_prefix(writer: gguf.GGUFWriter, folder: Path, tokenizer: dict[str, Any]
 def _tokens(folder: Path, tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[gguf.TokenType]]:
     """Return the text and the kind of each row of the embeddings; rows without a token are unused."""
     model = tokenizer["model"]
-    added = {each["content"]: each for each in tokenizer.get("added_tokens") or ()}
-    numbers: dict[str, int] = model["vocab"] | {text: each["id"] for text, each in added.items()}
+    added = {token["content"]: token for token in tokenizer.get("added_tokens") or ()}
+    numbers: dict[str, int] = model["vocab"] | {text: token["id"] for text, token in added.items()}
     texts = {number: text for text, number in numbers.items()}
     moved = [text for text in added if model["vocab"].get(text, numbers[text]) != numbers[text]]
     if wrong := moved or [text for text, number in numbers.items() if texts[number] != text]:

@@ -1,4 +1,5 @@
-"""The model card of a pruned checkpoint: the removed units, the cost in quality, and how to serve it."""
+"""The model card of a pruned checkpoint: the removed units, the cost in quality, and how to serve
+it."""
 
 import importlib.metadata
 from collections.abc import Iterator
@@ -73,7 +74,8 @@ def model_card(
 ) -> str:
     """Return the card in Markdown.
 
-    name: the name of the folder. place: the folder or hub name to load it from, by default the folder here.
+    name: the name of the folder. place: the folder or hub name to load it from, by default the
+    folder here.
     """
     dense = dense_name(checkpoint)
     base = base_model or (dense if is_hub_name(dense) else None)
@@ -95,7 +97,8 @@ def model_card(
 
 
 def _index(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """Return the held-out perplexity in the form that the hub shows as an evaluation result; {} without one."""
+    """Return the held-out perplexity in the form that the hub shows as an evaluation result; {}
+    without one."""
     quality = checkpoint.perplexity
     if not quality:
         return {}
@@ -115,7 +118,8 @@ def _made(checkpoint: Checkpoint, dense: str) -> str:
 
 
 def write_card(folder: Path, output: Path) -> Checkpoint:
-    """Check a folder that will become `output`, write its model card, and return it as the checkpoint at `output`."""
+    """Check a folder that will become `output`, write its model card, and return it as the
+    checkpoint at `output`."""
     checkpoint = read_checkpoint(folder)
     (folder / "README.md").write_text(model_card(checkpoint, output.name), encoding="utf-8")
     return replace(checkpoint, folder=output)

@@ -1,4 +1,5 @@
-"""The commands inspect, verify, report, compare and push. Libraries that draw are imported when one of them runs."""
+"""The commands inspect, verify, report, compare and push. Libraries that draw are imported when one
+of them runs."""
 
 import json
 from pathlib import Path
@@ -33,8 +34,8 @@ def inspect(folder: Path, as_json: bool) -> None:
 def verify(folder: Path) -> None:
     """Compare every file of a pruned checkpoint with the SHA-256 in its manifest.
 
-    No file may be missing, changed or added, except the model card, the report, and results of `eval` and `bench`. Then
-    the checkpoint is checked as by `inspect`.
+    No file may be missing, changed or added, except the model card, the report, and results of
+    `eval` and `bench`. Then the checkpoint is checked as by `inspect`.
     """
     echo(f"{folder}: {len(verify_folder(folder))} files are as they were written")
 
@@ -65,15 +66,16 @@ def report(folder: Path, output: Path | None) -> None:
 @click.option("--overwrite", is_flag=True, help="Replace the page.")
 @json_option
 def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, as_json: bool, **options: Any) -> None:
-    """Put quality and speed of the pruned checkpoints in FOLDERS into one table, here and on a page.
+    """Put quality and speed of the pruned checkpoints in FOLDERS into one table, here and on a
+    page.
 
     The page is written in HTML and in Markdown.
 
     \b
     ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
 
-    Results of bench and eval are found in each folder and its eval folder, or passed with --results. The exit code is 9
-    if no model is within --tolerance.
+    Results of bench and eval are found in each folder and its eval folder, or passed with
+    --results. The exit code is 9 if no model is within --tolerance.
     """
     comparison = verbs.compare(folders, output=output, tolerance=tolerance, **options)
     from ddp_vllm.pages.compare import choice, comparison_table, fastest, records
@@ -108,8 +110,8 @@ def push(folder: Path, repository: str, dry_run: bool, **options: Any) -> None:
     \b
     ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
 
-    Every file is compared with the manifest first. No other file is sent except a new model card and the report. Log in
-    first with `hf auth login`, or set HF_TOKEN.
+    Every file is compared with the manifest first. No other file is sent except a new model card
+    and the report. Log in first with `hf auth login`, or set HF_TOKEN.
     """
     sizes = verbs.push(folder, repository, dry_run=dry_run, **options)
     for name, size in sizes.items():

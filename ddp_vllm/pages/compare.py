@@ -1,4 +1,5 @@
-"""What `compare` shows: one table of models, a sentence on each, two pictures, and how everything was measured."""
+"""What `compare` shows: one table of models, a sentence on each, two pictures, and how everything
+was measured."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,8 @@ def write_comparison(comparison: Comparison, html: Path, markdown: Path, toleran
 
 
 def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
-    """Return the page: a sentence per model, pictures if there are two points, the table, and the conditions."""
+    """Return the page: a sentence per model, pictures if there are two points, the table, and the
+    conditions."""
     take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
     pictures = [picture for picture in (_draw_accuracy(comparison), _draw_heldout(comparison)) if picture]
     shown = [Section(heading="", pictures=pictures)] if pictures else []
@@ -55,7 +57,8 @@ def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
 
 
 def _reports(comparison: Comparison, place: Path) -> dict[str, str]:
-    """Return the path of each model's report, relative to `place`, by name; of models that have a report."""
+    """Return the path of each model's report, relative to `place`, by name; of models that have a
+    report."""
     reports = {model.name: Path(model.facts.model) / REPORT_FILE for model in comparison.pruned}
     return {name: quote(os.path.relpath(file, place.resolve())) for name, file in reports.items() if file.is_file()}
 
@@ -93,7 +96,8 @@ Row = tuple[str, list[str]]
 
 
 def _row(heading: str, values: Sequence[Any], write: Callable[[Any], str], *, dense: str | None = None) -> Row:
-    """Return a row with a dash for each unknown value; dense: the cell of the dense model, in a row of ratios to it."""
+    """Return a row with a dash for each unknown value; dense: the cell of the dense model, in a row
+    of ratios to it."""
     cells = ["–" if value is None else write(value) for value in values]
     return heading, cells if dense is None else [dense, *cells[1:]]
 
@@ -222,7 +226,8 @@ def _draw_heldout(comparison: Comparison) -> Picture | None:
 
 
 def choice(comparison: Comparison, tolerance: float) -> str:
-    """Return the fastest model whose held-out perplexity is at most this many times the dense model's, in words."""
+    """Return the fastest model whose held-out perplexity is at most this many times the dense
+    model's, in words."""
     best = fastest(comparison, tolerance)
     if best is None:
         return f"none has a held-out perplexity of at most {tolerance:g} times the dense model's"
@@ -232,14 +237,16 @@ def choice(comparison: Comparison, tolerance: float) -> str:
 
 
 def fastest(comparison: Comparison, tolerance: float) -> Model | None:
-    """Return the fastest model within a tolerance, by its measured or else its predicted speed; None without any."""
+    """Return the fastest model within a tolerance, by its measured or else its predicted speed;
+    None without any."""
     within = [model for model in comparison.pruned if model.heldout and model.heldout[0] <= tolerance]
     by_speed = lambda model: ((model.speedup or (0.0,))[0], -float(model.facts.parameters or 0))  # noqa: E731
     return max(within, key=by_speed, default=None)
 
 
 def records(comparison: Comparison, tolerance: float | None) -> dict[str, Any]:
-    """Return what `compare --json` prints: the facts of each model, its two ratios with intervals, and the choice."""
+    """Return what `compare --json` prints: the facts of each model, its two ratios with intervals,
+    and the choice."""
     best = None if tolerance is None else fastest(comparison, tolerance)
     models = [
         {"facts": model.facts.to_json(), "heldout_ratio": model.heldout, "speedup": model.speedup}

@@ -1,8 +1,8 @@
 """Reads what is known of pruned checkpoints and their dense model: of themselves, bench, eval.
 
-Results are read from a checkpoint's folder and its `eval` folder, or passed by name. They belong to the model whose id
-they store (`model_facts.model_id`), wherever that model is now. Two evaluations are only compared if they asked the
-same questions.
+Results are read from a checkpoint's folder and its `eval` folder, or passed by name. They belong to
+the model whose id they store (`model_facts.model_id`), wherever that model is now. Two evaluations
+are only compared if they asked the same questions.
 """
 
 import json
@@ -106,8 +106,8 @@ class Comparison:
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
     """Gather everything about the pruned checkpoints in `folders` and their dense model.
 
-    Raises: CheckpointError if a folder is not a pruned checkpoint; SettingError if they come from different models;
-        TextError if a passed file is not a results file.
+    Raises: CheckpointError if a folder is not a pruned checkpoint; SettingError if they come from
+        different models; TextError if a passed file is not a results file.
     """
     checkpoints = [read_checkpoint(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]
@@ -130,7 +130,8 @@ def _dense_of(checkpoint: Checkpoint) -> str | None:
 
 
 def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:
-    """Return the model that all checkpoints were pruned from, as the first one names it. Raises: SettingError."""
+    """Return the model that all checkpoints were pruned from, as the first one names it. Raises:
+    SettingError."""
     parents = [dense for checkpoint in checkpoints if (dense := _dense_of(checkpoint))]
     if len(different := sorted(set(map(identify, parents)))) > 1:
         raise SettingError(
@@ -141,7 +142,8 @@ def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:
 
 
 def _read_files(nearby: Sequence[Path], passed: Sequence[Path]) -> dict[str, list[Results]]:
-    """Return the content of each results file once, by kind; of passed files and of files in passed and model folders.
+    """Return the content of each results file once, by kind; of passed files and of files in passed
+    and model folders.
 
     Raises: TextError for a passed file that holds no results, and a passed folder without any.
     """
@@ -159,7 +161,8 @@ def _read_files(nearby: Sequence[Path], passed: Sequence[Path]) -> dict[str, lis
 
 
 def _add(path: Path, contents: dict[str, list[Results]], read: set[Path], *, is_passed: bool) -> bool:
-    """Add a results file to the contents of its kind. Returns False for any other file, or raises if it was passed."""
+    """Add a results file to the contents of its kind. Returns False for any other file, or raises
+    if it was passed."""
     if path.resolve() in read or (not is_passed and path.stat().st_size > LARGEST_FILE):
         return path.resolve() in read
     try:
@@ -211,7 +214,8 @@ def _pruned_model(
 
 
 def _find(models: Sequence[Results], facts: ModelFacts, notes: Notes) -> Results | None:
-    """Return the entry of this model among a results file's models; among copies, the entry with its folder."""
+    """Return the entry of this model among a results file's models; among copies, the entry with
+    its folder."""
     same = [model for model in models if _is_same(model, facts)]
     in_place = [model for model in models if model["model"] == facts.model]
     if in_place and not same:
@@ -227,7 +231,8 @@ def _is_same(model: Results, facts: ModelFacts) -> bool:
 
 
 def _best_evaluation(evaluations: Iterable[Results], facts: ModelFacts, notes: Notes) -> Results | None:
-    """Return the evaluation of a model with the most tasks, then the most questions, then the latest date."""
+    """Return the evaluation of a model with the most tasks, then the most questions, then the
+    latest date."""
 
     def size(evaluation: Results) -> tuple[int, int, float]:
         questions = sum(count.get("effective", 0) for count in evaluation.get("n-samples", {}).values())
@@ -238,7 +243,8 @@ def _best_evaluation(evaluations: Iterable[Results], facts: ModelFacts, notes: N
 
 
 def _speeds(benches: Iterable[Results], facts: ModelFacts, notes: Notes) -> tuple[Results, ...]:
-    """Return a model's verdict at each load: of the latest benchmark that ended, or else of the latest."""
+    """Return a model's verdict at each load: of the latest benchmark that ended, or else of the
+    latest."""
     latest: dict[str, Results] = {}
     for bench in sorted(benches, key=lambda bench: (bench["complete"], bench["started"])):
         if model := _find(bench["models"][1:], facts, notes):
@@ -250,7 +256,8 @@ def _speeds(benches: Iterable[Results], facts: ModelFacts, notes: Notes) -> tupl
 def _dense_model(
     dense: str | None, files: Mapping[str, Sequence[Results]], pruned: Sequence[Model], notes: Notes
 ) -> Model | None:
-    """Return the dense model, with the evaluation that asked the same questions as the pruned ones'."""
+    """Return the dense model, with the evaluation that asked the same questions as the pruned
+    ones'."""
     baselines = [bench["models"][0] for bench in files["bench"]]
     dense = dense or next((model["model"] for model in baselines), None)
     if dense is None:
@@ -265,13 +272,13 @@ def _dense_model(
         others = [speed["bench"]["models"][0] for speed in model.speeds]
         for other in [other for other in others if not _is_same(other, facts)][:1]:
             notes[f"{model.name} was measured against {other['model']}, not {dense}"] = ""
-    asked = [conditions(model.evaluation) for model in pruned if model.evaluation]
-    same = [results for results in files["tasks"] if not asked or conditions(results) == asked[0]]
+    questions = [conditions(model.evaluation) for model in pruned if model.evaluation]
+    same = [results for results in files["tasks"] if not questions or conditions(results) == questions[0]]
     evaluation = _best_evaluation(same, facts, notes)
     if evaluation is None:
         command = f"ddp-vllm eval {pruned[0].facts.model} --against {dense}"
         notes["the dense model was not evaluated on the same rows"] = command
-    if any(others != asked[0] for others in asked[1:]):
+    if any(others != questions[0] for others in questions[1:]):
         notes["the models were not evaluated on the same rows, so their accuracies can't be compared"] = ""
     known = [model for model in baselines if _is_same(model, facts)]
     if known and facts.parameters is None:
@@ -280,20 +287,23 @@ def _dense_model(
 
 
 def conditions(evaluation: Results) -> tuple[Any, ...]:
-    """Return the conditions that two comparable evaluations share: tasks, limit, context length and data."""
+    """Return the conditions that two comparable evaluations share: tasks, limit, context length and
+    data."""
     stated = evaluation["ddp_vllm"]
     settings, data = stated["settings"], json.dumps(stated["data"], sort_keys=True)
     return sorted(evaluation["results"]), settings["limit"], settings["max_length"], data
 
 
 def difference(model: Model, dense: Model | None) -> tuple[float, float] | None:
-    """Return the difference of mean accuracy from the dense model on the same questions, and half its 95 % interval."""
+    """Return the difference of mean accuracy from the dense model on the same questions, and half
+    its 95 % interval."""
     both = _comparable(model, dense)
     return mean_difference(*both) if both else None
 
 
 def retained(model: Model, dense: Model | None) -> float | None:
-    """Return the retained fraction of the dense mean accuracy, if both models answered the same questions."""
+    """Return the retained fraction of the dense mean accuracy, if both models answered the same
+    questions."""
     both = _comparable(model, dense)
     mean, dense_mean = map(mean_accuracy, both) if both else (None, None)
     return mean["value"] / dense_mean["value"] if mean and dense_mean and dense_mean["value"] else None
@@ -310,7 +320,8 @@ def _comparable(model: Model, dense: Model | None) -> tuple[Results, Results] | 
 def engine_fact(model: Model, comparison: Comparison, fact: str) -> float | None:
     """Return the median of a value that a model's engines reported in the benchmark of the picture.
 
-    Served and offline engines differ in processes, so only one benchmark is read. Peak memory is unknown on a GPU.
+    Served and offline engines differ in processes, so only one benchmark is read. Peak memory is
+    unknown on a GPU.
     """
     speeds = [model.speed] if model.facts.pruned else [other.speed for other in comparison.pruned]
     speed = next(filter(None, speeds), None)

@@ -1,4 +1,5 @@
-"""The masks of a checkpoint and the metrics that its training logged: the numbers behind the pictures of a report.
+"""The masks of a checkpoint and the metrics that its training logged: the numbers behind the
+pictures of a report.
 
 Legend: L layers, U units of a layer, E experts of a layer, C channels of an expert.
 """
@@ -29,8 +30,8 @@ class Metrics:
 
     checkpoint: Checkpoint
     gates: Mapping[str, NDArray[np.float32]]
-    """Final gates by module type, 0 where the unit was removed: [L, U], of routed experts [routed layers, E, C]; empty
-    without a masks file."""
+    """Final gates by module type, 0 where the unit was removed: [L, U], of routed experts [routed
+    layers, E, C]; empty without a masks file."""
     searched: Mapping[str, NDArray[np.float32]]
     """The gates before rounding and polish (z)."""
     pruning: Sequence[Mapping[str, float]]
@@ -82,7 +83,10 @@ def _check_masks(metrics: Metrics) -> None:
     sizes = dimensions_of(metrics.checkpoint.config)
     shapes = [unit_shapes(sizes, head_unit) for head_unit in ("kv-group", "query-head")]
     for kind, values in (*metrics.gates.items(), *metrics.searched.items()):
-        if values.shape not in [each.get(kind) for each in shapes] or not (np.isfinite(values) & (values >= 0)).all():
+        if (
+            values.shape not in [unit_shape.get(kind) for unit_shape in shapes]
+            or not (np.isfinite(values) & (values >= 0)).all()
+        ):
             raise CheckpointError(
                 f"{metrics.checkpoint.folder}: the masks of {short(kind)} have shape {list(values.shape)}, which does "
                 "not fit the config, or hold values that are negative or not finite; run ddp-vllm apply again"
@@ -90,7 +94,8 @@ def _check_masks(metrics: Metrics) -> None:
 
 
 def _read_steps(path: Path) -> list[dict[str, float]]:
-    """Return the logged metrics of each step; none if the file is missing. Raises: OSError, ValueError."""
+    """Return the logged metrics of each step; none if the file is missing. Raises: OSError,
+    ValueError."""
     if not path.exists():
         return []
     if len(lines := read_bytes(path, LARGEST_JSON).splitlines()) > MOST_STEPS:
@@ -115,7 +120,8 @@ def expert_widths(checkpoint: Checkpoint) -> NDArray[np.float64]:
 
 
 def expert_use(checkpoint: Checkpoint) -> NDArray[np.float64] | None:
-    """Return how often the router chose each expert [L, E], in multiples of an even share; None if unknown."""
+    """Return how often the router chose each expert [L, E], in multiples of an even share; None if
+    unknown."""
     if not (chosen := times_chosen(checkpoint.provenance)):
         return None
     use = np.full_like(expert_widths(checkpoint), np.nan)

@@ -1,7 +1,7 @@
 """A page as plain data: a title, statements, sections and a footer; written as HTML or as Markdown.
 
-Only `page.html.j2` and `style.css` decide the look of a page. The HTML is one file that loads no script, font or
-picture from anywhere. Shapes and labels carry meaning, colors do not.
+Only `page.html.j2` and `style.css` decide the look of a page. The HTML is one file that loads no
+script, font or picture from anywhere. Shapes and labels carry meaning, colors do not.
 """
 
 from collections.abc import Mapping, Sequence

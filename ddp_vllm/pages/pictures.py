@@ -1,7 +1,8 @@
-"""The pictures of the pages: black, gray and shapes only, narrow enough that their text can be read on a phone.
+"""The pictures of the pages: black, gray and shapes only, narrow enough that their text can be read
+on a phone.
 
-Each `draw_` function draws into a figure of matplotlib, and `render` makes a picture of the figure. Legend: L layers,
-U units of a layer.
+Each `draw_` function draws into a figure of matplotlib, and `render` makes a picture of the figure.
+Legend: L layers, U units of a layer.
 """
 
 import io
@@ -64,10 +65,11 @@ def height_of_map(units: int) -> float:
 def draw_heatmaps(
     figure: Figure, *, values: Mapping[str, NDArray[np.float64]], unit_label: str, together: int = 1
 ) -> None:
-    """Draw [L, U] arrays below each other, label -> values: layers from left to right, units upwards.
+    """Draw [L, U] arrays below each other, label -> values: layers from left to right, units
+    upwards.
 
-    Darker cells have higher values; 0 is crossed out, NaN is empty. Lines separate groups of `together` units (query
-    heads of a KV head).
+    Darker cells have higher values; 0 is crossed out, NaN is empty. Lines separate groups of
+    `together` units (query heads of a KV head).
     """
     for axes, (label, values_LU) in zip(panels_of(figure, len(values)), values.items(), strict=True):
         shown = np.ma.masked_invalid(np.ma.masked_equal(values_LU.T, 0.0))
@@ -106,7 +108,8 @@ def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
 def draw_histograms(
     figure: Figure, *, kept: Mapping[str, NDArray[np.float64]], searched: Mapping[str, NDArray[np.float64]]
 ) -> None:
-    """Draw the gates of kept units, one panel per module type; `searched` are the gates before rounding and polish."""
+    """Draw the gates of kept units, one panel per module type; `searched` are the gates before
+    rounding and polish."""
     for axes, (label, gates) in zip(panels_of(figure, len(kept)), kept.items(), strict=True):
         bins = bin_edges(gates)
         axes.hist(gates, bins=bins, color="0.6", label="final")
@@ -119,7 +122,8 @@ def draw_histograms(
 
 
 def bin_edges(gates: NDArray[np.float64]) -> list[float]:
-    """Return the edges of a histogram: steps of 0.05 from 0 to past the highest gate, but at most 80 of them."""
+    """Return the edges of a histogram: steps of 0.05 from 0 to past the highest gate, but at most
+    80 of them."""
     top = max(1.5, float(gates.max(initial=0.0)))
     edges: list[float] = np.linspace(0.0, top, min(81, int(np.ceil(top / 0.05)) + 1)).tolist()
     return edges
@@ -135,7 +139,9 @@ def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
         ("μ", {"mu": "μ"}),
         *((label, {f"{kind}_{metric}": kind for kind in kinds}) for metric, label in LAMBDAS.items()),
     ]
-    logged = [(label, {each: name for each, name in found.items() if each in curves[0]}) for label, found in panels]
+    logged = [
+        (label, {metric: name for metric, name in metrics.items() if metric in curves[0]}) for label, metrics in panels
+    ]
     return [(label, metrics) for label, metrics in logged if metrics]
 
 
@@ -144,9 +150,11 @@ def height_of_curves(curves: Curves) -> float:
 
 
 def draw_curves(figure: Figure, *, curves: Curves, targets: Mapping[str, float], rounded_after: int | None) -> None:
-    """Draw losses, sparsity, μ and λ over the steps, as far as they were logged; losses also smoothed.
+    """Draw losses, sparsity, μ and λ over the steps, as far as they were logged; losses also
+    smoothed.
 
-    targets: the sparsity that the budget of each module type, or of all together, requires in the end.
+    targets: the sparsity that the budget of each module type, or of all together, requires in the
+    end.
     """
     panels = metrics_drawn(curves)
     steps = np.array([step["step"] for step in curves])
@@ -192,7 +200,8 @@ class Point:
 def draw_points(
     figure: Figure, *, points: Sequence[Point], speed: str, quality: str, less_is_better: bool = False
 ) -> None:
-    """Draw quality against speed with intervals, and the line through the models that no other beats in both."""
+    """Draw quality against speed with intervals, and the line through the models that no other
+    beats in both."""
     (axes,) = panels_of(figure, 1)
     front = _pareto(points, less_is_better)
     line = [(point.ratio[0], point.quality[0]) for point in front]

@@ -17,7 +17,8 @@ class StepProgress:
     def __init__(
         self, console: Console, num_steps: int, phase: Callable[[dict[str, float]], tuple[str, str]], shown: bool
     ) -> None:
-        """phase: returns for a step's metrics the name of the phase and a text to show next to the speed."""
+        """phase: returns for a step's metrics the name of the phase and a text to show next to the
+        speed."""
         self.console, self.num_steps, self.phase = console, num_steps, phase
         self.lines = not console.is_terminal and shown
         self.bar = Progress(

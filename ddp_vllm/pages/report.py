@@ -1,4 +1,5 @@
-"""The report of a checkpoint: `report.html` requires no network, and its pictures are also PNG files in `report/`.
+"""The report of a checkpoint: `report.html` requires no network, and its pictures are also PNG
+files in `report/`.
 
 The checkpoint itself has all the data, so the page can be made again wherever the folder is.
 """
@@ -26,7 +27,8 @@ SHOWN = 3  # answers that are not folded away
 
 
 def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
-    """Write `report.html` and `report/` into `folder`, replacing older ones, and return the path of the page.
+    """Write `report.html` and `report/` into `folder`, replacing older ones, and return the path of
+    the page.
 
     name: of the checkpoint, by default that of its folder.
 
@@ -75,7 +77,7 @@ def _recipes(provenance: Mapping[str, Any]) -> Iterator[Section]:
         rows: list[tuple[str, Any]] = []
         for name, value in (recipe or {}).items():
             table = value.items() if isinstance(value, Mapping) else None
-            rows += [(name, value)] if table is None else [(f"{name}.{each}", setting) for each, setting in table]
+            rows += [(name, value)] if table is None else [(f"{name}.{key}", setting) for key, setting in table]
         if rows:
             yield Section(
                 heading=heading, table=Table(headings=["setting", "value"], rows=rows, is_text=True), folded=True

@@ -1,4 +1,5 @@
-"""What is known of a pruned checkpoint, in sentences and tables: the terminal, the card and the report all show these.
+"""What is known of a pruned checkpoint, in sentences and tables: the terminal, the card and the
+report all show these.
 
 `lead` has the sentences to begin with, `sections` the tables.
 """
@@ -39,7 +40,8 @@ _UNITS: dict[str, dict[str, Callable[[LayerWidths], int]]] = {  # module type ->
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the data that `inspect --json` prints: widths by layer, sizes, quality, and how the checkpoint was made.
+    """Return the data that `inspect --json` prints: widths by layer, sizes, quality, and how the
+    checkpoint was made.
 
     Names are those of the checkpoint's own files.
     """
@@ -62,7 +64,8 @@ def dense_name(checkpoint: Checkpoint) -> str:
 
 
 def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
-    """Yield the main statements: a verdict, the removed share, the quality, the speed, how the weights were trained."""
+    """Yield the main statements: a verdict, the removed share, the quality, the speed, how the
+    weights were trained."""
     provenance = checkpoint.provenance
     parameters, _, *cache = footprint(checkpoint)
     quality = provenance.get("perplexity")
@@ -101,7 +104,8 @@ def verdict(quality: Mapping[str, Any]) -> str:
 
 
 def details(checkpoint: Checkpoint) -> Iterator[Statement]:
-    """Yield further statements: how the masks were rounded, how the model can be served, and notes on its quality."""
+    """Yield further statements: how the masks were rounded, how the model can be served, and notes
+    on its quality."""
     provenance = checkpoint.provenance
     for kind, change in provenance.get("rounding", {}).items():
         changed = f"{change['dropped']:,} more units dropped, {change['revived']:,} revived"
@@ -163,16 +167,17 @@ def units(checkpoint: Checkpoint) -> list[Size]:
 
 
 def footprint(checkpoint: Checkpoint) -> list[Size]:
-    """Count the whole model's parameters, and its FLOPs and bytes of KV cache (at 16 bits) per token."""
+    """Count the whole model's parameters, and its FLOPs and bytes of KV cache (at 16 bits) per
+    token."""
     context = _context(checkpoint)
     parameters = checkpoint.num_parameters
-    found = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
+    counts = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
     config = checkpoint.stock or checkpoint.config
     cache = [] if states_widths(config) else [("kv-bytes", "KV-cache bytes per token")]  # it differs by architecture
     for budget, label in [("flops", f"FLOPs per token at {context:,}"), *cache]:
         left = whole_model(budget, config, checkpoint.layers, checkpoint.shapes, context)
-        found.append((label, round(left + _removed(budget, checkpoint)), round(left)))
-    return found
+        counts.append((label, round(left + _removed(budget, checkpoint)), round(left)))
+    return counts
 
 
 def without_embeddings(checkpoint: Checkpoint) -> Size:
@@ -185,8 +190,8 @@ def without_embeddings(checkpoint: Checkpoint) -> Size:
 def removed_parameters(checkpoint: Checkpoint) -> int:
     """Return how many parameters of the dense model were removed, from the widths alone.
 
-    Besides the parameters of its units, a removed block loses its norms and its output bias. Biases are counted if the
-    kept units have them.
+    Besides the parameters of its units, a removed block loses its norms and its output bias. Biases
+    are counted if the kept units have them.
     """
     priced = int(_removed("params", checkpoint))
     if not isinstance(checkpoint.widths, ModelWidths):  # nothing but channels was removed
@@ -214,7 +219,8 @@ def _vectors(block: str, checkpoint: Checkpoint) -> int:
 
 
 def _removed(budget: str, checkpoint: Checkpoint) -> float:
-    """Return the cost of the removed units in the unit of `budget`. Removing whole experts saves no FLOPs per token."""
+    """Return the cost of the removed units in the unit of `budget`. Removing whole experts saves no
+    FLOPs per token."""
     if checkpoint.stock and budget == "flops":
         return 0.0
     config = checkpoint.config
@@ -234,7 +240,8 @@ def size_table(checkpoint: Checkpoint) -> Table:
 
 
 def width_table(checkpoint: Checkpoint) -> Table:
-    """Return the kept units of each layer; the last column is the share of its channels. Uneven groups are listed."""
+    """Return the kept units of each layer; the last column is the share of its channels. Uneven
+    groups are listed."""
     if checkpoint.has_experts:
         return _expert_widths(checkpoint)
     config = checkpoint.config
@@ -305,7 +312,8 @@ def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
 
 
 def trained_together(provenance: Mapping[str, Any]) -> bool:
-    """Tell whether the weights were trained together with the masks; a masks file does not hold these weights."""
+    """Tell whether the weights were trained together with the masks; a masks file does not hold
+    these weights."""
     return bool(provenance.get("run", {}).get("train") in ("weights", "lora"))
 
 
@@ -350,7 +358,8 @@ def perplexities(quality: Mapping[str, Any]) -> str:
 
 
 def adaptation(quality: Mapping[str, Any]) -> list[str]:
-    """Return a sentence if the model reads the held-out text better than the dense one does; [] if not."""
+    """Return a sentence if the model reads the held-out text better than the dense one does; [] if
+    not."""
     last = next(who for who in ("recovered", "pruned", "dense") if who in quality)
     if not quality[last] < quality["dense"]:
         return []
@@ -361,10 +370,12 @@ def adaptation(quality: Mapping[str, Any]) -> list[str]:
 
 
 def perplexity_table(losses: Mapping[str, Sequence[float]], quality: Mapping[str, Any]) -> Table:
-    """Return perplexities with standard errors over the held-out blocks; for ratios, over the blocks' differences.
+    """Return perplexities with standard errors over the held-out blocks; for ratios, over the
+    blocks' differences.
 
-    losses: of each block, by model. quality: the entry that `prune` and `recover` store for the text, with the tokens
-    of each block and the agreement of each model with the dense one (KL in nats per token, and top-1 agreement).
+    losses: of each block, by model. quality: the entry that `prune` and `recover` store for the
+    text, with the tokens of each block and the agreement of each model with the dense one (KL in
+    nats per token, and top-1 agreement).
     """
     agreement, rows, lines = quality.get("agreement"), [], dict(losses)
     for name in list(losses)[1:]:

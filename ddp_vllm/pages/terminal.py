@@ -1,4 +1,5 @@
-"""Prints a checkpoint: the widths of its layers, its sizes, and statements about its quality and training."""
+"""Prints a checkpoint: the widths of its layers, its sizes, and statements about its quality and
+training."""
 
 import re
 from collections.abc import Iterable
@@ -17,11 +18,13 @@ BAR = 24  # characters
 
 
 class SafeConsole(Console):
-    """A console that writes out the control characters of names, because a terminal would obey them."""
+    """A console that writes out the control characters of names, because a terminal would obey
+    them."""
 
     @classmethod
     def of(cls, verbose: bool) -> "SafeConsole":
-        """Return the console of a verb: silent unless `verbose`. Users copy lines, so they are not wrapped."""
+        """Return the console of a verb: silent unless `verbose`. Users copy lines, so they are not
+        wrapped."""
         return cls(quiet=not verbose, soft_wrap=True)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -64,5 +67,6 @@ def _widths(checkpoint: Checkpoint) -> rich_table.Table:
 
 
 def _print_line(console: Console, label: str, text: str) -> None:
-    """Print a line without interpreting markup or control characters: its words may come from a file."""
+    """Print a line without interpreting markup or control characters: its words may come from a
+    file."""
     console.print(escape(printable(f"{label:>24}  {text}")))

@@ -22,7 +22,8 @@ REPOSITORY = re.compile(rf"(?!.*(--|\.\.|\.git$)){_PART}/{_PART}", re.ASCII)  # 
 
 
 def inspect(folder: str | Path) -> dict[str, Any]:
-    """Return widths, sizes, quality and recipe of a pruned checkpoint, as `ddp-vllm inspect --json` prints them."""
+    """Return widths, sizes, quality and recipe of a pruned checkpoint, as `ddp-vllm inspect --json`
+    prints them."""
     from ddp_vllm.pages.summary import summary
 
     return summary(read(folder))
@@ -47,11 +48,12 @@ def compare(
     tolerance: float | None = None,
     overwrite: bool = False,
 ) -> "Comparison":
-    """Put quality and speed of pruned checkpoints on one page, in HTML and in a Markdown file next to it.
+    """Put quality and speed of pruned checkpoints on one page, in HTML and in a Markdown file next
+    to it.
 
-    results: files of `bench` and `evaluate` outside the folders, or folders of them. dense: the dense model, by default
-    that of the recipe. tolerance: name the fastest model whose perplexity is at most this many times the dense model's.
-    Returns the `Comparison`.
+    results: files of `bench` and `evaluate` outside the folders, or folders of them. dense: the
+    dense model, by default that of the recipe. tolerance: name the fastest model whose perplexity
+    is at most this many times the dense model's. Returns the `Comparison`.
     """
     if tolerance is not None and not 0 < tolerance < inf:
         raise SettingError(f"--tolerance {tolerance:g} is not a factor; give a number above 0, such as 1.05")
@@ -79,13 +81,14 @@ def push(
     base_model: str | None = None,
     dry_run: bool = False,
 ) -> dict[str, int]:
-    """Publish a pruned checkpoint on the Hugging Face hub and return the bytes of each file by its name.
+    """Publish a pruned checkpoint on the Hugging Face hub and return the bytes of each file by its
+    name.
 
-    repository: OWNER/NAME. license_name: of the dense model, in the hub's spelling. base_model: the dense model on the
-    hub, by default the one it was pruned from. revision: a branch, which is made if it is new. dry_run: only return
-    what would be published.
-    Raises: CheckpointError if the folder has changed since it was written; SettingError for a name that the hub
-        refuses; OutputError if publishing fails.
+    repository: OWNER/NAME. license_name: of the dense model, in the hub's spelling. base_model: the
+    dense model on the hub, by default the one it was pruned from. revision: a branch, which is made
+    if it is new. dry_run: only return what would be published.
+    Raises: CheckpointError if the folder has changed since it was written; SettingError for a name
+        that the hub refuses; OutputError if publishing fails.
     """
     from huggingface_hub import HfApi
 

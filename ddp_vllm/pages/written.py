@@ -13,7 +13,8 @@ from ddp_vllm.pages.terminal import print_checkpoint
 
 
 def write_pages(folder: Path, output: Path) -> Checkpoint:
-    """Check a folder that will become `output`, write its card and report, and return it as the checkpoint at `output`.
+    """Check a folder that will become `output`, write its card and report, and return it as the
+    checkpoint at `output`.
 
     Raises: CheckpointError, OutputError.
     """

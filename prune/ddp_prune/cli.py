@@ -79,7 +79,7 @@ def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
 @settings_options(Recipe, instead=INSTEAD, sizes=SIZES, lists=LISTS)
 @recipe_option
 @tracker_option
-@output_option
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write the model to.")
 @overwrite_option
 @click.option(
     "--dry-run", is_flag=True, help="Print what would be removed and the estimated memory and time, then exit."
@@ -89,7 +89,7 @@ def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
 @click.option("--on", help="With --dry-run: estimate for these GPUs, for example h100-80gb or 2xh100-80gb.")
 def prune(
     model: str,
-    output: Path,
+    output: Path | None,
     recipe_file: Path | None,
     tracker: str | None,
     overwrite: bool,
@@ -114,7 +114,7 @@ def prune(
     if dry_run:
         with lines_to_stderr(as_json):
             plan = verbs.plan(
-                model, output=output, recipe=recipe_file, on=on, verbose=is_main and not quiet, **settings
+                model, output=output or "pruned", recipe=recipe_file, on=on, verbose=is_main and not quiet, **settings
             )
         if is_main:
             echo(json.dumps(dataclasses.asdict(plan)) if as_json else "\n".join(plan.lines))
@@ -122,6 +122,8 @@ def prune(
         return
     if on:
         raise SettingError("on estimates for other GPUs and trains nothing; add --dry-run")
+    if output is None:
+        raise click.MissingParameter(param_type="option", param_hint="'-o' / '--output'")
     settings |= {"overwrite": overwrite, "tracker": tracker}
     with lines_to_stderr(as_json):
         pruned = verbs.prune_sizes(model, output=output, recipe=recipe_file, verbose=not quiet, **settings)

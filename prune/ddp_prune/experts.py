@@ -31,6 +31,10 @@ class LayerGates(NamedTuple):
     """Int64 [E]; forward adds the number of slots of each expert to it; None: not counted."""
     kept: torch.Tensor | None = None
     """Int64: the computed heads or channels; None: all."""
+    bundles: torch.Tensor | None = None
+    """Int64: the same in bundles of units that are computed together, such as a KV head with its query heads."""
+    columns: int = 1
+    """Inputs of the output projection per unit."""
     routed: torch.Tensor | None = None
     """Int64: the experts among which the router chooses; None: all."""
 
@@ -85,10 +89,10 @@ def _sums(rows_SC: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
 def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Return the output of the routed experts, [T, H]; an implementation of transformers' experts interface.
 
-    experts: the family's module of stacked dense experts; its attribute `ddp_gates` returns the layer's `LayerGates`.
+    experts: the family's module of stacked dense experts; its attribute `gates` holds the layer's `LayerGates`.
     ids_TK, weights_TK: the router's choices.
     """
-    gates: LayerGates = experts.ddp_gates()
+    gates: LayerGates = experts.gates
     if gates.routed is not None:
         ids_TK = gates.routed[ids_TK]
     num_tokens, num_chosen = ids_TK.shape

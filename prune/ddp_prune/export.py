@@ -15,6 +15,7 @@ from ddp_models.writing import stored_tensors, write_model
 from ddp_prune.gates import Masks
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_prune.selection import round_to_blocks
+from ddp_training.weights import UpdatedWeights
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import (
@@ -35,8 +36,6 @@ from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, Projection
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
-Transform = Callable[[str, torch.Tensor], torch.Tensor]
-"""Takes the name on disk and the stored value of a weight, and returns the updated value."""
 Slice = Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]
 """Takes the name and the value of a stored tensor, and returns its new name and kept part; None if none is kept."""
 
@@ -51,7 +50,7 @@ def export(
     scores: Mapping[str, Masks] | None = None,
     overwrite: bool = False,
     extra_files: Mapping[str, str] | None = None,
-    transform: Transform | None = None,
+    transform: UpdatedWeights | None = None,
     finish: Callable[[Path, Path], Checkpoint] = write_card,
 ) -> Checkpoint:
     """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card. Return it.
@@ -92,7 +91,7 @@ def export(
 
 
 def sliced_tensors(
-    source: Source, slice_tensor: Slice, transform: Transform | None
+    source: Source, slice_tensor: Slice, transform: UpdatedWeights | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was stored in."""
     for name, tensor in stored_tensors(source.folder):
@@ -100,6 +99,8 @@ def sliced_tensors(
         for single, part in _singles(source, name, updated):
             if (kept := slice_tensor(single, part)) is not None:
                 yield kept[0], kept[1].to(tensor.dtype)
+    if transform:
+        transform.check_complete()
 
 
 def _singles(source: Source, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

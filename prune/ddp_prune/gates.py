@@ -1,17 +1,19 @@
-"""Gates on a stock model: hooks scale its units, and units whose gates closed for good need not be computed.
+"""Gates on a stock model: its projections scale units, and leave out units whose gates closed for good.
 
 Legend of shape suffixes: T tokens, L layers, U units of a layer (heads, KV groups or channels); for mixtures of
 experts, L layers with routed experts, E experts of a layer, C channels of an expert. In `NarrowLayers`, N bundles of
 units that are computed or left out together (a KV head with its query heads, or a channel), K computed bundles.
 """
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -84,52 +86,61 @@ class _Select(torch.autograd.Function):
         return gradients[0].new_zeros(ctx.shape).index_copy_(ctx.axis, kept, gradients[0]), None, None
 
 
-ForwardPlan = dict[str, list[LayerGates]]
-"""How every layer is computed in a forward pass and its backward: per module type, one entry per layer."""
+class GatedProjection(nn.Module):
+    """Mixed into a linear layer: its input is scaled by gates, and it may compute a part of its rows or columns.
+
+    The class of the model's own layer is replaced, so parameters keep their names. Outside of `GatedModel.masks` it is
+    the layer that it was.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    gates: LayerGates = LayerGates()
+    projection: Projection
+    bundle_sizes: tuple[int, ...]
+    """Rows or columns of a bundle, for each kind of units."""
+    removes_bias: bool
+    """Whether the output bias falls away with the last unit, as in the exported model."""
+    narrow: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+    """Of frozen weights: the computed bundles, and weight and bias at these."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates, scales_input = self.gates, self.projection.axis == 1
+        if scales_input and gates.mask is not None:
+            x = _Scale.apply(x, gates.mask, gates.columns, gates.squares, gates.kept)
+        y: torch.Tensor = super().forward(x) if gates.bundles is None else F.linear(x, *self.weights_at(gates.bundles))
+        if self.removes_bias and gates.mask is not None:
+            assert self.bias is not None
+            y = y - self.bias * ~(gates.mask > 0).any(-1, keepdim=True)
+        return y
+
+    def weights_at(self, kept_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias of the kept bundles. Gradients of trained weights flow back to all of them."""
+        if self.narrow is not None and self.narrow[0] is kept_K:
+            return self.narrow[1:]
+        axis = self.projection.axis
+
+        def select(tensor: torch.Tensor) -> torch.Tensor:
+            parts = zip(tensor.chunk(len(self.bundle_sizes), axis), self.bundle_sizes, strict=True)
+            bundles = [_Select.apply(part.unflatten(axis, (-1, size)), axis, kept_K) for part, size in parts]
+            return torch.cat([bundle.flatten(axis, axis + 1) for bundle in bundles], axis)
+
+        bias = select(self.bias) if self.bias is not None and axis == 0 else self.bias
+        weights = select(self.weight), bias  # the bias of an output does not depend on units
+        self.narrow = None if self.weight.requires_grad else (kept_K, *weights)
+        return weights
 
 
-class _Hooks:
-    """The hooks of a gated model. They hold no reference to the model: a cycle would keep the weights in memory."""
-
-    plan: ForwardPlan | None = None
-    """None: the dense model."""
-
-    def gates(self, block: str, layer: int) -> LayerGates:
-        """Return how a layer is computed."""
-        return self.plan[block][layer] if self.plan else LayerGates()
-
-    def route(self, layer: int, router_of: Callable[[], Any], *args: Any) -> Any:
-        """Let a router choose among the open experts: in this call its weight has only their rows, as when exported."""
-        router, open_E = router_of(), self.gates("experts", layer).routed
-        forward = partial(type(router).forward, router)
-        if open_E is None:
-            return forward(*args)
-        whole = router._parameters["weight"]
-        router._parameters["weight"] = whole.index_select(0, open_E)
-        try:
-            return forward(*args)
-        finally:
-            router._parameters["weight"] = whole
-
-    def scale_input(self, block: str, layer: int, columns: int, _module: nn.Module, args: Any) -> Any:
-        """Multiply the input of an output projection by the gates of its layer."""
-        gates = self.gates(block, layer)
-        if gates.mask is None:
-            return None
-        return (_Scale.apply(args[0], gates.mask, columns, gates.squares, gates.kept), *args[1:])
-
-    def subtract_bias(
-        self, block: str, layer: int, module: Any, _args: Any, output: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Remove the output bias of a block without open units, as the exported model does."""
-        mask = self.gates(block, layer).mask
-        return None if mask is None else output - module.bias * ~(mask > 0).any(-1, keepdim=True)
+@functools.cache
+def gated_class(kind: Any) -> type[nn.Module]:
+    """Return the class of a gated layer, for `nn.Linear` and its children, and for adapters of peft."""
+    return type(f"Gated{kind.__name__}", (GatedProjection, kind), {})
 
 
 class GatedModel:
     """A stock transformers model whose heads, channels or experts can be masked.
 
-    Pre-hooks on the projections that write to the residual stream multiply their input by the current masks. Routed
+    The projections that write to the residual stream scale their input by the current masks (`GatedProjection`). Routed
     experts run through our implementation of transformers' experts interface (`experts.py`). When whole experts are
     pruned, routers choose among the open ones. The weights are not changed and without masks nothing is scaled, so the
     same model is the dense teacher.
@@ -137,40 +148,49 @@ class GatedModel:
 
     def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
         self.model, self.family, self.sizes, self.head_unit = model, family, sizes, head_unit
-        self.shapes = unit_shapes(sizes, head_unit)
+        self.shapes, self.is_masked = unit_shapes(sizes, head_unit), False
         self.layers = list(decoder_layers(model)[1])
-        self._hooks = _Hooks()
+        self.modules: dict[str, list[list[Any]]] = {}
+        """The modules that read the gates, per module type and row of its masks."""
         if "experts" in self.shapes:
             self._attach_to_experts()
-        self._attach_to_projections()
+        for block in (block for block in DENSE_BLOCKS if block in self.shapes):
+            projections = (*family.tensors.inputs(block), family.tensors.output(block))
+            self.modules[block] = [
+                [self._gated(layer.get_submodule(projection.name), projection) for projection in projections]
+                for _, layer in self.rows_of(block)
+            ]
 
     def rows_of(self, block: str) -> Iterator[tuple[int, nn.Module]]:
         """Yield the rows of a module type's masks with their layers."""
         return ((row, self.layers[layer]) for row, layer in enumerate(self.sizes.layers_of(block)))
 
     def _attach_to_experts(self) -> None:
-        experts: Any
-        for row, layer in self.rows_of("experts"):
-            experts = layer.get_submodule(self.family.experts)
-            experts.ddp_gates = partial(self._hooks.gates, "experts", row)
+        rows = self.modules["experts"] = []
+        for _, layer in self.rows_of("experts"):
+            experts: Any = layer.get_submodule(self.family.experts)
+            experts.gates = LayerGates()
+            rows.append([experts])
             if self.head_unit == WHOLE_EXPERT:
-                router = layer.get_submodule(ROUTER)
-                router.forward = partial(self._hooks.route, row, weakref.ref(router))
+                router: Any = layer.get_submodule(ROUTER)
+                router.gates = LayerGates()
+                router.forward = partial(_route, weakref.ref(router))  # a cycle would keep the weights in memory
+                rows[-1].append(router)
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
         assert experts.config._experts_implementation == IMPLEMENTATION  # transformers fails silently
 
-    def _attach_to_projections(self) -> None:
-        sizes = self.sizes
-        for block in (block for block in DENSE_BLOCKS if block in self.shapes):
-            projection = self.family.tensors.output(block)
-            length = sizes.units_in(projection.units[0]) * projection.unit_size(sizes.head_dim)
-            columns = length // self.shapes[block][1]  # inputs per unit
-            for row, layer in self.rows_of(block):
-                module: Any = layer.get_submodule(projection.name)
-                module.register_forward_pre_hook(partial(self._hooks.scale_input, block, row, columns))
-                if module.bias is not None and self.family.removes_blocks:
-                    module.register_forward_hook(partial(self._hooks.subtract_bias, block, row))
+    def _gated(self, module: Any, projection: Projection) -> Any:
+        """Let a projection compute with gates, and return it."""
+        if not isinstance(module, GatedProjection):
+            kind: Any = type(module)
+            module.__class__ = gated_class(kind)
+        size = projection.unit_size(self.sizes.head_dim)
+        queries = self.sizes.queries_per_kv  # query heads are computed or left out with their KV head
+        module.projection = projection
+        module.bundle_sizes = tuple(size * (queries if unit == "query_head" else 1) for unit in projection.units)
+        module.removes_bias = projection.axis == 1 and module.bias is not None and self.family.removes_blocks
+        return module
 
     @contextmanager
     def masks(
@@ -185,152 +205,128 @@ class GatedModel:
         squares: float32; backward adds the sum over tokens of (∂loss/∂mask at that token)².
         narrow: leaves closed units out; their masks must be 0, and get no gradient.
         """
-        assert self._hooks.plan is None  # blocks do not nest: with narrow layers the weights are not the dense model's
-        if masks is not None:
-            self._hooks.plan = {
-                block: self._plan(mask, squares[block] if squares else None, narrow.kept[block] if narrow else None)
-                for block, mask in masks.items()
-            }
+        assert not self.is_masked  # the teacher of frozen weights is the same model
+        self.is_masked = masks is not None
         try:
-            with narrow.swapped_in() if narrow else nullcontext():
-                yield
+            for block, mask in (masks or {}).items():
+                rows = self._layer_gates(block, mask, squares[block] if squares else None, narrow)
+                for gates, modules in zip(rows, self.modules[block], strict=True):
+                    for module in modules:
+                        module.gates = gates
+            yield
         finally:
-            self._hooks.plan = None
+            self.is_masked = False
+            for modules in (modules for rows in self.modules.values() for modules in rows):
+                for module in modules:
+                    module.gates = LayerGates()
 
-    def _plan(
-        self, mask: torch.Tensor, squares: torch.Tensor | None, kept: Sequence[torch.Tensor | None] | None
-    ) -> list[LayerGates]:
-        """Return how each layer is computed: the rows of mask and squares, both [L, …], with its computed units."""
-        nothing = [None] * len(mask)
-        routed: Sequence[torch.Tensor | None] = nothing
+    def _layer_gates(
+        self, block: str, mask: torch.Tensor, squares: torch.Tensor | None, narrow: "NarrowLayers | None"
+    ) -> Iterator[LayerGates]:
+        """Yield how each layer is computed, from the rows of mask and squares, both [L, …]."""
+        routed: list[torch.Tensor | None] = [None] * len(mask)
+        columns = 1
+        if block in DENSE_BLOCKS:
+            projection = self.family.tensors.output(block)
+            length = self.sizes.units_in(projection.units[0]) * projection.unit_size(self.sizes.head_dim)
+            columns = length // self.shapes[block][1]
         if self.head_unit == WHOLE_EXPERT:
             open_LE = (mask > 0).any(-1).cpu()  # a GPU is waited for once, not in every layer
             routed = [open_E.nonzero().flatten().to(mask.device) for open_E in open_LE]
         # The mask is unbound once: a slice per layer would make a gradient as large as all layers in each of them.
-        rows = zip(mask.unbind(), nothing if squares is None else squares, kept or nothing, routed, strict=True)
-        return [
-            LayerGates(row if units is None else row[units], sums, kept=units, routed=open_experts)
-            for row, sums, units, open_experts in rows
-        ]
+        for row, scales in enumerate(mask.unbind()):
+            kept = narrow.kept[block][row] if narrow else None
+            yield LayerGates(
+                mask=scales if kept is None else scales[kept],
+                columns=columns,
+                squares=None if squares is None else squares[row],
+                kept=kept,
+                bundles=None if kept is None or narrow is None else narrow.bundles[block][row],
+                routed=routed[row],
+            )
 
     @contextmanager
     def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:
         """Inside `masks`: add to int64 `counts_LE`, if given, how often forwards in this block choose each expert."""
-        plan = self._hooks.plan
-        assert plan is not None
-        if counts_LE is not None:
-            pairs = zip(plan["experts"], counts_LE, strict=True)
-            self._hooks.plan = {"experts": [gates._replace(counts=counts_E) for gates, counts_E in pairs]}
+        modules = [] if counts_LE is None else [experts for experts, *_ in self.modules["experts"]]
+        before = [experts.gates for experts in modules]
+        for experts, counts_E in zip(modules, () if counts_LE is None else counts_LE, strict=True):
+            experts.gates = experts.gates._replace(counts=counts_E)
         try:
             yield
         finally:
-            self._hooks.plan = plan
+            for experts, gates in zip(modules, before, strict=True):
+                experts.gates = gates
+
+
+def _route(router_of: Callable[[], Any], *args: Any) -> Any:
+    """Let a router choose among the open experts: in this call its weight has only their rows, as when exported."""
+    router = router_of()
+    forward, open_E = partial(type(router).forward, router), router.gates.routed
+    if open_E is None:
+        return forward(*args)
+    weight = router._parameters["weight"]
+    router._parameters["weight"] = weight.index_select(0, open_E)
+    try:
+        return forward(*args)
+    finally:
+        router._parameters["weight"] = weight
 
 
 class NarrowLayers:
-    """Copies of a dense model's projections that compute only the heads and channels that are still open.
+    """Chooses the heads and channels that a gated model still computes; those of closed gates need not be.
 
-    A gate that closed for good has neither output nor gradient. Only the student uses the narrow weights; the dense
-    teacher, which is the same model if weights are frozen, uses the whole weights. Trained weights are cut again for
-    every forward, and their gradients flow back to the whole weights.
+    A gate that closed for good has neither output nor gradient. The dense teacher computes all units, also where it is
+    the same model.
     """
 
     def __init__(self, gated: GatedModel) -> None:
-        self.sizes = gated.sizes
-        table, blocks = gated.family.tensors, [block for block in DENSE_BLOCKS if block in gated.shapes]
-        self.layers = {block: [layer for _, layer in gated.rows_of(block)] for block in blocks}
-        self.inputs = {block: table.inputs(block) for block in blocks}
-        self.outputs = {block: table.output(block) for block in blocks}
-        self._num_bundles = {"attn": self.sizes.num_kv_heads, "mlp": self.sizes.intermediate_size}
-        if any(len(each.units) > 1 for each in self.inputs.get("attn", ())):
-            self.inputs["attn"] = ()  # transformers splits fused heads by the config, whatever their widths
+        self.modules = {block: rows for block, rows in gated.modules.items() if block in DENSE_BLOCKS}
+        self.num_bundles = {"attn": gated.sizes.num_kv_heads, "mlp": gated.sizes.intermediate_size}
+        inputs = gated.family.tensors.inputs("attn") if "attn" in self.modules else ()
+        # transformers splits fused heads by the config, whatever their widths
+        is_split = all(len(projection.units) == 1 for projection in inputs)
+        self.blocks = [block for block in self.modules if block == "mlp" or is_split]
         self.kept: dict[str, list[torch.Tensor | None]] = {
-            block: [None] * len(layers) for block, layers in self.layers.items()
+            block: [None] * len(rows) for block, rows in self.modules.items()
         }
         """The computed units, ascending, int64; one tensor per row of the masks, None where all units are computed."""
+        self.bundles: dict[str, list[torch.Tensor | None]] = {block: [*rows] for block, rows in self.kept.items()}
+        """The same in bundles."""
         self._open: dict[str, torch.Tensor] = {}  # bool [L, N], bundles with an open unit
-        self._bundles_kept: dict[tuple[str, int], torch.Tensor] = {}
-        self._weights: dict[tuple[str, int], dict[tuple[nn.Module, str], torch.Tensor]] = {}  # of frozen models
 
     def copied_bytes(self) -> int | None:
-        """Return the bytes of copies of all these projections; None if weights are sharded."""
-        modules = [
-            layer.get_submodule(each.name)
-            for block, layers in self.layers.items()
-            for layer in layers
-            for each in (self.outputs[block], *self.inputs[block])
-        ]
+        """Return the bytes of copies of all these projections; None if weights are sharded, or layers not plain."""
+        modules = [module for rows in self.modules.values() for row in rows for module in row]
         tensors = [tensor for module in modules for tensor in module.parameters()]
+        plain = all(type(module) is gated_class(nn.Linear) for module in modules)
         sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
-        return None if sharded else sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors) if plain and not sharded else None
 
     def follow(self, is_open: Mapping[str, torch.Tensor]) -> None:
         """Compute only the open units (bool [L, U] per module type) from now on."""
         rows, open_LN = [], {}
-        for block in (block for block, inputs in self.inputs.items() if inputs):
-            open_LN[block] = is_open[block].unflatten(1, (self._num_bundles[block], -1)).any(-1)
+        for block in self.blocks:
+            open_LN[block] = is_open[block].unflatten(1, (self.num_bundles[block], -1)).any(-1)
             changed_L = (open_LN[block] != self._open.get(block, True)).any(1)
             rows.append(torch.where(changed_L, open_LN[block].sum(1), -1))  # -1: the layer has not changed
         for block, counts in zip(open_LN, torch.stack(rows).tolist(), strict=True):  # the one wait for the device
-            units_per_bundle = is_open[block].shape[1] // self._num_bundles[block]
-            for layer, num_open in enumerate(counts):
+            for row, num_open in enumerate(counts):
                 if num_open >= 0:
-                    self._choose_computed(block, layer, open_LN[block][layer], num_open, units_per_bundle)
+                    self._choose_computed(block, row, open_LN[block][row], num_open, is_open[block].shape[1])
         self._open = open_LN
 
-    def _choose_computed(
-        self, block: str, layer: int, open_N: torch.Tensor, num_open: int, units_per_bundle: int
-    ) -> None:
+    def _choose_computed(self, block: str, row: int, open_N: torch.Tensor, num_open: int, num_units: int) -> None:
         """Choose the bundles of a layer to compute: the open ones, and closed ones up to the next multiple."""
-        self._weights.pop((block, layer), None)
         multiple = {"attn": 1, "mlp": CHANNEL_BLOCK}[block]
         num_kept = max(1, -(-num_open // multiple)) * multiple
         if num_kept >= len(open_N):
-            self.kept[block][layer] = None
-            self._bundles_kept.pop((block, layer), None)
+            self.kept[block][row] = self.bundles[block][row] = None
             return
         kept_K = open_N.int().argsort(descending=True, stable=True)[:num_kept].sort().values
-        units = torch.arange(units_per_bundle, device=kept_K.device)
-        self._bundles_kept[block, layer] = kept_K
-        self.kept[block][layer] = (kept_K[:, None] * units_per_bundle + units).flatten()
-
-    def _cut(self, block: str, layer: int, kept_K: torch.Tensor) -> dict[tuple[nn.Module, str], torch.Tensor]:
-        """Return the narrow weights and biases of a block, by module and parameter name."""
-        narrow = {}
-        for projection in self.inputs[block]:
-            module = self.layers[block][layer].get_submodule(projection.name)
-            for key, tensor in module.named_parameters():
-                pieces = zip(tensor.chunk(len(projection.units)), projection.units, strict=True)
-                bundles = [self._bundles(piece, 0, projection, unit) for piece, unit in pieces]
-                narrow[module, key] = torch.cat([_Select.apply(each, 0, kept_K).flatten(0, 1) for each in bundles])
-        projection = self.outputs[block]
-        output: Any = self.layers[block][layer].get_submodule(projection.name)  # its bias does not depend on units
-        columns = self._bundles(output.weight, 1, projection, projection.units[0])
-        narrow[output, "weight"] = _Select.apply(columns, 1, kept_K).flatten(1)
-        return narrow
-
-    def _bundles(self, tensor: torch.Tensor, axis: int, projection: Projection, unit: str) -> torch.Tensor:
-        """Split an axis into [bundles, elements of a bundle]."""
-        size = projection.unit_size(self.sizes.head_dim)
-        return tensor.unflatten(axis, (-1, size * (self.sizes.queries_per_kv if unit == "query_head" else 1)))
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Replace the model's weights by the narrow ones inside the block."""
-        trained = any(each.requires_grad for layers in self.layers.values() for each in layers[0].parameters())
-        weights = {} if trained else self._weights
-        for (block, layer), kept_K in self._bundles_kept.items():
-            if (block, layer) not in weights:
-                weights[block, layer] = self._cut(block, layer, kept_K)
-        narrow = {parameter: tensor for cut in weights.values() for parameter, tensor in cut.items()}
-        whole = {(module, name): module._parameters[name] for module, name in narrow}
-        try:
-            for (module, name), tensor in narrow.items():
-                module._parameters[name] = tensor  # type: ignore[assignment]  # no leaf where weights are trained
-            yield
-        finally:
-            for (module, name), parameter in whole.items():
-                module._parameters[name] = parameter
+        units = torch.arange(num_units // len(open_N), device=kept_K.device)
+        self.bundles[block][row] = kept_K
+        self.kept[block][row] = (kept_K[:, None] * len(units) + units).flatten()
 
 
 def narrow_layers(

@@ -9,12 +9,11 @@ from rich.console import Console
 
 from ddp_models.loading import check_sharding
 from ddp_models.source import Source, check_index, check_spares_source, open_source
-from ddp_prune.budget import Pool, head_unit_of, make_checked_pools
+from ddp_prune.budget import Pool, make_checked_pools
 from ddp_prune.export import export, layer_widths
-from ddp_prune.mode import Earlier, earlier_run, resolve_training_mode
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run, make_runs
-from ddp_prune.timing import settle
+from ddp_prune.resolve import Earlier, earlier_run, resolve_runs
+from ddp_prune.run import Run
 from ddp_prune.train import Inputs, Result, read_inputs, train_size
 from ddp_text.rows import sources_of
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints
@@ -80,10 +79,8 @@ def prune(
     source.describe_rest(say)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
-    mode = resolve_training_mode(first, source, earlier[0], accelerator, say)
-    recipes = settle(recipes, earlier[0], mode, source, pools[-1], head_unit_of(first, source), accelerator, say)
-    runs = make_runs(recipes, pools, mode, profile)
-    start_tracker(accelerator, "ddp-vllm", recipes[-1])
+    runs = resolve_runs(recipes, pools, source, profile, earlier[0], accelerator, say)
+    start_tracker(accelerator, "ddp-vllm", runs[-1].recipe)
     inputs = main_process_first(accelerator, partial(read_inputs, runs[-1], source, accelerator, console))
     inputs.announce(runs[-1])
     sizes = list(zip(runs, pools, folders, strict=True))

@@ -10,13 +10,13 @@ from accelerate import Accelerator
 from ddp_models.loading import check_sharding
 from ddp_models.source import Source
 from ddp_prune.budget import Pool, make_checked_pools
-from ddp_prune.mode import Mode, earlier_run, mode_bytes, resolve_training_mode
+from ddp_prune.mode import Mode, mode_bytes
 from ddp_prune.pipeline import family_run, find_model, folders_of, latency_profile
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run, make_runs
+from ddp_prune.resolve import earlier_run, resolve_runs, seconds_a_step
+from ddp_prune.run import Run
 from ddp_prune.sizing import Devices, describe, estimate, parse_cards, sized_model
-from ddp_prune.timing import seconds_a_step, settle
 from ddp_training.batches import sequences_at_once
 from ddp_training.memory import USABLE, fit_activations, free_memory, gigabytes, pass_bytes
 from ddp_training.processes import broadcast_from_main, describe_device, make_accelerator
@@ -78,9 +78,8 @@ def plan(
     earlier = broadcast_from_main(
         accelerator, earlier_run(first, folders_of(recipes, output)[0], family_run(recipes, output))
     )
-    mode = resolve_training_mode(first, source, earlier, accelerator, lines.append)
-    recipes = settle(recipes, earlier, mode, source, pools, head_unit, accelerator, lines.append)
-    runs, last = make_runs(recipes, pools_of, mode, profile), recipes[-1]
+    runs = resolve_runs(recipes, pools_of, source, profile, earlier, accelerator, lines.append)
+    last = runs[-1].recipe
     needed, memory = _memory(runs[-1], source, accelerator)
     steps = runs[-1].steps.last
     text = (

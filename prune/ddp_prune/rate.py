@@ -96,7 +96,7 @@ def run_trials(
 
     def backward(step: int) -> None:
         for batch in batches.step(step):
-            with weights.summing(batch.share):
+            with weights.accumulating(batch.share):
                 teacher_NH, student_NH = teacher.hidden(batch), final_hidden(model, batch.tokens)
                 head, labels_N = OutputHead.of(model), batch.labels_N
                 distill(student_NH, teacher_NH, head, labels_N, eta, loss_mask_N=batch.loss_mask_N)[0].backward()
@@ -105,7 +105,7 @@ def run_trials(
         try:
             for step in range(TRIAL_STEPS):
                 backward(step)
-                weights.move(rate, weights.join(), step_seed(seed, step))
+                weights.step(rate, weights.reduce_gradients(), step_seed(seed, step))
             loss = heldout_loss()
             say(f"learning rate {rate:g}, trial {rates.index(rate)} of {len(rates) - FIRST}: {change(loss, dense)}")
             return loss

@@ -6,15 +6,11 @@ each size has a polish of its own.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ddp_prune.recipe import Recipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
-
-if TYPE_CHECKING:  # which imports torch
-    from ddp_prune.budget import Pool
-    from ddp_prune.mode import Mode
 
 FAMILY_STEPS = 1.3  # steps of all sizes together, in multiples of the steps of the largest cut alone
 
@@ -92,14 +88,3 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
         steps.append(Steps(done, end, end + polish))
         done = end
     return steps
-
-
-def make_runs(
-    recipes: Sequence[Recipe], pools: Sequence[Sequence["Pool"]], mode: "Mode", profile: Profile | None
-) -> list[Run]:
-    """Return the run of each size; its search begins at the keep ratios of the previous size."""
-    starts = [{}, *({pool.name: pool.keep_ratio for pool in each} for each in pools)]
-    return [
-        Run(recipe=recipe, steps=steps, **mode._asdict(), profile=profile, start=start, in_family=len(recipes) > 1)
-        for recipe, steps, start in zip(recipes, schedule(recipes), starts[:-1], strict=True)
-    ]

@@ -1,7 +1,7 @@
 """Memory and hours of a run by formula: for this machine, or for GPUs that are not here.
 
-The formulas are those by which a run chooses its training mode and its micro-batches (`memory.py`);
-`benchmarks/lab/sizing_check.py` compares them with the real step. Hours are counted FLOPs at an assumed utilization.
+The formulas are those by which a run chooses its training mode and its micro-batches (`memory.py`). Hours are counted
+FLOPs at an assumed utilization.
 """
 
 import dataclasses

@@ -20,7 +20,6 @@ from ddp_models.source import Source, weight_files
 from ddp_models.texts import load_text, load_watched
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.budget import Pool, head_unit_of
-from ddp_prune.export import Transform
 from ddp_prune.gates import GatedModel
 from ddp_prune.rate import run_trials
 from ddp_prune.recipe import Recipe
@@ -35,7 +34,7 @@ from ddp_training.fusion import fuse_elementwise
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints, Report, take_steps
 from ddp_training.memory import explained, fit_attention
 from ddp_training.run_state import RunState
-from ddp_training.weights import TrainedWeights, highest_rate
+from ddp_training.weights import TrainedWeights, UpdatedWeights, highest_rate
 from ddp_vllm.errors import ModelError
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.pages.progress import StepProgress
@@ -117,7 +116,7 @@ class Result(NamedTuple):
     learned: Learned
     evaluation: dict[str, Any]
     """Perplexity and samples of the dense and the pruned model."""
-    transform: Transform | None
+    transform: UpdatedWeights | None
     """The updated weights; None if only masks were trained."""
 
 
@@ -166,7 +165,7 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
             dense = gated
             if joint.teacher is not None:
                 dense = GatedModel(joint.teacher, source.family, source.sizes, inputs.head_unit)
-            with dense.masks(gates), joint.weights.undone():
+            with dense.masks(gates), joint.weights.adapters_disabled():
                 untrained = evaluation.divergences(dense.model)
         transform = joint.weights.finish()
     with gated.masks(gates):
@@ -214,7 +213,7 @@ class Joint(NamedTuple):
     heldout: torch.Tensor | None = None
     """Blocks on which the trials of the learning rate are judged; None: no trials."""
     teacher: Any = None
-    """A copy of the dense model; None without distillation, and for adapters, which can be undone."""
+    """A copy of the dense model; None without distillation, and for adapters, which can be disabled."""
 
 
 def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class Trainer:
         """
         self.weights, self.find_rate = weights, find_rate
         if self.recipe.distillation > 0:
-            self.teacher = Teacher(teacher or self.gated.model, self.batches, weights.undone)
+            self.teacher = Teacher(teacher or self.gated.model, self.batches, weights.adapters_disabled)
 
     @property
     def polishing(self) -> bool:
@@ -185,7 +185,7 @@ class Trainer:
         else:
             self.search(step, masks, gradients)
         if self.weights:
-            self._move_weights(self.weights, step)
+            self._step_weights(self.weights, step)
         if recipe.masks_every and (step + 1) % recipe.masks_every == 0:
             copies = {kind: mask.detach().float().cpu() for kind, mask in self.forward_masks().items()}
             gates.snapshots[f"{SNAPSHOT}{step + 1}"] = copies
@@ -196,11 +196,11 @@ class Trainer:
         """Return what the user can do if the loss of a step is not a number."""
         return "check the weights" if self.recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'
 
-    def _move_weights(self, weights: TrainedWeights, step: int) -> None:
+    def _step_weights(self, weights: TrainedWeights, step: int) -> None:
         """Take AdamW's step. In a size family the rate does not decay before the search of the size ends."""
         steps = self.run.steps
         rate = rate_of(step, steps.last, self.rate["highest"], WARMUP, steps.search if self.run.in_family else 0)
-        weights.move(rate, weights.join(), step_seed(self.recipe.seed, step))
+        weights.step(rate, weights.reduce_gradients(), step_seed(self.recipe.seed, step))
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
         """Move the scales, then close gates. masks: of this step. gradients: of the loss, for these masks."""
@@ -241,7 +241,7 @@ class Trainer:
             share, num_tokens = batch.share, len(batch.labels_N)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
-            with self.weights.summing(share) if self.weights else nullcontext():
+            with self.weights.accumulating(share) if self.weights else nullcontext():
                 losses += share * self._backward(batch, leaves, parts, routed.get("experts"))
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None

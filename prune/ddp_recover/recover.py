@@ -27,7 +27,6 @@ from ddp_models.source import (
 )
 from ddp_models.texts import load_text, load_watched
 from ddp_models.writing import config_of, stored_tensors, write_model
-from ddp_prune.export import Transform
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_recover.recipe import RecoveryRecipe
 from ddp_recover.weight_trainer import WeightTrainer
@@ -50,7 +49,7 @@ from ddp_training.processes import (
 )
 from ddp_training.run_state import RunState, check_run_folders, finish_deletion, locked_run, saved_header
 from ddp_training.settings import decisive, optimizer_suits
-from ddp_training.weights import OPTIMIZERS, TrainedWeights, highest_rate, obstacle_to_8_bits
+from ddp_training.weights import OPTIMIZERS, TrainedWeights, UpdatedWeights, highest_rate, obstacle_to_8_bits
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError
 from ddp_vllm.families import Dimensions
@@ -276,7 +275,7 @@ def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[st
 
 def _train(
     recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, text: Text, run: RunState, console: Console
-) -> tuple[Evaluation, Transform]:
+) -> tuple[Evaluation, UpdatedWeights]:
     """Train the pruned model; return the evaluation of all three models, and the updated weights."""
     evaluation = Evaluation(text.heldout, models.tokenizer, say=run.say)
     evaluation.evaluate("dense", models.teacher)
@@ -324,7 +323,9 @@ def _results(recipe: RecoveryRecipe, run: RunState, evaluation: Evaluation) -> d
     return {"perplexity": evaluation.perplexity(trained_on), "recovery": recovery}
 
 
-def _write(checkpoint: Checkpoint, transform: Transform, run: RunState, provenance: Mapping[str, Any]) -> Checkpoint:
+def _write(
+    checkpoint: Checkpoint, transform: UpdatedWeights, run: RunState, provenance: Mapping[str, Any]
+) -> Checkpoint:
     """Write a pruned checkpoint again with its updated weights, each rounded once to the dtype it was stored in.
 
     Widths and gates are those of `checkpoint`. Folders inside it, such as its report, are not copied.
@@ -337,6 +338,7 @@ def _write(checkpoint: Checkpoint, transform: Transform, run: RunState, provenan
     provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
     with atomic_folder(run.output, overwrite=True) as folder:
         write_model(folder, source, config_of(checkpoint), tensors)
+        transform.check_complete()
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
         if (source / METRICS_FILE).exists():
             shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)

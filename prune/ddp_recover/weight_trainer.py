@@ -35,9 +35,9 @@ class WeightTrainer:
         for _ in range(2):  # the first step warms up
             began = time.perf_counter()
             if math.isfinite(norm := self._gradients(0)[2]):
-                self.weights.move(0.0, norm)
+                self.weights.step(0.0, norm)
             seconds = time.perf_counter() - began
-        self.weights.forget()  # also gradients that are not finite, which the run will report
+        self.weights.reset_optimizer()  # also gradients that are not finite, which the run will report
         return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
 
     @property
@@ -56,7 +56,7 @@ class WeightTrainer:
         if not math.isfinite(loss):
             raise TrainingError(f"the loss is {loss} at step {step + 1}")
         rate = rate_of(step, recipe.steps, self.highest, recipe.warmup)
-        self.weights.move(rate, norm, step_seed(recipe.seed, step))
+        self.weights.step(rate, norm, step_seed(recipe.seed, step))
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | {"learning_rate": rate}
 
@@ -78,7 +78,7 @@ class WeightTrainer:
             (loss * batch.share).backward()
             losses += batch.share * metrics
         cross_entropy, divergence = self.accelerator.reduce(losses, "sum").tolist()
-        return cross_entropy, divergence, self.weights.join()
+        return cross_entropy, divergence, self.weights.reduce_gradients()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything the next step depends on, as named tensors; all processes must call it together."""

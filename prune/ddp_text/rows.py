@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ddp_text.conversations import COLUMNS
+from ddp_text.conversations import COLUMNS, Notes, RowParser
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub import hub_fault
@@ -101,9 +101,8 @@ def check_sources(data: str, column: str = "") -> None:
                 with open(path, "rb") as lines:
                     first = next((line for line in lines if line.strip(BOM + b" \t\r\n")), b"").removeprefix(BOM)
                 if not first.lstrip().startswith((b"[", b"{")) or b"}" in first:  # not one value over several lines
-                    row = _parse_line(first, f"{name}, line 1")
-                    if isinstance(row, dict) and column and column not in row:
-                        raise TextError(f"{name}, line 1 has no column {column!r}; it has {', '.join(map(str, row))}")
+                    place = f"{name}, line 1"
+                    RowParser(Notes(), column=column).parse(_parse_line(first, place), place)
 
 
 def _kind_of_file(path: Path) -> str | None:

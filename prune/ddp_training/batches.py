@@ -130,11 +130,11 @@ class Teacher:
     """Final hidden states of the dense model, cached in host memory if text is read more than once and they fit."""
 
     def __init__(
-        self, model: Any, batches: Batches, undone: Callable[[], AbstractContextManager[None]] = nullcontext
+        self, model: Any, batches: Batches, adapters_disabled: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Cache what fits. undone: a context in which a model that is trained computes as the dense one."""
-        self.model, self.undone = model, undone
-        num_bytes = batches.blocks.numel() * model.config.hidden_size * model.dtype.itemsize
+        """Cache what fits. adapters_disabled: a context in which a model that is trained computes as the dense one."""
+        self.model, self.adapters_disabled = model, adapters_disabled
+        num_bytes = batches.blocks.numel() * model.config.get_text_config().hidden_size * model.dtype.itemsize
         self.cache: dict[int, torch.Tensor] | None = None
         world = batches.accelerator.num_processes
         # Otherwise a block would be read by another process than the one that cached it. With sharded weights, all
@@ -159,5 +159,5 @@ class Teacher:
     @torch.no_grad()
     def states(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return [B·(seq_len−1), H] for any tokens, int64 [B, seq_len]."""
-        with self.undone():
+        with self.adapters_disabled():
             return final_hidden(self.model, tokens)

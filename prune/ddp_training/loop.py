@@ -45,7 +45,7 @@ class Learner(Protocol):
         """Plain data that a saved run requires in addition to the tensors."""
 
     def begin(self) -> None:
-        """Do what precedes the first step and is not part of its time; called before every step."""
+        """Do what precedes the first step, after a saved run was restored; it is not part of the time of a step."""
 
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
@@ -80,6 +80,9 @@ def take_steps(
     """
     first = _resume(learner, accelerator, state, family)
     clock = SaveClock(settings.save_every, accelerator)
+    if first < num_steps:
+        with _remedy(learner, first, state):
+            learner.begin()
     with stopping(alone=accelerator.num_processes == 1) as stop:
         for step in range(first, num_steps):
             metrics = _timed_step(learner, step, settings, state)
@@ -118,18 +121,24 @@ def _resume(learner: Learner, accelerator: Accelerator, state: RunState, family:
 
 def _timed_step(learner: Learner, step: int, settings: Settings, state: RunState) -> dict[str, float]:
     """Take one step and return its metrics with its seconds and tokens. Raises: TrainingError with a remedy."""
-    try:
-        learner.begin()
-        began = time.perf_counter()
+    began = time.perf_counter()
+    with _remedy(learner, step, state):
         metrics = learner.step(step)
+    seconds = time.perf_counter() - began
+    return metrics | {"seconds": seconds, "tokens": float(settings.batch_size * settings.seq_len)}
+
+
+@contextmanager
+def _remedy(learner: Learner, step: int, state: RunState) -> Iterator[None]:
+    """Add to an error of the block where the run was saved, and what the user can do. Raises: TrainingError."""
+    try:
+        yield
     except (TrainingError, torch.OutOfMemoryError) as error:
         reason, remedy = str(error), learner.remedy(step)
         if isinstance(error, torch.OutOfMemoryError):
             reason, remedy = f"a device ran out of memory at step {step + 1}", OUT_OF_MEMORY
         kept = f"the last save is in {state.folder}" if state.state.exists() else "nothing was saved yet"
         raise TrainingError(f"{reason}; {kept}; {remedy}") from error
-    seconds = time.perf_counter() - began
-    return metrics | {"seconds": seconds, "tokens": float(settings.batch_size * settings.seq_len)}
 
 
 class SaveClock:

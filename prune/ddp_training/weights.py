@@ -113,7 +113,7 @@ class TrainedWeights:
         self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def adapters_disabled(self) -> Iterator[None]:
         """Let the model compute without its adapters inside the block."""
         modules = [module for module in self.model.modules() if hasattr(module, "lora_A")]
         scales = [module.scaling[ADAPTER] for module in modules]
@@ -126,7 +126,7 @@ class TrainedWeights:
                 module.scaling[ADAPTER] = scale
 
     @contextmanager
-    def summing(self, share: float) -> Iterator[None]:
+    def accumulating(self, share: float) -> Iterator[None]:
         """Add the gradients of backward passes inside the block to the sums, times `share`."""
         self.share = share
         yield
@@ -139,7 +139,7 @@ class TrainedWeights:
         part = part if self.share == 1.0 else part.mul_(self.share)
         self.sums[name] = self.sums[name].add_(part) if name in self.sums else part
 
-    def join(self) -> float:
+    def reduce_gradients(self) -> float:
         """Sum the gradients over all processes, and return the norm of all of them together."""
         world = self.accelerator.num_processes
         for name, master in self.masters.items():
@@ -161,7 +161,7 @@ class TrainedWeights:
         return float(squares.sum().sqrt())
 
     @torch.no_grad()
-    def move(self, rate: float, norm: float, seed: int = 0) -> None:
+    def step(self, rate: float, norm: float, seed: int = 0) -> None:
         """Do one step of AdamW with gradients of this norm, clipped, and round the masters into the model.
 
         seed: of stochastic rounding; the same in all processes, another one for each step.
@@ -209,10 +209,10 @@ class TrainedWeights:
         weights = self.first or dict(dense.named_parameters())
         for name, master in self.masters.items():
             master.copy_(weights[name])
-        self.forget()
+        self.reset_optimizer()
         self._round()
 
-    def forget(self) -> None:
+    def reset_optimizer(self) -> None:
         """Drop the optimizer's moments and all gradients."""
         self.optimizer.state.clear()
         self.sums.clear()
@@ -286,7 +286,7 @@ class TrainedWeights:
         return {name: tensor.cpu() for name, tensor in gathered.items() if tensor is not None}
 
     @torch.no_grad()
-    def finish(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def finish(self) -> "UpdatedWeights":
         """Merge what was trained into the model, and return the update of stored weights.
 
         The returned function takes a weight's name on disk and its stored values. In the main process it returns the
@@ -302,20 +302,8 @@ class TrainedWeights:
             hook.remove()
         for held in (self.masters, self.moved, self.optimizer.state, self.optimizer.param_groups):
             held.clear()
-        dtype = self.model.dtype  # the function below must not hold the model
-
-        def updated(name: str, weight: torch.Tensor) -> torch.Tensor:
-            if product := products.get(name):
-                return weight.float() + product().to(weight.device)
-            if (change := trained.get(name)) is None:
-                return weight
-            change = change.to(weight.device)
-            if weight.dtype == dtype:
-                return change.float()
-            # keep the precision that was dropped when the weight was loaded in a lower dtype
-            return weight.float() - weight.to(dtype).float() + change
-
-        return updated
+        dtype = self.model.dtype  # the result must not hold the model
+        return UpdatedWeights(trained, products, dtype)
 
     def _merge_adapters(self) -> dict[str, Callable[[], torch.Tensor]]:
         """Add to each weight what its adapter adds; return what computes that, by the weight's name on disk.
@@ -333,6 +321,39 @@ class TrainedWeights:
                 (stored,) = revert_weight_conversion(self.model, {f"{name}.weight": weight.detach()})
                 products[stored], module.scaling[ADAPTER] = product, 0.0  # what it added is in the weight now
         return products
+
+
+class UpdatedWeights:
+    """The update of stored weights by what was trained."""
+
+    def __init__(
+        self, trained: dict[str, torch.Tensor], products: dict[str, Callable[[], torch.Tensor]], dtype: torch.dtype
+    ) -> None:
+        """trained, products: weights, and what adapters add to weights, by names on disk. dtype: of the model."""
+        self.trained, self.products, self.dtype = trained, products, dtype
+        self.pending = {*trained, *products}
+        """Trained weights that have not been asked for."""
+
+    def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the updated value of a stored weight, in float32 if it was trained."""
+        self.pending.discard(name)
+        if product := self.products.get(name):
+            return weight.float() + product().to(weight.device)
+        if (change := self.trained.get(name)) is None:
+            return weight
+        change = change.to(weight.device)
+        if weight.dtype == self.dtype:
+            return change.float()
+        # keep the precision that was dropped when the weight was loaded in a lower dtype
+        return weight.float() - weight.to(self.dtype).float() + change
+
+    def check_complete(self) -> None:
+        """Refuse to write a model without a weight that was trained. Raises: TrainingError."""
+        if self.pending:
+            raise TrainingError(
+                f"{min(self.pending)} was trained but is not on disk ({len(self.pending)} weights in all); prune with "
+                "--train masks"
+            )
 
 
 def obstacle_to_8_bits(accelerator: Accelerator) -> str:

@@ -79,6 +79,7 @@ def test_the_oracles_kernel_computes_the_same_and_is_named(run_in_vllm: Callable
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 def test_a_small_run_measures_every_way(tmp_path: Path) -> None:
     """The real command in a process of its own, with vLLM's kernel as the baseline that must agree with ours."""
     command = [sys.executable, "-m", "ddp_vllm", "bench", "kernel", "--shape", "olmoe-1b-7b", "--experts", "8"]

@@ -28,14 +28,13 @@ def run(script: str, *arguments: str) -> Any:
 def test_a_few_hundred_mutations_find_nothing() -> None:
     found = run(fuzz.__file__, "--first", "1000000", "--last", "1000300")
     assert found["faults"] == [] and found["cases"] == 300 and found["targets"].keys() == fuzz.TARGETS.keys()
-    assert min(found["answers"][each] for each in ("refused", "the same")) > 100
+    assert found["refused"] > 100
 
 
 def test_a_few_kills_find_nothing() -> None:
-    names = "export,apply,joint training,recover in place"
+    names = "export,apply,joint training"
     found = run(kills.__file__, "--kills", "12", "--seed", "1000", "--commands", names)
-    assert found["faults"] == {} and found["kills"] == 12
-    assert found["by_command"]["recover in place"]["kills"] >= 3
+    assert found["faults"] == [] and found["kills"] == 12 and found["by_command"]["joint training"] == 4
 
 
 @pytest.mark.vllm

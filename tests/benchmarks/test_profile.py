@@ -68,6 +68,7 @@ def only(*names: str) -> Callable[..., Any]:
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setattr(profile, "shapes_of", only("attention once"))

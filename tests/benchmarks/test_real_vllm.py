@@ -73,6 +73,7 @@ def test_our_sample_is_vllms(tiny: Path, talks: Path, tmp_path: Path, run_in_vll
     assert sample.output_tokens == sum(length for _, _, length in theirs)
 
 
+@pytest.mark.nightly
 def test_two_models_are_measured(tiny: Path, halved: Path, talks: Path, tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     models = ["--dense", str(tiny), "--pruned", str(halved), "--dataset", str(talks), "-o", str(output)]

@@ -37,7 +37,7 @@ CASES = {
     "all tokens to an expert that is gone": Case(widths=RAGGED, num_tokens=5, num_slots=1, only=(0,)),
     "all experts gone": Case(widths=(0, 0, 0, 0), num_tokens=3),
     "a single expert": Case(widths=(40,), num_tokens=7, num_slots=1),
-    "many tokens an expert, the wide tiles": Case(widths=(100, 0, 31), num_tokens=150),
+    "many tokens an expert, the wide tiles": Case(widths=(100, 0, 31), num_tokens=100),
     "tokens and channels past the widest tiles": Case(widths=(140, 20), num_tokens=140, num_slots=1, only=(0,)),
     "hidden size no multiple of a tile": Case(widths=RAGGED, num_tokens=13, hidden_size=160),
     "hidden size our CPU kernel refuses": Case(widths=RAGGED, num_tokens=13, hidden_size=80),

@@ -94,8 +94,6 @@ def of_flap(folder: Path) -> Any:
                 linear.weight = nn.Parameter(linear.weight[mask])
             write.bias = nn.Parameter((mean * ~mask) @ write.weight.T)
             write.weight = nn.Parameter(write.weight[:, mask].contiguous())
-    for module, hooks in ((each, each._forward_pre_hooks) for each in model.modules()):
-        hooks.clear() if module is not model else None  # of the gates
     model.save_pretrained(folder)
     return model
 

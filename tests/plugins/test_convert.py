@@ -466,7 +466,7 @@ def test_a_missing_file_is_no_removed_layer(tmp_path: Path) -> None:
     assert "removed: MLP of layer 2, because the folder has no tensors of it" in output_of(*again)
 
 
-@pytest.mark.parametrize("kind", ["shards", "inside a dict", "with tokenizer"])
+@pytest.mark.parametrize("kind", ["inside a dict", pytest.param("with tokenizer", marks=pytest.mark.nightly)])
 def test_the_line_that_is_printed_for_pickles_works(kind: str, tmp_path: Path) -> None:
     """As the tool's environment runs it; the tensors are tied, which safetensors refuses unless they are copies."""
     folder, made = tmp_path / "model", tmp_path / "model"
@@ -479,21 +479,13 @@ def test_the_line_that_is_printed_for_pickles_works(kind: str, tmp_path: Path) -
     model.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     torch.save({"step": 1}, folder / "training_args.bin")
-    tensors = model.state_dict()
-    if kind == "shards":
-        torch.save({name: tensors.pop(name) for name in [*tensors][:9]}, folder / "pytorch_model-00001-of-00002.bin")
-        torch.save(tensors, folder / "pytorch_model-00002-of-00002.bin")
-    elif kind == "old format":
-        torch.save(tensors, folder / "weights.pt", _use_new_zipfile_serialization=False)
-    elif kind in ("module", "with tokenizer"):
+    if kind == "with tokenizer":
         made = folder / "pruned"
         tokenizer = save_tokenizer(tmp_path / "tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False))
         (folder / "config.json").unlink()  # LLM-Pruner saves none
-        torch.save(
-            model if kind == "module" else {"model": model, "tokenizer": tokenizer}, folder / "pytorch_model.bin"
-        )
+        torch.save({"model": model, "tokenizer": tokenizer}, folder / "pytorch_model.bin")
     else:
-        torch.save(tensors if kind == "state dict" else {"state_dict": tensors}, folder / "pytorch_model.bin")
+        torch.save({"state_dict": model.state_dict()}, folder / "pytorch_model.bin")
     refused = invoke("convert", folder, "-o", tmp_path / "out")
     line = re.search('python -c "(.*)", and convert', refused.stderr)
     assert refused.exit_code == 3 and line, refused.stderr

@@ -120,6 +120,7 @@ OLD_CPU = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM'
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("scheme", "tolerance"),
     [pytest.param("W8A8", 0.05, marks=OLD_CPU), ("FP8", 0.3), pytest.param("W4A16", 0.06, marks=OLD_CPU)],
@@ -136,6 +137,7 @@ def test_the_plugin_computes_what_the_scheme_says(scheme: str, tolerance: float,
         assert served[scheme]["outputs"][0]["tokens"] == generate(model, PROMPTS[0])["tokens"]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of compressed-tensors
 @pytest.mark.parametrize(("scheme", "tolerance"), [("W8A8", 0.1), ("FP8", 1e-5), ("W4A16", 1e-5)])
 def test_eval_rounds_weights_and_activations(scheme: str, tolerance: float, made: Path) -> None:

@@ -13,13 +13,14 @@ from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, 
 
 pytestmark = pytest.mark.vllm
 
-SERVED = ("ragged", "tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "phi3")
+SERVED = ("ragged", "qwen2", "gemma2", "phi3")
+AT_NIGHT = ("tied", "mistral", "qwen3", "gemma3", "granite", "smollm3")  # the same code of another family
 SPLIT = [  # which divide over two ranks, as they must without the plugin
     {"query_heads_per_kv_head": [3, 3, 3, 3], "intermediate_size": 64},
     {"query_heads_per_kv_head": [2, 2], "intermediate_size": 18},
     {"query_heads_per_kv_head": [1, 1], "intermediate_size": 0},
 ]
-FEWER_EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
+FEWER_EXPERTS, FEWER_AT_NIGHT = ("qwen3_moe",), ("mixtral", "olmoe")
 REFUSED = {  # what does not work, and what the user reads
     "old vLLM": r"layer 0 has 1 query and 1 KV heads, vLLM's attention has 12 and 4: .* vLLM 0.30 or newer",
     "missing weight": r"layer 4 lacks the tensors of self_attn.k_proj",
@@ -28,15 +29,24 @@ REFUSED = {  # what does not work, and what the user reads
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def chosen(request: pytest.FixtureRequest) -> set[str]:
+    """The names of the models that the selected tests compare: no engine starts for another."""
+    items = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return {case["name"] for case in cases if "name" in case}
+
+
+@pytest.fixture(scope="module")
+def models(chosen: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Each folder as the export writes it, and what transformers makes of it."""
     root = tmp_path_factory.mktemp("stock")
-    made = {name: (root / name, make_checkpoint(root / name, **CHECKPOINTS[name])) for name in SERVED}
+    families = [name for name in (*SERVED, *AT_NIGHT) if name in chosen | {"ragged"}]
+    made = {name: (root / name, make_checkpoint(root / name, **CHECKPOINTS[name])) for name in families}
     made["split"] = root / "split", make_checkpoint(root / "split", "Llama", SPLIT)
     made["experts"] = root / "experts", make_expert_checkpoint(root / "experts", "qwen3_moe")
     for folder, _ in made.values():
         add_remote_code(folder)
-    for family in FEWER_EXPERTS:
+    for family in chosen & {*FEWER_EXPERTS, *FEWER_AT_NIGHT}:
         made[family] = root / family, make_fewer_experts(root / family, family, root / f"dense-{family}")
     return made
 
@@ -49,14 +59,18 @@ def served(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPa
     jobs = {"two ranks": job(models["split"][0], tensor_parallel_size=2)}  # first: threads survive no fork
     jobs |= {name: job(folder) for name, (folder, _) in models.items()}
     jobs |= {"missing weight": job(broken), "old vLLM": job(models["ragged"][0]) | {"asks_layers": False}}
-    for family in FEWER_EXPERTS:
+    for family in jobs.keys() & {*FEWER_EXPERTS, *FEWER_AT_NIGHT}:
         jobs[family]["options"] |= {"model_impl": "vllm", "trust_remote_code": False}
-    for each in jobs.values():
-        each |= {"prompts": PROMPTS, "num_tokens": NUM_NEW_TOKENS}
+    for options in jobs.values():
+        options |= {"prompts": PROMPTS, "num_tokens": NUM_NEW_TOKENS}
     return serve(jobs, "stock_tiny.py")
 
 
-@pytest.mark.parametrize("name", [*SERVED, *FEWER_EXPERTS])
+@pytest.mark.parametrize(
+    "name",
+    [*SERVED, *FEWER_EXPERTS]
+    + [pytest.param(name, marks=pytest.mark.nightly) for name in (*AT_NIGHT, *FEWER_AT_NIGHT)],
+)
 def test_stock_vllm_says_what_transformers_and_so_our_plugin_say(
     name: str, served: dict[str, Any], models: dict[str, Any]
 ) -> None:

@@ -17,8 +17,9 @@ from ddp_models.loading import check_head, load_model
 from ddp_models.source import Source, open_source
 from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, Masks, NarrowLayers
+from ddp_training.weights import UpdatedWeights
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.errors import ModelError
+from ddp_vllm.errors import ModelError, TrainingError
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
 from ddp_vllm.remote_code.module_widths import Block
@@ -243,6 +244,15 @@ def test_an_output_head_that_is_unknown(dense: Callable[[str], Path]) -> None:
     model.logit_scale = 0.5
     with pytest.raises(ModelError, match="Cohere2ForCausalLM computes its logits"):
         check_head(source, model)
+
+
+def test_a_trained_weight_that_is_not_written() -> None:
+    """If transformers and the publisher named a weight differently, its dense values would be written."""
+    updated = UpdatedWeights({"a.weight": torch.ones(2), "b.weight": torch.ones(2)}, {}, torch.float32)
+    assert torch.equal(updated("a.weight", torch.zeros(2)), torch.ones(2))
+    assert torch.equal(updated("c.weight", torch.zeros(2)), torch.zeros(2))
+    with pytest.raises(TrainingError, match=r"b\.weight was trained but is not on disk"):
+        updated.check_complete()
 
 
 def test_an_mlp_of_another_form_is_left_alone(dense: Callable[[str], Path], tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ print(most[0] - began)
 """
 
 
+@pytest.mark.nightly
 def test_export_holds_a_shard_whatever_the_model(tiny_model: Path, tmp_path: Path) -> None:
     """Nothing is cut here, only folded, so all of the model passes through."""
     config = LlamaConfig(

@@ -46,7 +46,7 @@ def test_sizes_are_nested_and_exact(train: str, tiny_model: Path, tiny_text: Pat
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity=SIZES), 5, NAMES[0], "exists")
 
 
-@pytest.mark.parametrize(("train", "num_sizes"), [("weights", 2), pytest.param("masks", 3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("train", "num_sizes"), [("masks", 2), pytest.param("weights", 3, marks=pytest.mark.nightly)])
 def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
     train: str, num_sizes: int, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

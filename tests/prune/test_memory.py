@@ -100,7 +100,7 @@ def test_8_bit_moments_and_rounding_resume_to_the_bit() -> None:
     def steps(numbers: range, seed: int = 0) -> dict[str, torch.Tensor]:
         for step in numbers:
             model(TOKENS, labels=TOKENS).loss.backward()
-            weights.move(1e-3, weights.join(), step_seed(seed, step))
+            weights.step(1e-3, weights.reduce_gradients(), step_seed(seed, step))
         return {name: each.clone() for name, each in weights.state().items()}
 
     with torch.compiler.set_stance("force_eager"):
@@ -108,7 +108,7 @@ def test_8_bit_moments_and_rounding_resume_to_the_bit() -> None:
         whole = steps(range(2, 4))
         assert any(name.endswith("q_proj.weight") and ".codes." in name for name in saved)
         for seed, same in ((0, True), (1, False)):
-            weights.forget()
+            weights.reset_optimizer()
             weights.restore(2, saved)
             resumed = steps(range(2, 4), seed)
             assert all(torch.equal(resumed[name], whole[name]) for name in whole) is same

@@ -46,7 +46,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+@pytest.fixture(scope="module", params=["dense", pytest.param("experts", marks=pytest.mark.nightly)])
 def learned(
     request: pytest.FixtureRequest, tiny_model: Path, tiny_experts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Learned, Path]:
@@ -121,6 +121,7 @@ def test_gradients_of_cut_weights_are_summed_in_float32(
     assert max(distances.values()) < 1e-5, max(distances.items(), key=lambda item: item[1])
 
 
+@pytest.mark.nightly
 def test_only_the_main_process_gathers_weights(tmp_path: Path) -> None:
     """Saves and resumes with 75 MB of state; process 1 never holds more of it than its own part and a tensor."""
     torch.manual_seed(0)

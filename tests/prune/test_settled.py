@@ -15,13 +15,14 @@ from commands import invoke, passed
 from runs import assert_same_weights, die_at
 
 from ddp_models.source import open_source
-from ddp_prune import mode, timing
+from ddp_prune import mode as modes
+from ddp_prune import resolve
 from ddp_prune.budget import make_checked_pools
-from ddp_prune.mode import MODES, Earlier, mode_bytes, resolve_training_mode
+from ddp_prune.mode import MODES, mode_bytes
 from ddp_prune.rate import RATES, change, find_rate
 from ddp_prune.recipe import load_recipe
+from ddp_prune.resolve import Earlier, fit_minutes, resolve_training_mode
 from ddp_prune.run import Run
-from ddp_prune.timing import fit_minutes
 from ddp_prune.trainer import Trainer
 from ddp_training import memory
 from ddp_training import weights as trained_weights
@@ -42,7 +43,7 @@ def joined(result: Result) -> str:
     return result.output.replace("\n", " ")
 
 
-@pytest.mark.parametrize("mode", ["weights", "lora"])
+@pytest.mark.parametrize("mode", ["weights", pytest.param("lora", marks=pytest.mark.nightly)])
 def test_the_rate_is_found_by_trials_which_leave_no_trace(
     mode: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
@@ -65,11 +66,11 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine whose clock tells 0.05 seconds per step; a resumed run does not look at it again."""
-    monkeypatch.setattr(timing, "seconds_a_step", lambda *_: 0.05)
+    monkeypatch.setattr(resolve, "seconds_a_step", lambda *_: 0.05)
     options = [*of(tiny_model, tiny_text), "--train", "masks", "--minutes", "0.05", "--save-every", "1"]
     run = partial(invoke, "prune", *options, "-o", tmp_path / "out")
     die_at(4, run)
-    monkeypatch.setattr(timing, "seconds_a_step", lambda *_: 9.0)
+    monkeypatch.setattr(resolve, "seconds_a_step", lambda *_: 9.0)
     result = run()
     assert "resuming after step 4" in result.output, result.output
     recipe = read_checkpoint(tmp_path / "out").provenance["recipe"]
@@ -170,24 +171,24 @@ def test_the_mode_is_the_first_that_memory_holds(
     recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, "dtype": "bfloat16", **settings})
     lines, accelerator = list[str](), Accelerator(cpu=True)
     needed = mode_bytes(recipe, source, MODES[0], accelerator)
-    monkeypatch.setattr(mode, "RANK", 1)  # the adapters of a tiny model are larger than the model
-    monkeypatch.setattr(mode, "free_memory", lambda _: free * needed)
+    monkeypatch.setattr(modes, "RANK", 1)  # the adapters of a tiny model are larger than the model
+    monkeypatch.setattr(resolve, "free_memory", lambda _: free * needed)
     monkeypatch.setattr(memory, "free_memory", lambda _: free * needed)
     monkeypatch.setattr(trained_weights, "_own_obstacle", lambda _: "")
-    resolve = partial(resolve_training_mode, recipe, source, Earlier(), accelerator, lines.append)
+    choose = partial(resolve_training_mode, recipe, source, None, accelerator, lines.append)
     if chosen:
-        assert resolve() == chosen
+        assert choose() == chosen
     else:
         with pytest.raises(SettingError) as raised:
-            resolve()
+            choose()
         lines.append(str(raised.value))
     assert all(text in lines[-1] for text in said), lines
     monkeypatch.setattr(trained_weights, "_own_obstacle", lambda _: "no compiler")
     if chosen == ("weights", "adamw-8bit"):
-        assert resolve() == ("lora", "adamw") and lines[-1].endswith("no compiler")
+        assert choose() == ("lora", "adamw") and lines[-1].endswith("no compiler")
         for refused in (dataclasses.replace(recipe, train="weights", optimizer="adamw-8bit"), recipe):
             with pytest.raises(SettingError, match="no compiler"):  # asked for, or resumed
-                resolve_training_mode(refused, source, Earlier(*chosen), accelerator, lines.append)
+                resolve_training_mode(refused, source, Earlier(*chosen, 1, 1, 8), accelerator, lines.append)
 
 
 @pytest.mark.nightly
@@ -219,12 +220,12 @@ def test_what_happens_once_a_step_is_counted_once(
         return {}
 
     monkeypatch.setattr(Trainer, "step", step)
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(resolve, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     accelerator = Accelerator(cpu=True)
     head_unit, pools = make_checked_pools(recipe, source, source.shapes)
     for batch in (16, 2, 1):
         run = Run.alone(dataclasses.replace(recipe, batch_size=batch, micro_batch_size=min(batch, 2)), train="masks")
-        assert timing.seconds_a_step(run, source, head_unit, pools, accelerator) == 5.0 + batch
+        assert resolve.seconds_a_step(run, source, head_unit, pools, accelerator) == 5.0 + batch
 
 
 def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ddp_models.loading import load_model
 from ddp_models.source import open_source
 from ddp_prune import gates as gates_module
 from ddp_prune import trainer as trainer_module
-from ddp_prune.gates import GatedModel, NarrowLayers, _Scale, block_losses
+from ddp_prune.gates import GatedModel, GatedProjection, _Scale, block_losses
 from ddp_prune.recipe import AlmSettings
 from ddp_prune.trainer import PRIOR_PRECISION, Learned, natural_step
 from ddp_training import batches as batches_module
@@ -231,13 +231,13 @@ def test_layers_keep_their_share_until_a_whole_head_of_it_is_gone(sparsity: floa
 def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is short all are computed: the same support, scales within what other sums round to."""
     widths: dict[str, list[int]] = {"attn": [], "mlp": []}
-    cut = NarrowLayers._cut
+    weights_at = GatedProjection.weights_at
 
-    def note(self: NarrowLayers, kind: str, layer: int, kept: torch.Tensor) -> Any:
-        widths[kind].append(len(kept))
-        return cut(self, kind, layer, kept)
+    def note(self: GatedProjection, kept: torch.Tensor) -> Any:
+        widths[self.projection.block].append(len(kept))
+        return weights_at(self, kept)
 
-    monkeypatch.setattr(NarrowLayers, "_cut", note)
+    monkeypatch.setattr(GatedProjection, "weights_at", note)
     monkeypatch.setattr(gates_module, "CHANNEL_BLOCK", 8)
     narrow = lab.run("narrow")
     assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])

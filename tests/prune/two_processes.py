@@ -92,7 +92,7 @@ def command_line(*arguments: str) -> None:
 
 def timed_command_line(*arguments: str) -> None:
     """Be `ddp-vllm` where a step of pruning takes 0.05 seconds, and two are enough."""
-    with patch("ddp_prune.timing.FEWEST_STEPS", 2), patch("ddp_prune.timing.seconds_a_step", lambda *_: 0.05):
+    with patch("ddp_prune.resolve.FEWEST_STEPS", 2), patch("ddp_prune.resolve.seconds_a_step", lambda *_: 0.05):
         command_line(*arguments)
 
 
@@ -180,7 +180,7 @@ def summed_gradients(model: Any, accelerator: Accelerator, numbers: Sequence[int
         tokens = BLOCKS[[number]]
         hidden, labels = final_hidden(model, tokens), tokens[:, 1:].flatten()
         distill(hidden, None, OutputHead.of(model), labels, 0.0)[0].backward()
-    weights.join()
+    weights.reduce_gradients()
     return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in weights.sums.items()}
 
 
@@ -217,7 +217,7 @@ def keep_weights(model: str, folder: Path) -> None:
         learns = load_sharded(source, dtype, device, world) if cut else load_model(source, dtype)
         weights = TrainedWeights(learns, accelerator, optimizer=optimizer)
         weights.sums = {name: master.detach() * 0.1 for name, master in weights.masters.items()}
-        weights.move(1e-3, 0.5)
+        weights.step(1e-3, 0.5)
 
         def held(weights: TrainedWeights = weights) -> list[torch.Tensor]:
             moments = [weights.optimizer.state[each] for each in weights.moved.values()]

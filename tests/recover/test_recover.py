@@ -67,7 +67,7 @@ def test_the_written_model_is_the_evaluated_one_and_better(
     assert {name for name in old if torch.equal(old[name], new[name])} == {"model.embed_tokens.weight"} | norms
 
 
-@pytest.mark.parametrize(("method", "steps"), [("weights", 7), ("lora", 3)])
+@pytest.mark.parametrize(("method", "steps"), [("weights", 7), pytest.param("lora", 3, marks=pytest.mark.nightly)])
 def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, tmp_path: Path) -> None:
     options = ["--train", method, "--save-every", "3"]
     passed(recover(pruned, tmp_path / "whole", *options))
@@ -163,6 +163,7 @@ def test_a_command_that_was_killed_before_it_deleted_its_run_resumes_after_the_l
     assert_refused(run(), 5, "exists")
 
 
+@pytest.mark.nightly
 def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
     pruned: Path, recovered: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
 ) -> None:
@@ -194,6 +195,7 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_before_recovery(
     assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == "copy"
 
 
+@pytest.mark.nightly
 def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
     pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

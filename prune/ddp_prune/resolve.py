@@ -1,25 +1,35 @@
-"""Time: how long a step takes on this machine, and the steps that fit into the minutes of a recipe."""
+"""Resolves everything that a recipe leaves open, before the first step: training mode, optimizer, steps and batch.
+
+Values of the interrupted run of the same command are kept. Otherwise the mode is chosen by the memory that it requires,
+and minutes become steps by timing a step.
+"""
 
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
 from ddp_models.loading import check_sharding, load_teacher
 from ddp_models.source import Source
-from ddp_prune.budget import Pool
-from ddp_prune.mode import Earlier, Mode
+from ddp_prune.budget import Pool, head_unit_of
+from ddp_prune.mode import Mode, allowed_modes, mode_bytes, suited_modes
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import FAMILY_STEPS, Run
+from ddp_prune.run import FAMILY_STEPS, Run, schedule
 from ddp_prune.train import TRAINERS, load_trained, too_large
 from ddp_training.batches import Batches, fit_batches, sequences_at_once
-from ddp_training.memory import explained
+from ddp_training.memory import TRAINING_SHARE, explained, fits, free_memory, gigabytes
+from ddp_training.run_state import saved_header
+from ddp_training.settings import is_same_recipe
+from ddp_training.weights import obstacle_to_8_bits
 from ddp_vllm.errors import SettingError
+from ddp_vllm.latency import Profile
+from ddp_vllm.provenance import provenance_of
 
 WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
 FEWEST_STEPS = 50  # a search in fewer steps closes too many gates at once
@@ -30,7 +40,97 @@ SHORTEST, SHORTEST_OF_WEIGHTS = 256, 1024
 Shape = tuple[int, int, int]  # steps, batch size, sequence length
 
 
-def settle(
+class Earlier(NamedTuple):
+    """The values that an interrupted command had resolved before its first step."""
+
+    train: str
+    optimizer: str
+    steps: int
+    batch_size: int
+    seq_len: int
+
+
+def earlier_run(recipe: Recipe, folder: Path, family: Path | None) -> Earlier | None:
+    """Return what the interrupted command with these settings had resolved; None if there is none.
+
+    folder: the output of one size. family: the output of the size family's own run, whose state remains until all
+    sizes are written; then a written size holds the values.
+    """
+    saved = saved_header(folder)
+    if not saved and family and saved_header(family):
+        provenance = provenance_of(folder)
+        saved = {"recipe": provenance.get("recipe", {}), "resolved": provenance.get("run", {})}
+    if not saved or not is_same_recipe(saved["recipe"], recipe):
+        return None
+    shape = (saved["recipe"][name] for name in ("steps", "batch_size", "seq_len"))
+    return Earlier(saved["resolved"]["train"], saved["resolved"]["optimizer"], *shape)
+
+
+def resolve_runs(
+    recipes: Sequence[Recipe],
+    pools: Sequence[Sequence[Pool]],
+    source: Source,
+    profile: Profile | None,
+    earlier: Earlier | None,
+    accelerator: Accelerator,
+    say: Callable[[str], None],
+) -> list[Run]:
+    """Return the run of each size; its search begins at the keep ratios of the previous size.
+
+    All processes must call this together. Raises: SettingError as the two functions below.
+    """
+    first = recipes[0]
+    mode = resolve_training_mode(first, source, earlier, accelerator, say)
+    recipes = resolve_minutes(recipes, earlier, mode, source, pools[-1], head_unit_of(first, source), accelerator, say)
+    starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
+    return [
+        Run(recipe=recipe, steps=steps, **mode._asdict(), profile=profile, start=start, in_family=len(recipes) > 1)
+        for recipe, steps, start in zip(recipes, schedule(recipes), starts, strict=True)
+    ]
+
+
+def resolve_training_mode(
+    recipe: Recipe, source: Source, earlier: Earlier | None, accelerator: Accelerator, say: Callable[[str], None]
+) -> Mode:
+    """Return the training mode: that of the interrupted run, or the first that memory holds now.
+
+    say: prints the chosen mode, and the memory that the next mode up would require.
+    Raises: SettingError if memory does not hold the mode that the user passed, or if its optimizer cannot run here.
+    """
+    modes, obstacle = allowed_modes(recipe), ""
+    if earlier and (resumed := Mode(earlier.train, earlier.optimizer)) in modes:
+        if resumed.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
+            raise SettingError(obstacle)
+        return resumed
+    free = free_memory(accelerator)
+    needed = {mode: mode_bytes(recipe, source, mode, accelerator) for mode in suited_modes(recipe)}
+    needs = {mode: f"{mode} requires {gigabytes(number)}" for mode, number in needed.items()}
+    usable = list[Mode]()
+    for mode in modes:
+        if mode.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
+            continue
+        usable.append(mode)
+        if fits(needed[mode], accelerator):
+            break
+    if not usable:
+        raise SettingError(obstacle)
+    chosen = usable[-1]
+    if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):  # passed by the user: all memory may do
+        fitting = "; ".join(needs[mode] for mode in needed if needed[mode] <= TRAINING_SHARE * free)
+        raise SettingError(
+            f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
+            + (f"what fits: {fitting}" if fitting else "pass --shard on more devices")
+        )
+    above = modes[modes.index(chosen) - 1 : modes.index(chosen)]
+    say(
+        f"training mode: {needs[chosen]} of {gigabytes(free)} before activations"
+        + "".join(f"; {needs[mode]}" for mode in above)
+        + (f"; {obstacle}" if obstacle else "")
+    )
+    return chosen
+
+
+def resolve_minutes(
     recipes: Sequence[Recipe],
     earlier: Earlier | None,
     mode: Mode,
