@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -132,6 +131,8 @@ class WidthsConfig(QuantizationConfig):
         """Accept `--quantization` with the methods that quantize while loading. Raises: SettingError for others."""
         if hf_quant_cfg.get("quant_method") != METHOD or user_quant in (None, METHOD):
             return None
+        from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES  # not in old vLLM
+
         if user_quant not in ONLINE_QUANT_SHORTHAND_NAMES:
             raise SettingError(
                 f"--quantization {user_quant} requires a checkpoint in that format; this pruned model can be quantized "

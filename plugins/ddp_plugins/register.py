@@ -53,7 +53,6 @@ def register_models() -> None:
         ModelArchConfigConvertorBase,
     )
 
-    from ddp_plugins.any_model import WidthsConfig
     from ddp_plugins.in_place import register_parser
     from ddp_plugins.limits import Limits
     from ddp_vllm.remote_code.configuration_ddp import CONFIGS, register_deepseek_config
@@ -83,4 +82,7 @@ def register_models() -> None:
             MODELS_CONFIG_MAP[architecture] = Limits
         ModelRegistry.register_model(architecture, path)  # last, so that no model is served without its limits
     register_parser()
+
+    from ddp_plugins.any_model import WidthsConfig  # last: an older vLLM may lack what it imports
+
     register_quantization_config(METHOD)(WidthsConfig)

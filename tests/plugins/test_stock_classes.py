@@ -32,8 +32,12 @@ TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 BFLOAT16_TOLERANCE = 0.05  # as in test_moe.py
 
 
+def nightly(name: str, is_long: bool) -> Any:
+    return pytest.param(name, marks=pytest.mark.nightly if is_long else [])
+
+
 def cases(families: Any = FAMILIES) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in FAST else pytest.mark.nightly) for name in families]
+    return [nightly(name, name not in FAST) for name in families]
 
 
 def options(family: str) -> dict[str, Any]:
@@ -158,7 +162,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # how else a family is served
     "biases in blocks of 16": ("starcoder2", {"hf_overrides": {"ddp_pad_channels_to": 16}}),
     "the Transformers backend": ("glm4_moe", {"model_impl": "transformers"}),
 }
-FP8 = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
+FAST_WAYS = ("two tensor-parallel ranks", "two ranks, with biases", "traced", "channels in blocks of 16")
+BFLOAT16 = {"dtype": "bfloat16"}
+FP8 = {**BFLOAT16, "quantization": "fp8_per_channel"}
 ADAPTED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 ADAPTERS = {  # family -> modules of the adapter, modules that vLLM is told to adapt
     "glm4": (["q_proj", "o_proj", "down_proj"], ADAPTED),
@@ -221,73 +227,126 @@ BROKEN: dict[str, tuple[str, Any, dict[str, Any], str]] = {  # family, how to br
 W65, W97 = {"intermediate_size": 65}, {"intermediate_size": 97}
 
 
+def add_further_layer(family: Path, folder: Path) -> Path:
+    """Copy a narrow model and add a dense layer that predicts further tokens, as DeepSeek and GLM name it."""
+    shutil.copytree(family / "narrow", folder)
+    dense = load_file(family / "dense" / "model.safetensors")
+    further = {name.replace("layers.3.", "layers.4."): dense[name] for name in dense if "layers.3." in name}
+    edit_weights(folder, lambda weights: weights.update(further))
+    edit_config(folder, lambda config: config.update(num_nextn_predict_layers=1))
+    return folder
+
+
 def quantize(weights: dict[str, torch.Tensor]) -> None:
     name = f"{LAYER}.down_proj.weight"
     weights[name] = weights[name].to(torch.float8_e4m3fn)
 
 
 @pytest.fixture(scope="session")
-def adapters(root: Path, made: Callable[[str], Path]) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Each adapter's folder, and what transformers and peft generate with it."""
-    from peft import LoraConfig, get_peft_model
+def adapters(root: Path, made: Callable[[str], Path]) -> Callable[[str, str], tuple[Path, dict[str, Any]]]:
+    """Return a function that gives the folder of an adapter, and what transformers and peft generate with it."""
+    known: dict[tuple[str, str], tuple[Path, dict[str, Any]]] = {}
 
-    register_widths()
-    written = {}
-    for family, kind, modules in (
-        *((family, "narrow", modules) for family, (modules, _) in ADAPTERS.items()),
-        ("gemma4_text", "dense", ["down_proj"]),
-    ):
-        torch.manual_seed(1)
-        config = LoraConfig(target_modules=modules, r=4, lora_alpha=8, init_lora_weights=False)
-        model = get_peft_model(load(made(family) / kind), config).eval()
-        name = family if kind == "narrow" else kind
-        model.save_pretrained(root / f"adapter of {name}")
-        written[name] = root / f"adapter of {name}", {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
-    return written
+    def make(family: str, kind: str) -> tuple[Path, dict[str, Any]]:
+        """kind: `narrow`, or `dense` for an adapter of the dense model."""
+        from peft import LoraConfig, get_peft_model
+
+        if (family, kind) not in known:
+            register_widths()
+            torch.manual_seed(1)
+            config = LoraConfig(target_modules=ADAPTERS[family][0], r=4, lora_alpha=8, init_lora_weights=False)
+            model, folder = get_peft_model(load(made(family) / kind), config).eval(), root / f"{kind} {family}"
+            model.save_pretrained(folder)
+            known[family, kind] = folder, {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
+        return known[family, kind]
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def other_ways(serve: Serve, made: Callable[[str], Path], adapters: Any, root: Path) -> dict[str, Any]:
-    """Return what vLLM did in other ways than its defaults, and with broken folders."""
-    jobs = {way: job(made(family) / "narrow", **more) for way, (family, more) in WAYS.items()}
-    jobs["traced"]["compiled"] = True
-    for family in UPDATED:
-        jobs[f"{family} updated"] = {**job(made(family) / "narrow"), "updates": UPDATES}
-        jobs[f"{family} in FP8"] = job(made(family) / "narrow", **FP8)
-        jobs[f"{family} in bfloat16"] = job(made(family) / "narrow", dtype="bfloat16")
-    for family, (_, targets) in ADAPTERS.items():
-        lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
-        names = [family, *(["dense"] if family == "gemma4_text" else [])]
-        jobs[f"{family} adapted"] = job(made(family) / "narrow", **lora) | {
-            "adapters": [str(adapters[name][0]) for name in names]
-        }
-    for name, (family, break_it, more, _) in BROKEN.items():
-        folder = shutil.copytree(made(family) / "narrow", root / "broken" / name)
-        break_it(folder)
-        jobs[name] = job(folder, **more)
-    return serve(jobs)
+def other_ways(serve: Serve, made: Callable[[str], Path], adapters: Any, root: Path) -> Callable[[str], dict[str, Any]]:
+    """Return a function that gives what vLLM did in another way than its defaults, or with a broken folder."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def prepare(name: str) -> dict[str, Any]:
+        family, _, way = name.partition(": ")
+        if name in WAYS:
+            family, more = WAYS[name]
+            return job(made(family) / "narrow", **more) | ({"compiled": True} if name == "traced" else {})
+        if name in BROKEN:
+            family, break_it, more, _ = BROKEN[name]
+            folder = shutil.copytree(made(family) / "narrow", root / "broken" / name)
+            break_it(folder)
+            return job(folder, **more)
+        if way == "adapters":
+            lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ADAPTERS[family][1]}
+            folders = [str(adapters(family, kind)[0]) for kind in ("narrow", "dense")]
+            return job(made(family) / "narrow", **lora) | {"adapters": folders}
+        if way == "further":
+            return job(add_further_layer(made(family), root / "further"))
+        more, updates = {"updates": ({}, UPDATES), "bfloat16": (BFLOAT16, ()), "FP8": (FP8, ())}[way]
+        return job(made(family) / "narrow", **more) | {"updates": updates}
+
+    def ask(name: str) -> dict[str, Any]:
+        if name not in known:
+            known[name] = serve({name: prepare(name)})[name]
+        return known[name]
+
+    return ask
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [nightly(way, way not in FAST_WAYS) for way in WAYS])
 def test_other_ways_compute_the_same(way: str, other_ways: Any, answers: Any) -> None:
-    assert_same(other_ways[way], answers(WAYS[way][0], "zeroed"))
+    assert_same(other_ways(way), answers(WAYS[way][0], "zeroed"))
+
+
+@pytest.mark.vllm
+def test_a_layer_that_predicts_further_tokens_stays_whole(other_ways: Any, answers: Any) -> None:
+    assert_same(other_ways("glm4_moe: further"), answers("glm4_moe", "zeroed"))
+
+
+MAPPED = """
+from vllm.model_executor.models.utils import WeightsMapper
+from ddp_plugins.any_model import WidthsConfig
+names = {"inputs": ["mlp.gate_proj", "mlp.up_proj"], "output": "mlp.down_proj", "intermediate_size": 8}
+experts = names | {"inputs": [f"mlp.experts.{{}}.{name}" for name in ("gate_proj", "up_proj")]}
+experts |= {"output": "mlp.experts.{}.down_proj", "num_experts": 2}
+layers = [{"intermediate_size": 5}, {"expert_intermediate_sizes": [3, 0]}, {}]
+stated = {"layers_module": "model.language_model.layers", "mlp": names, "experts": experts, "layers": layers}
+config = WidthsConfig.from_config(stated)
+renamed = {"model.language_model.": "language_model.model.", "model.visual.": "visual."}
+config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix=renamed))
+modules = ("language_model.model.layers.0.mlp.gate_up_proj", "language_model.model.layers.2.mlp.gate_up_proj",
+           "visual.layers.0.mlp.gate_up_proj", "language_model.model.layers.0.mlp.shared.gate_up_proj",
+           "language_model.model.layers.3.mlp.gate_up_proj", "mtp.layers.0.mlp.down_proj")
+print([config._width(module) for module in modules])
+places = ("language_model.model.layers.1.mlp.experts", "language_model.model.layers.1.mlp.experts.routed_experts",
+          "language_model.model.layers.2.mlp.experts", "mtp.layers.1.mlp.experts")
+print([config._expert_sizes(place) for place in places])
+"""
+
+
+@pytest.mark.vllm
+def test_modules_of_a_wrapper_have_other_names_in_vllm(run_in_vllm: Callable[..., str]) -> None:
+    """The layers of its tower, and of heads that predict further tokens, have the same numbers."""
+    assert run_in_vllm(MAPPED).splitlines() == ["[5, None, None, None, None, None]", "[(3, 0), (3, 0), None, None]"]
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("family", UPDATED)
+@pytest.mark.parametrize("family", [nightly(family, family != "glm4") for family in UPDATED])
 def test_updated_weights_are_those_of_the_checkpoint(family: str, update: str, other_ways: Any, answers: Any) -> None:
-    result = other_ways[f"{family} updated"]
+    result = other_ways(f"{family}: updates")
     assert "error" not in result, result
     assert_same_outputs(result["updated"][update], answers(family, "zeroed")["outputs"])
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("family", UPDATED)
+@pytest.mark.parametrize("family", [nightly(family, family == "glm4") for family in UPDATED])
 def test_fp8_is_near(family: str, other_ways: Any) -> None:
     """Linear layers and experts are quantized while vLLM loads them, at their narrow widths."""
-    result, exact = other_ways[f"{family} in FP8"], other_ways[f"{family} in bfloat16"]
+    result, exact = other_ways(f"{family}: FP8"), other_ways(f"{family}: bfloat16")
     assert "error" not in result, result
     assert result["mlp_widths"] == exact["mlp_widths"]
     for got, expected in zip(result["outputs"], exact["outputs"], strict=True):
@@ -296,23 +355,23 @@ def test_fp8_is_near(family: str, other_ways: Any) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("family", ADAPTERS)
+@pytest.mark.parametrize("family", [nightly(family, family != "gemma4_text") for family in ADAPTERS])
 def test_an_adapter_answers_as_in_peft(family: str, other_ways: Any, adapters: Any, answers: Any) -> None:
-    result = other_ways[f"{family} adapted"]
+    result = other_ways(f"{family}: adapters")
     assert_same(result, answers(family, "zeroed"))
-    assert_same(result["adapted"][0], adapters[family][1])
+    assert_same(result["adapted"][0], adapters(family, "narrow")[1])
 
 
 @pytest.mark.vllm
 def test_an_adapter_of_other_widths_is_refused(other_ways: Any) -> None:
     words = r"model.layers.0.mlp.down_proj is for 96 inputs and 64 outputs, and this layer requires 64 and 64; .*train"
-    assert re.search(words, other_ways["gemma4_text adapted"]["adapted"][1]["error"])
+    assert re.search(words, other_ways("gemma4_text: adapters")["adapted"][1]["error"])
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_work_stops_the_start_and_names_the_place(name: str, other_ways: Any) -> None:
-    assert re.search(BROKEN[name][3], other_ways[name]["error"]), other_ways[name]
+    assert re.search(BROKEN[name][3], other_ways(name)["error"]), other_ways(name)
 
 
 @pytest.fixture(scope="session")
