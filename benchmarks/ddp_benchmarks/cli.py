@@ -95,7 +95,7 @@ def sharegpt(output: Path | None, overwrite: bool, as_json: bool, **options: Any
     before = output.stat().st_mtime_ns if output.exists() else None
     try:
         with terminable():
-            run_benchmark(settings, output, say=partial(console.print, style="dim"))
+            run_benchmark(settings, output, print_line=partial(console.print, style="dim"))
     finally:  # an interrupted run prints its results so far
         written = output.exists() and output.stat().st_mtime_ns != before
         if written and (results := read_results(output))["runs"]:
@@ -176,7 +176,7 @@ def kernel(
         write_results(results, output)
 
     try:
-        run_kernel_benchmark(settings, say=partial(console.print, style="dim"), save=save)
+        run_kernel_benchmark(settings, print_line=partial(console.print, style="dim"), save=save)
     finally:  # an interrupted run prints its results so far
         if results:
             print_kernel(results, console)
@@ -261,7 +261,9 @@ def profile(output: Path, overwrite: bool, **options: Any) -> None:
 
     console = plain_console()
     with terminable():
-        run_profile(ProfileSettings(**options), output, overwrite=overwrite, say=partial(console.print, style="dim"))
+        run_profile(
+            ProfileSettings(**options), output, overwrite=overwrite, print_line=partial(console.print, style="dim")
+        )
     for line in describe(output):
         console.print(line)
     console.print(f"{output} has every measurement")
@@ -359,7 +361,7 @@ def eval(
         for one in settings:
             stack.enter_context(results_folder(one.output))
         stack.enter_context(terminable())
-        found = [evaluate(one, say=partial(console.print, style="dim")) for one in settings]
+        found = [evaluate(one, print_line=partial(console.print, style="dim")) for one in settings]
     print_quality(found[-1], found[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")
     if as_json:

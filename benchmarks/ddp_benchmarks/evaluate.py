@@ -104,7 +104,7 @@ class EvalSettings:
         return files
 
 
-def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> dict[str, Any]:
+def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = print) -> dict[str, Any]:
     """Evaluate a model on every task that is not in the cache; return lm-eval's results of all
     tasks in one dict.
 
@@ -118,7 +118,7 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
     cached = {name: _cache_file(settings, name, files.get(name)) for name in settings.tasks}
     todo = [name for name, file in cached.items() if _finished(file) is None]
     if done := len(settings.tasks) - len(todo):
-        say(f"{settings.model}: reusing {done} of {len(settings.tasks)} tasks from the cache")
+        print_line(f"{settings.model}: reusing {done} of {len(settings.tasks)} tasks from the cache")
     if todo:
         run_alone(_evaluate_tasks, settings, todo, files)
         cached |= {name: _cache_file(settings, name, files.get(name)) for name in todo}  # now a Hub model is downloaded

@@ -54,7 +54,7 @@ FEW_TOKENS, DRAWS = 64, 4
 """Batches of up to FEW_TOKENS run DRAWS routings in turn, so that caches do not hold the same few
 experts."""
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,9 @@ class KernelSettings:
             raise SettingError("--dtype bfloat16: this GPU does not support it; use --dtype float16")
 
 
-def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Mapping[str, Any]], None]) -> None:
+def run_kernel_benchmark(
+    settings: KernelSettings, print_line: PrintLine, save: Callable[[Mapping[str, Any]], None]
+) -> None:
     """Measure every shape and sparsity, and pass the results so far to `save` after each.
 
     Raises: ServingError if a kernel is missing or its results are wrong.
@@ -116,18 +118,18 @@ def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Map
         "complete": False,
         "rows": [],
     }
-    say("copy {copy_gb_per_s:.1f} GB/s, matmul {matmul_gflop_per_s:,.0f} GFLOP/s".format(**results["ceilings"]))
+    print_line("copy {copy_gb_per_s:.1f} GB/s, matmul {matmul_gflop_per_s:,.0f} GFLOP/s".format(**results["ceilings"]))
     for name in settings.shapes:
         shape = SHAPES[name].scaled(settings.scale, settings.experts)
         generator = torch.Generator().manual_seed(settings.seed)
         dense = draw_experts(shape, DTYPES[settings.dtype], settings.device, generator)
         for sparsity in settings.sparsities:
             widths = draw_widths(shape, sparsity, settings.seed)
-            say(f"{name} {asdict(shape)}, {sparsity} % removed: widths {min(widths)}…{max(widths)}")
+            print_line(f"{name} {asdict(shape)}, {sparsity} % removed: widths {min(widths)}…{max(widths)}")
             runs, pages = _variants(build_ragged, shape, dense, widths)
             of_vllm = {variant: run for variant, run in runs.items() if isinstance(run, FusedExperts)}
             for variant, run in of_vllm.items():
-                say(f"vLLM runs {variant} by {run}")
+                print_line(f"vLLM runs {variant} by {run}")
             layer = {"shape": name, **asdict(shape), "sparsity": sparsity, "huge_page_bytes": pages}
             layer["vllm"] = {variant: run.choice for variant, run in of_vllm.items()}
             measured = _measure(runs, shape, widths, settings, results["ceilings"])

@@ -56,7 +56,7 @@ class ProfileSettings:
                 raise SettingError(f"{flag} {','.join(map(str, values))} has a value below {low}")
 
 
-def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, say: Callable[[str], None]) -> None:
+def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, print_line: Callable[[str], None]) -> None:
     """Time every shape in every round and write the profile to `output`.
 
     Raises: ServingError if an engine fails, after saving the results so far; SettingError,
@@ -73,11 +73,11 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, say
         scratch = Path(tempfile.mkdtemp(prefix="ddp-vllm-profile-"))
         arguments = ["--load-format", "dummy", *settings.engine_arguments]
         largest = largest_of(settings.concurrency, settings.context_length, settings.steps)
-        say("starting the engine of the dense model")
+        print_line("starting the engine of the dense model")
         model = _without_weights(folder, config, None, scratch / "dense")
         with StepEngine(model, arguments, largest=largest, log=scratch / "dense.log") as dense:
             for name in missing:
-                say(f"{len(done) + missing.index(name) + 1} of {len(shapes)}: {name}")
+                print_line(f"{len(done) + missing.index(name) + 1} of {len(shapes)}: {name}")
                 model = _without_weights(folder, config, shapes[name], scratch / name.replace(" ", "-"))
                 with StepEngine(model, arguments, largest=largest, log=scratch / "engine.log") as other:
                     results["times"] += _rounds(name, {"dense": dense, name: other}, settings)

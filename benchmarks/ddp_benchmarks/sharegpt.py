@@ -123,7 +123,7 @@ def results_file(settings: Settings, output: Path | None, *, overwrite: bool) ->
     return file
 
 
-def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None] = print) -> dict[str, Any]:
+def run_benchmark(settings: Settings, output: Path, *, print_line: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure all models and return the results, which are written to `output` after every engine.
 
     Raises: ServingError if an engine fails, after writing the results so far with `complete: false`
@@ -139,7 +139,7 @@ def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None
     facts = [each.to_json() | {"label": label} for each, label in zip(described, labels, strict=True)]
     settings = _fit(settings)
     sample = _draw(settings)
-    say(sample.describe())
+    print_line(sample.describe())
     results = new_results(FORMAT, settings.to_json()) | {
         "complete": False,
         "reason": "still running",
@@ -153,7 +153,7 @@ def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None
     write_sample(sample, folder / "sharegpt.json")
     try:
         for turn, model, label in _schedule(settings, models, labels):
-            say(f"{'warm-up' if turn < 0 else f'pair {turn + 1} of {settings.pairs}'}: {label}")
+            print_line(f"{'warm-up' if turn < 0 else f'pair {turn + 1} of {settings.pairs}'}: {label}")
             with closing(_measure(settings, model, sample, folder)) as runs:
                 for run in runs:
                     results["runs"].append({"round": turn, "label": label, **run})

@@ -175,7 +175,7 @@ def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int
     }
 
 
-def compare_steps(settings: StepSettings, *, say: Callable[[str], None]) -> dict[str, Any]:
+def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) -> dict[str, Any]:
     """Time steps of all models in turns; return the seconds and, per pruned model, the speedup as
     `verdicts`.
 
@@ -192,13 +192,13 @@ def compare_steps(settings: StepSettings, *, say: Callable[[str], None]) -> dict
     engines: dict[str, StepEngine] = {}
     with ExitStack() as stack:
         for number, model in enumerate(models):
-            say(f"starting the engine of {model}")
+            print_line(f"starting the engine of {model}")
             engine = StepEngine(
                 model, settings.engine_arguments, largest=largest, log=scratch / f"{number}.log", together=len(models)
             )
             engines[model] = stack.enter_context(engine)
         for turn in range(-1, settings.rounds):  # the first one is discarded
-            say("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
+            print_line("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
             found = take_turns(engines, workload, settings.steps, max(turn, 0))
             for model, cell in found.items() if turn >= 0 else ():
                 cells[model].append(cell)

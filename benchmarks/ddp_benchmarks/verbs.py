@@ -33,7 +33,7 @@ def profile(
     for name in {"concurrency", "context_length"} & values.keys():
         values[name] = (values[name],) if isinstance(values[name], int) else tuple(values[name])
     chosen, file = ProfileSettings(model=str(model), **values), Path(output)
-    run_profile(chosen, file, overwrite=overwrite, say=line_printer(verbose))
+    run_profile(chosen, file, overwrite=overwrite, print_line=line_printer(verbose))
     return read_profile(file)
 
 
@@ -59,7 +59,7 @@ def bench(
         values["dataset"] = Path(values["dataset"])
     chosen = Settings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), **values)
     file = results_file(chosen, Path(output) if output else None, overwrite=overwrite)
-    return dict(run_benchmark(chosen, file, say=line_printer(verbose)))
+    return dict(run_benchmark(chosen, file, print_line=line_printer(verbose)))
 
 
 def bench_steps(
@@ -95,7 +95,7 @@ def bench_steps(
     chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **values)
     provenances = [read_checkpoint(Path(each)).provenance if is_pruned(Path(each)) else {} for each in chosen.pruned]
     predictions = [each.get("latency", {}) for each in provenances]
-    found = compare_steps(chosen, say=line_printer(verbose))
+    found = compare_steps(chosen, print_line=line_printer(verbose))
     for prediction, verdict in zip(predictions, found["verdicts"], strict=True):
         if prediction.get("workload") == asdict(workload):
             verdict["predicted"] = prediction["speedup"]
@@ -128,7 +128,7 @@ def evaluate(
     chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, **values)
     chosen.check()
     with results_folder(folder):
-        return dict(evaluating.evaluate(chosen, say=line_printer(verbose)))
+        return dict(evaluating.evaluate(chosen, print_line=line_printer(verbose)))
 
 
 def _several(paths: str | Path | Iterable[str | Path]) -> Iterable[str | Path]:

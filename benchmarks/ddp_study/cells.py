@@ -56,7 +56,7 @@ TOGETHER = ("seconds", "cpu_seconds", "tokens")  # added over a second run and t
 Facts = dict[str, Any]
 
 
-def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
+def run_study(study: Study, output: Path, print_line: Callable[[str], None]) -> None:
     """Compute the missing cells of a study.
 
     Raises: SettingError if the folder has cells of another model, text or recipe, or the model does not support a
@@ -87,7 +87,7 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
         cells.dense(blocks)
         for seed, row in itertools.product(study.seeds, study.rows):
             for line in cells.fill(row, seed):
-                say(line)
+                print_line(line)
 
 
 def _read(recipe: Recipe, tokenizer: Any) -> Blocks:

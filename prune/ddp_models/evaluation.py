@@ -40,15 +40,15 @@ class Evaluation:
         texts: Mapping[str, torch.Tensor],
         tokenizer: Any,
         loss_masks: Mapping[str, torch.Tensor] | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        print_line: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Choose the texts.
 
         texts: blocks by the name of the text, int64 [num_blocks, seq_len].
         loss_masks: bool, shaped as `texts`: the tokens to evaluate; None: all of them.
-        say: prints a line before the evaluation of a model, which takes minutes on a CPU.
+        print_line: prints a line before the evaluation of a model, which takes minutes on a CPU.
         """
-        self.texts, self.tokenizer, self.say = texts, tokenizer, say
+        self.texts, self.tokenizer, self.print_line = texts, tokenizer, print_line
         masks = loss_masks or {name: torch.ones_like(blocks, dtype=torch.bool) for name, blocks in texts.items()}
         self.loss_masks = {name: mask[:, 1:] for name, mask in masks.items()}  # of predicted tokens
         self.block_tokens: dict[str, list[int]] = {name: mask.sum(1).tolist() for name, mask in self.loss_masks.items()}
@@ -61,7 +61,7 @@ class Evaluation:
     def evaluate(self, who: str, model: Any) -> None:
         """Compute the losses and samples of a model, in its dtype and with the attention that serving uses."""
         num_blocks = sum(map(len, self.texts.values()))
-        self.say(f"evaluating the {who} model: {num_blocks:,} held-out sequences, {len(PROMPTS)} answers")
+        self.print_line(f"evaluating the {who} model: {num_blocks:,} held-out sequences, {len(PROMPTS)} answers")
         checkpoint_layers(model, False)
         if model._supports_sdpa and not model.config.get_text_config().to_dict().get("attn_logit_softcapping"):
             model.set_attn_implementation("sdpa")

@@ -84,14 +84,14 @@ class Source:
         """Module types that can have gates."""
         return dimensions_of(self.config).blocks
 
-    def describe_rest(self, say: Callable[[str], None]) -> None:
+    def describe_rest(self, print_line: Callable[[str], None]) -> None:
         """Print in one line what is not pruned, because this architecture or the user does not allow it."""
         mlps = f"the MLPs of {len(self.sizes.mlp_layers)} layers (--prune mlp,experts)" if self.structure else "MLPs"
         labels = {"attn": "attention", "mlp": mlps, "experts": "routed experts"}
         rest = [*(self.structure.left_alone if self.structure else ())]
         rest += [labels[kind] for kind in self.prunable if kind not in self.sizes.blocks]
         if rest:
-            say(f"not pruned: {', '.join(rest)}")
+            print_line(f"not pruned: {', '.join(rest)}")
 
     def with_blocks(self, chosen: Collection[str]) -> "Source":
         """Return the source with gates on these module types only. Raises: SettingError for one that has none."""

@@ -63,8 +63,8 @@ def prune(
         check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
     show_line = partial(console.print, markup=False, soft_wrap=True)
-    say: Callable[[str], None] = show_line if accelerator.is_main_process else lambda _: None
-    say(describe_device(accelerator))
+    print_line: Callable[[str], None] = show_line if accelerator.is_main_process else lambda _: None
+    print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
     resumed: list[Earlier | None] = []
     with raise_on_all_ranks(accelerator):
@@ -76,10 +76,10 @@ def prune(
         accelerator, (resumed[:1], saved_header(family).get("step", 0) if family else 0)
     )
     source = main_process_first(accelerator, lambda: find_model(first, output))
-    source.describe_rest(say)
+    source.describe_rest(print_line)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
-    runs = resolve_runs(recipes, pools, source, profile, earlier[0], accelerator, say)
+    runs = resolve_runs(recipes, pools, source, profile, earlier[0], accelerator, print_line)
     start_tracker(accelerator, "ddp-vllm", runs[-1].recipe)
     inputs = main_process_first(accelerator, partial(read_inputs, runs[-1], source, accelerator, console))
     inputs.announce(runs[-1])
@@ -143,7 +143,7 @@ def prune_family(
             save_to = inputs.state(family, run) if run is not last else None
             done = searched and (run is last or run.steps.search <= searched) and is_written(inputs, run, folder)
             if broadcast_from_main(inputs.accelerator, bool(done)):
-                inputs.say(f"{folder} was written before")
+                inputs.print_line(f"{folder} was written before")
             else:
                 prune_size(inputs, run, pools, folder, FamilyCheckpoints(resume_from, save_to, run.steps.search))
             resume_from = save_to
@@ -163,8 +163,8 @@ def prune_size(inputs: Inputs, run: Run, pools: Sequence[Pool], output: Path, fa
     """Train one size, write its checkpoint with its report, and delete the run's folder."""
     accelerator = inputs.accelerator
     for pool in pools:
-        inputs.say(pool.describe())
-    state = inputs.state(output, run, inputs.say)
+        inputs.print_line(pool.describe())
+    state = inputs.state(output, run, inputs.print_line)
     with locked_run(state, accelerator):
         result = train_size(inputs, run, pools, state, family)
         with raise_on_all_ranks(accelerator):

@@ -42,11 +42,11 @@ class Plan:
 
 
 def plan(
-    recipes: Sequence[Recipe], output: Path, on: str | None = None, say: Callable[[str], None] = lambda _: None
+    recipes: Sequence[Recipe], output: Path, on: str | None = None, print_line: Callable[[str], None] = lambda _: None
 ) -> Plan:
     """Describe what `prune` would do. Raises: as `prune` before it loads the model.
 
-    say: prints a line before steps are timed, which takes minutes on a CPU.
+    print_line: prints a line before steps are timed, which takes minutes on a CPU.
 
     on: cards as `sizing.parse_cards` reads them; memory and time are then estimated for these, not for this machine,
         and the weights of a hub model are not downloaded.
@@ -73,7 +73,7 @@ def plan(
         taken = next(sized for sized in estimates if sized.is_auto)
         return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak_bytes, seconds=taken.seconds)
     accelerator = make_accelerator(output, None)
-    say(describe_device(accelerator))
+    print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
     earlier = broadcast_from_main(
         accelerator, earlier_run(first, folders_of(recipes, output)[0], family_run(recipes, output))
@@ -90,7 +90,7 @@ def plan(
     if needed > USABLE * free_memory(accelerator):
         lines.append("time: not measured, because memory is short")
         return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=needed)
-    say("timing steps on random tokens")
+    print_line("timing steps on random tokens")
     seconds = seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
     num_trials, steps = trial_steps(runs[-1]), sum(run.steps.last - run.steps.first for run in runs)
     trials = f" and trials of the learning rate that take as long as {num_trials}" * bool(num_trials)

@@ -84,12 +84,12 @@ def run_trials(
     heldout: torch.Tensor,
     eta: float,
     seed: int,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> Found:
     """Find the learning rate of a run, and leave the weights as they were.
 
     model: the dense model, whose `weights` are trained. heldout: int64 [num_blocks, seq_len]. eta: weight of the KL.
-    say: prints a line before and after each trial.
+    print_line: prints a line before and after each trial.
     """
     accelerator = batches.accelerator
     rates = RATES["lora" if weights.adapted else "weights"]
@@ -107,7 +107,9 @@ def run_trials(
                 backward(step)
                 weights.step(rate, weights.reduce_gradients(), step_seed(seed, step))
             loss = heldout_loss()
-            say(f"learning rate {rate:g}, trial {rates.index(rate)} of {len(rates) - FIRST}: {change(loss, dense)}")
+            print_line(
+                f"learning rate {rate:g}, trial {rates.index(rate)} of {len(rates) - FIRST}: {change(loss, dense)}"
+            )
             return loss
         except TrainingError:  # a gradient is not a number
             return math.inf
@@ -124,6 +126,8 @@ def run_trials(
             total += cross_entropy + eta * divergence
         return broadcast_from_main(accelerator, total / len(blocks))
 
-    say(f"finding the learning rate: at most {len(rates) - FIRST} trials of {TRIAL_STEPS} steps of the dense model")
+    print_line(
+        f"finding the learning rate: at most {len(rates) - FIRST} trials of {TRIAL_STEPS} steps of the dense model"
+    )
     dense = heldout_loss()
     return find_rate(rates, dense, trial)

@@ -73,15 +73,17 @@ def resolve_runs(
     profile: Profile | None,
     earlier: Earlier | None,
     accelerator: Accelerator,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> list[Run]:
     """Return the run of each size; its search begins at the keep ratios of the previous size.
 
     All processes must call this together. Raises: SettingError as the two functions below.
     """
     first = recipes[0]
-    mode = resolve_training_mode(first, source, earlier, accelerator, say)
-    recipes = resolve_minutes(recipes, earlier, mode, source, pools[-1], head_unit_of(first, source), accelerator, say)
+    mode = resolve_training_mode(first, source, earlier, accelerator, print_line)
+    recipes = resolve_minutes(
+        recipes, earlier, mode, source, pools[-1], head_unit_of(first, source), accelerator, print_line
+    )
     starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
     return [
         Run(recipe=recipe, steps=steps, **mode._asdict(), profile=profile, start=start, in_family=len(recipes) > 1)
@@ -90,11 +92,11 @@ def resolve_runs(
 
 
 def resolve_training_mode(
-    recipe: Recipe, source: Source, earlier: Earlier | None, accelerator: Accelerator, say: Callable[[str], None]
+    recipe: Recipe, source: Source, earlier: Earlier | None, accelerator: Accelerator, print_line: Callable[[str], None]
 ) -> Mode:
     """Return the training mode: that of the interrupted run, or the first that memory holds now.
 
-    say: prints the chosen mode, and the memory that the next mode up would require.
+    print_line: prints the chosen mode, and the memory that the next mode up would require.
     Raises: SettingError if memory does not hold the mode that the user passed, or if its optimizer cannot run here.
     """
     modes, obstacle = allowed_modes(recipe), ""
@@ -122,7 +124,7 @@ def resolve_training_mode(
             + (f"what fits: {fitting}" if fitting else "pass --shard on more devices")
         )
     above = modes[modes.index(chosen) - 1 : modes.index(chosen)]
-    say(
+    print_line(
         f"training mode: {needs[chosen]} of {gigabytes(free)} before activations"
         + "".join(f"; {needs[mode]}" for mode in above)
         + (f"; {obstacle}" if obstacle else "")
@@ -138,7 +140,7 @@ def resolve_minutes(
     pools: Sequence[Pool],
     head_unit: str,
     accelerator: Accelerator,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> list[Recipe]:
     """Return the recipes with steps, batch size and sequence length that fit into their minutes, if they have minutes.
 
@@ -155,7 +157,7 @@ def resolve_minutes(
         fixed = source, head_unit, pools, accelerator
         shape = fit_minutes(run, len(recipes), lambda run: seconds_a_step(run, *fixed), accelerator.num_processes)
     steps, batch, seq_len = shape
-    say(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
+    print_line(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
     settled = [dataclasses.replace(recipe, steps=steps, batch_size=batch, seq_len=seq_len) for recipe in recipes]
     check_sharding(settled[-1], accelerator.num_processes)  # a resumed run may have had fewer processes
     return settled

@@ -58,7 +58,7 @@ class Inputs:
     """The training-data fingerprint."""
     accelerator: Accelerator
     console: Console
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     """Prints a line, from one process."""
 
     def announce(self, run: Run) -> None:
@@ -68,18 +68,18 @@ class Inputs:
         units = {"attn": self.head_unit, "mlp": "channel", "experts": "expert channel"}
         unit = self.head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
         trained = {"masks": "masks", "lora": "masks and low-rank additions", "weights": "masks and weights"}[run.train]
-        self.say(
+        self.print_line(
             f"text: {blocks.num_tokens:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
             f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
         )
-        self.say(
+        self.print_line(
             f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; trained: {trained}"
         )
 
-    def state(self, output: Path, run: Run, say: Callable[[str], None] = lambda _: None) -> RunState:
+    def state(self, output: Path, run: Run, print_line: Callable[[str], None] = lambda _: None) -> RunState:
         """Return the folder of a run on this text that writes `output`."""
         same: dict[str, Any] = {"resolved": run.to_dict(), "fingerprint": self.fingerprint}
-        return RunState(output, run.recipe, **same, writes=self.accelerator.is_main_process, say=say)
+        return RunState(output, run.recipe, **same, writes=self.accelerator.is_main_process, print_line=print_line)
 
 
 def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Console) -> Inputs:
@@ -92,21 +92,21 @@ def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Con
     files = weight_files(source.folder), tokenizer_and_config_files(source.folder)
     profile = str(run.profile.path) if run.profile else ""
     show = partial(console.print, markup=False, soft_wrap=True)  # a file's name may contain [
-    say: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
+    print_line: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
     for text in watched.values():
         for note in text.notes:
-            say(note)
+            print_line(note)
     return Inputs(
         source=source,
         head_unit=head_unit_of(recipe, source),
         tokenizer=tokenizer,
         blocks=blocks,
         watched={name: text.heldout for name, text in watched.items()},
-        loss_mask=select_loss_mask(blocks, recipe.learn_from, recipe.data, say),
+        loss_mask=select_loss_mask(blocks, recipe.learn_from, recipe.data, print_line),
         fingerprint=fingerprint([blocks.train, blocks.heldout], *files, profile=profile),
         accelerator=accelerator,
         console=console,
-        say=say,
+        print_line=print_line,
     )
 
 
@@ -142,14 +142,16 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
     recipe, source, accelerator = run.recipe, inputs.source, inputs.accelerator
     gated, weights = load_trained(run, source, inputs.head_unit, accelerator)
     joint = Joint(weights, inputs.blocks.heldout) if weights else None
-    evaluation = Evaluation({recipe.data: inputs.blocks.heldout, **inputs.watched}, inputs.tokenizer, say=inputs.say)
+    evaluation = Evaluation(
+        {recipe.data: inputs.blocks.heldout, **inputs.watched}, inputs.tokenizer, print_line=inputs.print_line
+    )
     evaluation.evaluate("dense", gated.model)
     if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
         raise ModelError(
             f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
         )
     if warning := bos_warning(gated.model, recipe.model, inputs.tokenizer, inputs.blocks.heldout):
-        inputs.say(warning)
+        inputs.print_line(warning)
     if joint and run.train == "weights" and recipe.distillation > 0:
         joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, gated.model))
     phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
@@ -170,9 +172,9 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
         transform = joint.weights.finish()
     with gated.masks(gates):
         evaluation.evaluate("pruned", gated.model)
-    warn_of_harm(evaluation, untrained, inputs.say)
+    warn_of_harm(evaluation, untrained, inputs.print_line)
     for name in inputs.watched:
-        inputs.say(evaluation.summary(name))
+        inputs.print_line(evaluation.summary(name))
     metrics = {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}
     if inputs.watched:
         metrics["watched"] = {name: evaluation.perplexity(name) for name in inputs.watched}
@@ -192,14 +194,14 @@ def load_trained(
     return GatedModel(model, source.family, source.sizes, head_unit), weights
 
 
-def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], say: Callable[[str], None]) -> None:
+def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], print_line: Callable[[str], None]) -> None:
     """Print where the trained weights diverge further from the dense model than its own weights under these gates.
 
     untrained: the divergences of the latter.
     """
     for name, before in untrained.items():
         if (trained := evaluation.agreements[name]["pruned"]["kl"]) > before:
-            say(
+            print_line(
                 f"on {name} training the weights did harm: KL {trained:.3f} from the dense model, {before:.3f} with "
                 "its own weights under the same masks; ddp-vllm apply makes that model from the masks file, and "
                 "--train masks trains masks only"
@@ -216,7 +218,7 @@ class Joint(NamedTuple):
     """A copy of the dense model; None without distillation, and for adapters, which can be disabled."""
 
 
-def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
+def resolve_learning_rate(joint: Joint, trainer: Trainer, print_line: Callable[[str], None]) -> dict[str, Any]:
     """Return the highest rate of the weights, as asked or found by trials, in the form of `Learned.rate`."""
     recipe, model = trainer.run.recipe, trainer.gated.model
     if recipe.learning_rate:
@@ -224,9 +226,16 @@ def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], N
     if joint.heldout is None or trainer.teacher is None:
         return {"highest": highest_rate(trainer.run.train, trainer.gated.sizes.hidden_size)}
     trials = run_trials(
-        model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation, recipe.seed, say
+        model,
+        trainer.teacher,
+        joint.weights,
+        trainer.batches,
+        joint.heldout,
+        recipe.distillation,
+        recipe.seed,
+        print_line,
     )
-    say(str(trials))
+    print_line(str(trials))
     return {
         "highest": trials.rate,
         "dense": trials.dense,
@@ -270,12 +279,12 @@ def train(
     model: Any = gated.model
     batches = Batches(blocks, recipe, accelerator, loss_mask)
     stock_attention = model.config._attn_implementation
-    fit_batches(gated, batches, recipe, accelerator, state.say, run.optimizer)
+    fit_batches(gated, batches, recipe, accelerator, state.print_line, run.optimizer)
     trainer = (make or TRAINERS[recipe.controller])(gated, batches, run, pools, accelerator)
     if joint:
         if joint.teacher is not None:
             fit_attention(joint.teacher, recipe.seq_len, accelerator.device)
-        find = partial(resolve_learning_rate, joint, trainer, state.say)
+        find = partial(resolve_learning_rate, joint, trainer, state.print_line)
         trainer.train_weights(joint.weights, joint.teacher, find)
     take_steps(trainer, recipe, run.steps.last, accelerator, state, report, family)
     model.set_attn_implementation(stock_attention)  # evaluated like the dense model

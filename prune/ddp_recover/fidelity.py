@@ -30,7 +30,7 @@ from ddp_vllm.results import write_new_results
 MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over blocks
 
 
-def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[str], None]) -> dict[str, Any]:
+def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Callable[[str], None]) -> dict[str, Any]:
     """Evaluate both models on every text; return the results, which are also written into the folder `output`.
 
     Raises: SettingError if the model to compare with is unknown; ModelError, CheckpointError, TextError; TrainingError
@@ -46,19 +46,19 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
             "the model that it was made from"
         )
     tokenizer = load_tokenizer(str(source.folder))
-    texts = {name: _load_text(name, settings, tokenizer, int(dense_size or 0), say) for name in settings.texts}
+    texts = {name: _load_text(name, settings, tokenizer, int(dense_size or 0), print_line) for name in settings.texts}
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
     evaluation = Evaluation(blocks, tokenizer, loss_masks)
     accelerator = make_accelerator(output, None)
     device = accelerator.device
-    say(describe_device(accelerator))
+    print_line(describe_device(accelerator))
     too_large = (
         f"{settings.model}, its dense model and a block of {settings.max_length:,} tokens do not fit into the "
         "memory of the device; free it of other processes, or lower --max-length"
     )
     with explained(too_large):
         for name, model in (("dense", dense), ("pruned", source)):
-            say(f"evaluating {model.folder.name} on {sum(map(len, blocks.values())):,} sequences")
+            print_line(f"evaluating {model.folder.name} on {sum(map(len, blocks.values())):,} sequences")
             evaluation.evaluate_texts(name, load_model(model, settings.dtype, device))
     results: dict[str, Any] = {
         "format": FIDELITY_FORMAT,
@@ -114,7 +114,7 @@ def open_model(model: str, dense: Source) -> Source:
 
 
 def _load_text(
-    name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int, say: Callable[[str], None]
+    name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int, print_line: Callable[[str], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the blocks of a text that have tokens to evaluate, int64 [num_blocks, max_length], and their loss mask.
 
@@ -126,7 +126,7 @@ def _load_text(
         min_train_blocks=0, seed=0,
     )  # fmt: skip
     for note in blocks.notes:
-        say(note)
+        print_line(note)
     evaluated = blocks.loss_mask[:, 1:].any(1)
     if not evaluated.any():
         raise TextError(f"{name} has no block of {length:,} tokens to evaluate; give more text, or lower --max-length")

@@ -49,10 +49,10 @@ SCHEMES = {  # by llm-compressor's names
 }
 
 
-def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, say: Callable[[str], None]) -> None:
+def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, print_line: Callable[[str], None]) -> None:
     """Write the model in `folder`, pruned or dense, with quantized weights; all other files are copied.
 
-    say: prints a line on the layers that a kernel runs more slowly, if there are any.
+    print_line: prints a line on the layers that a kernel runs more slowly, if there are any.
     Raises: CheckpointError if the model is quantized already; SettingError for another scheme, for routed experts, and
         for widths that no kernel supports; OutputError as `atomic_folder`; SettingError without llm-compressor;
         DdpError if llm-compressor fails.
@@ -62,7 +62,7 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, say: C
     check_output(output, overwrite=overwrite)
     checkpoint = _open(folder)
     if note := kernel_note(checkpoint, scheme):
-        say(note)
+        print_line(note)
     if find_spec("llmcompressor") is None:
         raise SettingError(
             "llm-compressor is not installed; install it in a separate environment, because it replaces packages that "

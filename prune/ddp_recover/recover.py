@@ -60,7 +60,7 @@ from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.provenance import identity_of, local_provenance
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,8 @@ def recover(
             check_output(output, overwrite=overwrite or bool(_interrupted_run(recipe, output)))
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe, output))
     set_seed(recipe.seed)
-    say: Say = partial(console.print, markup=False, soft_wrap=True) if main else lambda _: None
-    say(describe_device(accelerator))
+    print_line: PrintLine = partial(console.print, markup=False, soft_wrap=True) if main else lambda _: None
+    print_line(describe_device(accelerator))
     too_large = (
         f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
         "of a device; free it of other processes, try --train lora, lower --seq-len, or --shard over more devices"
@@ -133,12 +133,12 @@ def recover(
         if resolved.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
             raise SettingError(obstacle)
         weights = TrainedWeights(models.model, accelerator, resolved.train, resolved.rank, resolved.optimizer)
-        resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, say)
+        resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, print_line)
         provenance = local_provenance(checkpoint.folder / MASKS_FILE)
-        text = _load_text(resolved, provenance, models, say)
+        text = _load_text(resolved, provenance, models, print_line)
         fingerprints = _fingerprints(recipe, text, pruned.folder, dense.folder)
         choice = {"train": resolved.train, "optimizer": resolved.optimizer}
-        run = RunState(output, resolved, resolved=choice, fingerprint=fingerprints, writes=main, say=say)
+        run = RunState(output, resolved, resolved=choice, fingerprint=fingerprints, writes=main, print_line=print_line)
         with locked_run(run, accelerator):
             evaluation, transform = _train(resolved, models, weights, text, run, console)
             with raise_on_all_ranks(accelerator):
@@ -146,7 +146,7 @@ def recover(
                     provenance |= _results(resolved, run, evaluation)
                     written = _write(checkpoint, transform, run, provenance)
                     for line in evaluation.recovery_summary():
-                        say(line)
+                        print_line(line)
                     print_written(written, recipe.teacher, console)
                     run.remove()
 
@@ -218,17 +218,19 @@ def _full_optimizer(recipe: RecoveryRecipe, models: Models) -> tuple[str, bool]:
     return chosen, False
 
 
-def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, say: Say) -> RecoveryRecipe:
+def _with_timed_tokens(
+    recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, print_line: PrintLine
+) -> RecoveryRecipe:
     """Return the recipe with the number of tokens that fits into its minutes, after timing a step on random tokens."""
     generator = torch.Generator().manual_seed(recipe.seed)
     shape = (recipe.batch_size, recipe.seq_len)
     blocks = torch.randint(models.teacher.config.get_text_config().vocab_size, shape, generator=generator)
-    trainer = _trainer(recipe, models, weights, blocks, None, say)
+    trainer = _trainer(recipe, models, weights, blocks, None, print_line)
     steps = max(1, int(60.0 * recipe.minutes / trainer.seconds_a_step()))
     return dataclasses.replace(recipe, tokens=steps * blocks.numel())
 
 
-def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Models, say: Say) -> Text:
+def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Models, print_line: PrintLine) -> Text:
     """Load the text to train on, its held-out part, and the watched texts. Raises: as `load_text`."""
     known = recipe, models.tokenizer, recipe.model, models.teacher.config.get_text_config().vocab_size
     train_blocks = recipe.steps * recipe.batch_size
@@ -240,18 +242,18 @@ def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Mo
             watched = main_process_first(models.accelerator, partial(load_watched, [name], *known))[name]
             heldout[name] = watched.heldout
             for note in watched.notes:
-                say(note)
+                print_line(note)
         except TextError:
             if recipe.watch:
                 raise
-    say(
+    print_line(
         f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
         f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "
         f"training mode {recipe.train} with {recipe.optimizer}, learning rate up to {recipe.learning_rate:g}"
     )
     if len(heldout) == 1:
-        say("no other text is evaluated; pass --watch FILE to detect a loss on other text")
-    return Text(blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, say), heldout)
+        print_line("no other text is evaluated; pass --watch FILE to detect a loss on other text")
+    return Text(blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, print_line), heldout)
 
 
 def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> list[str]:
@@ -277,12 +279,12 @@ def _train(
     recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, text: Text, run: RunState, console: Console
 ) -> tuple[Evaluation, UpdatedWeights]:
     """Train the pruned model; return the evaluation of all three models, and the updated weights."""
-    evaluation = Evaluation(text.heldout, models.tokenizer, say=run.say)
+    evaluation = Evaluation(text.heldout, models.tokenizer, print_line=run.print_line)
     evaluation.evaluate("dense", models.teacher)
     if warning := bos_warning(models.teacher, recipe.model, models.tokenizer, text.heldout[recipe.data]):
-        run.say(warning)
+        run.print_line(warning)
     evaluation.evaluate("pruned", models.model)
-    trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, run.say)
+    trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, run.print_line)
     with StepProgress(console, recipe.steps, _phase, run.writes) as report:
         take_steps(trainer, recipe, recipe.steps, models.accelerator, run, report)
     transform = weights.finish()
@@ -296,11 +298,11 @@ def _trainer(
     weights: TrainedWeights,
     blocks: torch.Tensor,
     loss_mask: torch.Tensor | None,
-    say: Say,
+    print_line: PrintLine,
 ) -> WeightTrainer:
     """Return a trainer on these blocks, with the largest micro-batch that fits into memory."""
     batches = Batches(blocks, recipe, models.accelerator, loss_mask)
-    fit_batches(models, batches, recipe, models.accelerator, say, recipe.optimizer)
+    fit_batches(models, batches, recipe, models.accelerator, print_line, recipe.optimizer)
     fit_attention(models.teacher, recipe.seq_len, models.accelerator.device)
     return WeightTrainer(models.model, models.teacher, weights, batches, recipe)
 

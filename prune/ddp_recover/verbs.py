@@ -72,7 +72,7 @@ def quantize(
     read_checkpoint(Path(model), dense=True)
     from ddp_recover import quantize as quantizing
 
-    quantizing.quantize(Path(model), scheme, Path(output), overwrite=overwrite, say=line_printer(verbose))
+    quantizing.quantize(Path(model), scheme, Path(output), overwrite=overwrite, print_line=line_printer(verbose))
     return Path(output)
 
 
@@ -100,4 +100,4 @@ def evaluate_text(
     from ddp_recover.fidelity import compare_on_text
 
     with results_folder(folder):
-        return compare_on_text(chosen, folder, say=line_printer(verbose))
+        return compare_on_text(chosen, folder, print_line=line_printer(verbose))

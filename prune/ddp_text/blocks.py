@@ -280,19 +280,23 @@ def save_blocks(path: Path, blocks: Tokens, notes: Sequence[str] = ()) -> None:
         raise unwritable_cache(cache_folder(), error) from error
 
 
-def select_loss_mask(blocks: Blocks, learn_from: str, data: str, say: Callable[[str], None]) -> torch.Tensor | None:
+def select_loss_mask(
+    blocks: Blocks, learn_from: str, data: str, print_line: Callable[[str], None]
+) -> torch.Tensor | None:
     """Return the loss mask of the training blocks; None if all tokens contribute to the cross-entropy.
 
     learn_from: `assistant`, or anything else for all tokens.
-    say: prints a line for the user.
+    print_line: prints a line for the user.
     Raises: TextError if no token would contribute.
     """
     for note in blocks.notes:
-        say(note)
+        print_line(note)
     if learn_from != "assistant":
         return None
     if blocks.loss_mask.all():
-        say(f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations to it")
+        print_line(
+            f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations to it"
+        )
         return None
     if not blocks.loss_mask[:, 1:].any():
         raise TextError(f"{data} holds no words of an assistant; try --learn-from all")

@@ -106,7 +106,7 @@ def fit_batches(
     batches: Batches,
     recipe: Settings,
     accelerator: Accelerator,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     optimizer: str = "",
 ) -> None:
     """Choose attention and checkpointing of the trained model, and smaller micro-batches if memory is short.
@@ -119,7 +119,9 @@ def fit_batches(
     )
     if fitting < batches.micro_batch_size and not recipe.micro_batch_size:
         if accelerator.is_main_process:
-            say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro_batch_size} sequences")
+            print_line(
+                f"memory is short: the micro-batch size is {fitting} instead of {batches.micro_batch_size} sequences"
+            )
         batches.micro_batch_size = fitting
     if any(isinstance(parameter, DTensor) for parameter in model.model.parameters()):
         counts = accelerator.gather(torch.tensor([len(list(batches.step(0)))], device=accelerator.device))

@@ -86,7 +86,7 @@ class RunState:
         resolved: Mapping[str, Any] | None = None,
         fingerprint: Mapping[str, Any] | None = None,
         writes: bool = True,
-        say: Callable[[str], None] = lambda _: None,
+        print_line: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Name the run's folder; nothing is written yet.
 
@@ -94,13 +94,13 @@ class RunState:
         fingerprint: the `fingerprint` of text and weights. A saved run is resumed only if `resolved`, `fingerprint`
             and the decisive settings of the recipe are the same.
         writes: False in processes other than the main one.
-        say: prints a line for the user.
+        print_line: prints a line for the user.
         """
         self.output = output
         self.folder, self.old, self.deleted = run_folders(output)
         self.state, self.metrics = self.folder / RUN_STATE, self.folder / RUN_METRICS
         self.made_by = {"recipe": recipe.to_dict(), "resolved": resolved or {}, "fingerprint": fingerprint or {}}
-        self.writes, self.say = writes, say
+        self.writes, self.print_line = writes, print_line
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -134,13 +134,13 @@ class RunState:
         try:
             header, tensors = _read(self.state, with_tensors=True)
         except UNREADABLE:
-            self.say(f"the saved run in {self.folder} is damaged, or of another version: starting anew")
+            self.print_line(f"the saved run in {self.folder} is damaged, or of another version: starting anew")
             return None
         if changed := _changed(header, self.made_by):
-            self.say(f"{', '.join(changed)} changed since the run in {self.folder} was saved: starting anew")
+            self.print_line(f"{', '.join(changed)} changed since the run in {self.folder} was saved: starting anew")
             return None
         self._forget_after(header["step"])
-        self.say(f"resuming after step {header['step']}")
+        self.print_line(f"resuming after step {header['step']}")
         return Saved(header["step"], tensors, header["extra"])
 
     @_writes
@@ -159,7 +159,7 @@ class RunState:
             _delete_files(self.old)
             for path in filter(_is_ours, list(self.folder.iterdir())):
                 os.replace(path, self.old / path.name)
-            self.say(f"another run was put aside in {self.old}")
+            self.print_line(f"another run was put aside in {self.old}")
         _make_private(self.folder)
         _delete_files(self.folder)
         _delete(self.deleted)

@@ -76,7 +76,7 @@ def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatc
     settings = ProfileSettings(
         model=str(tiny), concurrency=(3,), context_length=(32,), steps=12, engine_arguments=engine
     )
-    run_profile(settings, tmp_path / "machine.json", overwrite=False, say=lambda line: None)
+    run_profile(settings, tmp_path / "machine.json", overwrite=False, print_line=lambda line: None)
     found = json.loads((tmp_path / "machine.json").read_text())
     assert found["complete"] and not found["compiled"]
     for cell in (cell for run in found["times"] for key in ("cells", "beside") for cell in run[key]):
@@ -96,10 +96,10 @@ def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch:
 
     output = tmp_path / "machine.json"
     with pytest.raises(KeyboardInterrupt):
-        run_profile(settings, output, overwrite=False, say=interrupt)
+        run_profile(settings, output, overwrite=False, print_line=interrupt)
     first = json.loads(output.read_text())
     assert not first["complete"] and [run["shape"] for run in first["times"]] == ["mlp 0"] * 2
-    run_profile(settings, output, overwrite=False, say=said.append)
+    run_profile(settings, output, overwrite=False, print_line=said.append)
     start = "starting the engine of the dense model"
     assert said == [start, "1 of 2: mlp 0", "2 of 2: attention once", start, "2 of 2: attention once"]
     found = json.loads(output.read_text())

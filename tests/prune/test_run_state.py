@@ -114,7 +114,7 @@ def test_a_run_of_another_recipe_or_version_is_put_aside(tmp_path: Path, monkeyp
         _saved(tmp_path)
     assert RunState(tmp_path / "out", RECIPE).load() is None
     _saved(tmp_path)
-    other = RunState(tmp_path / "out", RECIPE, fingerprint={"text": "", "weights": []}, say=said.append)
+    other = RunState(tmp_path / "out", RECIPE, fingerprint={"text": "", "weights": []}, print_line=said.append)
     assert other.load() is None
     other.start()
     assert said == [
@@ -130,7 +130,7 @@ def test_a_run_of_another_recipe_or_version_is_put_aside(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("place", [30, -1, None])
 def test_a_flipped_bit_or_a_missing_end_of_a_saved_run_is_found(place: int | None, tmp_path: Path) -> None:
     said: list[str] = []
-    run = _saved(tmp_path, say=said.append)
+    run = _saved(tmp_path, print_line=said.append)
     content = bytearray(run.state.read_bytes())
     if place is None:
         del content[100:]
