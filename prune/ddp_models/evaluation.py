@@ -75,7 +75,10 @@ class Evaluation:
         for name, blocks in self.texts.items():
             self.losses[name][who], hidden[name] = losses_of(model, blocks, self.loss_masks[name])
         if self.first is None:
-            self.first = head, {name: [each.cpu() for each in states] for name, states in hidden.items()}
+            self.first = (
+                head,
+                {name: [state.cpu() for state in states] for name, states in hidden.items()},
+            )
             return
         first_head, first_hidden = self.first
         for name, states in hidden.items():
@@ -90,14 +93,14 @@ class Evaluation:
         self.evaluate_texts("tried", model)
         for losses in self.losses.values():
             del losses["tried"]
-        return {name: found.pop("tried")["kl"] for name, found in self.agreements.items()}
+        return {name: agreement.pop("tried")["kl"] for name, agreement in self.agreements.items()}
 
     def perplexity(self, text: str) -> dict[str, Any]:
         """Return each model's perplexity on a text, its losses by block, and its agreement with the first model."""
         losses, block_tokens = self.losses[text], self.block_tokens[text]
-        found: dict[str, Any] = {who: perplexity_of(values, block_tokens) for who, values in losses.items()}
-        found |= {"tokens": self.num_tokens[text], "block_losses": losses, "block_tokens": block_tokens}
-        return found | {"agreement": self.agreements[text]}
+        metrics: dict[str, Any] = {who: perplexity_of(values, block_tokens) for who, values in losses.items()}
+        metrics |= {"tokens": self.num_tokens[text], "block_losses": losses, "block_tokens": block_tokens}
+        return metrics | {"agreement": self.agreements[text]}
 
     def samples(self) -> dict[str, Any]:
         """Return the prompts, and the answers of each model."""
@@ -154,7 +157,7 @@ def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> 
     losses = list[tuple[float, float]]()
     for tokens in kept.to(head.weight.device):
         states = final_hidden(model, tokens[None]), final_hidden(model, F.pad(tokens, (1, 0), value=bos)[None])[1:]
-        without, after = (negative_log_likelihood(each, head, tokens[1:]) / len(tokens[1:]) for each in states)
+        without, after = (negative_log_likelihood(state, head, tokens[1:]) / len(tokens[1:]) for state in states)
         losses.append((without, after))
     gain, error = mean_loss([without - after for without, after in losses])
     if gain < max(BOS_GAIN, 2 * (error or 0.0)):

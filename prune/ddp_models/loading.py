@@ -55,8 +55,8 @@ def check_head(source: Source, model: Any) -> None:
     """Refuse a model whose logits are computed otherwise than `OutputHead` computes them. Raises: ModelError."""
     head = OutputHead.of(model)
     tokens = torch.arange(1, min(9, len(head.weight)), device=head.weight.device)[None]
-    ours, stock = head.logits(final_hidden(model, tokens)), model(tokens, use_cache=False).logits[0, :-1].float()
-    if not torch.allclose(ours, stock, atol=0.02 * float(stock.abs().max()), rtol=0.02):
+    computed, stock = head.logits(final_hidden(model, tokens)), model(tokens, use_cache=False).logits[0, :-1].float()
+    if not torch.allclose(computed, stock, atol=0.02 * float(stock.abs().max()), rtol=0.02):
         raise ModelError(
             f"{source.folder}: {type(model).__name__} computes its logits in a way that ddp-vllm does not know; "
             "the loss would be another one, so it cannot be pruned"
@@ -87,16 +87,16 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
 
     with reading(source.folder, ModelError, AGAIN):
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-    wanted = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    if wanted is None:  # not in the config
+    number_format = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    if number_format is None:  # not in the config
         with safe_open(weight_files(source.folder)[0], framework="pt") as file:
-            wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
-    if dtype == "auto" and wanted == torch.float16:
-        wanted = torch.bfloat16
+            number_format = file.get_slice(next(iter(file.keys())))[:1].dtype
+    if dtype == "auto" and number_format == torch.float16:
+        number_format = torch.bfloat16
     on_gpu = device is not None and device.type == "cuda"
-    if dtype == "auto" and wanted == torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported(False):
-        wanted = torch.float32
-    options: dict[str, Any] = {"dtype": wanted}
+    if dtype == "auto" and number_format == torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported(False):
+        number_format = torch.float32
+    options: dict[str, Any] = {"dtype": number_format}
     if source.text_config.get("attn_logit_softcapping"):
         options["attn_implementation"] = "eager"
     if source.structure is None and source.config.get("quantization_config"):

@@ -69,15 +69,15 @@ class Source:
         """Shapes of the loaded weights, by names as in the families; those outside of decoder layers as embeddings."""
         if not self.structure:
             return self.shapes
-        layers, found = f"{self.structure.widths.layers_module}.", dict[str, list[int]]()
+        layers, shapes = f"{self.structure.widths.layers_module}.", dict[str, list[int]]()
         for name, shape in self.shapes.items():
             if name.endswith(("lm_head.weight", "embed_out.weight")):
-                found["lm_head.weight"] = shape
+                shapes["lm_head.weight"] = shape
             elif name.startswith(layers):
-                found[f"{LAYERS}.{name.removeprefix(layers)}"] = shape
+                shapes[f"{LAYERS}.{name.removeprefix(layers)}"] = shape
             elif name in self.structure.loaded:
-                found[f"model.embed_tokens.{name}"] = shape
-        return found
+                shapes[f"model.embed_tokens.{name}"] = shape
+        return shapes
 
     @property
     def prunable(self) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ def _read_any(folder: Path, config: Mapping[str, Any], headers: Iterable["Header
     """Return a model of an architecture without a row in `FAMILIES`. Raises: ModelError."""
     from ddp_models.structure import find_structure
 
-    tensors = {name: (shape, dtype, path) for path, found in headers for name, shape, dtype in found}
+    tensors = {name: (shape, dtype, path) for path, header in headers for name, shape, dtype in header}
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     structure = find_structure(folder, {name: shape for name, (shape, *_) in tensors.items()})
@@ -203,14 +203,14 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
         return _open_described(checkpoint, dense)
     if config.get("quantization_config"):
         raise CheckpointError(f"{folder} is quantized; recover or measure the folder it was made from, then quantize")
-    own = dict(config, model_type=dense_type(config))
+    stated = dict(config, model_type=dense_type(config))
     for key in ("model_type", "vocab_size", "tie_word_embeddings"):
-        if (ours := own.get(key)) != (theirs := dense.config.get(key)):
+        if (here := stated.get(key)) != (there := dense.config.get(key)):
             raise ModelError(
-                f"{dense.folder} has {key} {theirs}, but {folder} has {ours}; pass the model it was pruned from"
+                f"{dense.folder} has {key} {there}, but {folder} has {here}; pass the model it was pruned from"
             )
-    if (ours := dimensions_of(own)) != dense.sizes:
-        name = next(name for name, value in vars(ours).items() if value != getattr(dense.sizes, name))
+    if (here := dimensions_of(stated)) != dense.sizes:
+        name = next(name for name, value in vars(here).items() if value != getattr(dense.sizes, name))
         raise ModelError(
             f"{dense.folder} has another {name} than {folder} had before pruning; pass the model it was pruned from"
         )
@@ -226,7 +226,7 @@ def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
     widths, stated = ModuleWidths.of(checkpoint.config), dense.structure.widths
     pairs = {
         "model_type": (checkpoint.config.get("model_type"), dense.config.get("model_type")),
-        "vocab_size": tuple(text_config(each).get("vocab_size") for each in (checkpoint.config, dense.config)),
+        "vocab_size": tuple(text_config(config).get("vocab_size") for config in (checkpoint.config, dense.config)),
         "number of layers": (len(widths.layers), len(stated.layers)),
         "MLP": (widths.mlp or stated.mlp, stated.mlp),
         "form of experts": (widths.experts or stated.experts, stated.experts),
@@ -292,7 +292,7 @@ def _hub_headers(model: str) -> Iterator[Header]:
     with _downloading(model):
         files = get_safetensors_metadata(model).files_metadata
     for name, file in files.items():
-        yield f"{model}/{name}", [(name, each.shape, each.dtype) for name, each in file.tensors.items()]
+        yield f"{model}/{name}", [(name, header.shape, header.dtype) for name, header in file.tensors.items()]
 
 
 def _weight_shapes(headers: Iterable[Header], *, tied: bool) -> dict[str, list[int]]:

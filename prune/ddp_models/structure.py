@@ -112,21 +112,23 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
     experts = [_find_experts(layer) for layer in layers]
     mlps = [_find_mlp(layer, hidden_size) for layer in layers]
     if not any(experts) and not any(mlps):
-        modules = {f"{name} ({type(each).__name__})": each for part in layers for name, each in part.named_modules()}
-        names = sorted(name for name, each in modules.items() if _multiplies(each))
+        modules = {
+            f"{name} ({type(module).__name__})": module for part in layers for name, module in part.named_modules()
+        }
+        names = sorted(name for name, module in modules.items() if _multiplies(module))
         raise ModelError(
             f"no MLP and no routed experts that could be pruned were recognized in {type(model).__name__}; modules of "
             f"its layers: {', '.join(names)}"
         )
     stored = _stored_names(model, shapes)
     mlp, experts_block = _most_common(mlps), _most_common(experts)
-    found: dict[str, Block] = {}
+    blocks: dict[str, Block] = {}
     stacked: dict[str, tuple[str, ...]] = {}
     where = ""
     if mlp:
-        where, found["mlp"] = _mlp_on_disk(stored, prefix, mlps.index(mlp), mlp)
+        where, blocks["mlp"] = _mlp_on_disk(stored, prefix, mlps.index(mlp), mlp)
     if experts_block:
-        where, found["experts"], stacked = _experts_on_disk(
+        where, blocks["experts"], stacked = _experts_on_disk(
             model, stored, shapes, prefix, experts.index(experts_block), experts_block
         )
     rows = [
@@ -140,7 +142,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
     ]
     text, parameters = config.get_text_config(), set(model.state_dict())
     return Structure(
-        widths=ModuleWidths(layers_module=where, layers=tuple(rows), **found),
+        widths=ModuleWidths(layers_module=where, layers=tuple(rows), **blocks),
         tensors=TensorTable(projections=tuple(_projections(mlp))),
         experts=experts_block.module if experts_block else "",
         stacked=stacked,
@@ -152,12 +154,12 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
 
 def _multiplies(module: nn.Module) -> bool:
     """Tell whether a module, or a child of it, has a matrix."""
-    return any(weight.dim() > 1 for each in (module, *module.children()) for weight in each.parameters(recurse=False))
+    return any(weight.dim() > 1 for part in (module, *module.children()) for weight in part.parameters(recurse=False))
 
 
-def _most_common(found: Sequence[Any]) -> Any:
+def _most_common(candidates: Sequence[Any]) -> Any:
     """Return the block that most layers have; other layers are left as they are, because a folder states one form."""
-    return next((block for block, _ in Counter(filter(None, found)).most_common(1)), None)
+    return next((block for block, _ in Counter(filter(None, candidates)).most_common(1)), None)
 
 
 def _projections(mlp: Mlp | None) -> Iterator[Projection]:
@@ -188,14 +190,14 @@ def _find_mlp(layer: nn.Module, hidden_size: int) -> Mlp | None:
     """Return the MLP of a layer; None if there is none, or more than one."""
     modules = dict(layer.named_modules())
     routed = [name.rpartition(".")[0] for name, module in modules.items() if _is_experts(module)]
-    found = []
+    recognized = []
     for name, module in modules.items():
         inside = any(part and f"{name}.".startswith(f"{part}.") for part in routed)  # shared experts
         if name and not inside and (parts := _linear_parts(module, hidden_size)) and _masks_like_a_cut(module, parts):
-            found.append(
-                parts._replace(inputs=tuple(f"{name}.{each}" for each in parts.inputs), output=f"{name}.{parts.output}")
+            recognized.append(
+                parts._replace(inputs=tuple(f"{name}.{part}" for part in parts.inputs), output=f"{name}.{parts.output}")
             )
-    return found[0] if len(found) == 1 else None
+    return recognized[0] if len(recognized) == 1 else None
 
 
 def _linear_parts(module: nn.Module, hidden_size: int) -> Mlp | None:
@@ -229,16 +231,16 @@ def _masks_like_a_cut(module: nn.Module, parts: Mlp) -> bool:
             name: _small_copy(getattr(module, name), name == parts.output, 1 + parts.is_fused, generator)
             for name in (*parts.inputs, parts.output)
         }
-        whole = _with_children(module, linear)
-        dense = whole(x)
+        mlp = _with_children(module, linear)
+        dense = mlp(x)
         hook = linear[parts.output].register_forward_pre_hook(lambda _, args: (args[0] * scales, *args[1:]))
-        results.append(whole(x))
+        results.append(mlp(x))
         hook.remove()
         for name in parts.inputs:
             _set_weight(linear[name], kept.repeat(1 + parts.is_fused), axis=0)
         linear[parts.output].weight.mul_(scales)
         _set_weight(linear[parts.output], kept, axis=1)
-        results.append(whole(x))
+        results.append(mlp(x))
         same = dense.shape == x.shape and torch.allclose(results[0], results[1], atol=1e-5)
         return same and not torch.allclose(dense, results[0], atol=1e-3)
     return False
@@ -286,7 +288,7 @@ def _find_experts(layer: nn.Module) -> Experts | None:
     if len(modules) != 1:
         return None
     name, module = modules[0]
-    weights: list[Any] = [getattr(module, each, None) for each in ("gate_up_proj", "down_proj")]
+    weights: list[Any] = [getattr(module, projection, None) for projection in ("gate_up_proj", "down_proj")]
     if any(getattr(weight, "ndim", 0) != 3 for weight in weights) or not _gates_like_weights(module):
         return None
     number, _, width = weights[1].shape
@@ -335,7 +337,7 @@ def _stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
 
 def _on_disk(stored: Mapping[str, str], name: str) -> list[str]:
     """Return the tensors on disk from which a tensor of transformers is made."""
-    return [each for each, target in stored.items() if target == name]
+    return [stored_name for stored_name, target in stored.items() if target == name]
 
 
 def _split(name: str, layer: int) -> tuple[str, str]:
@@ -348,10 +350,10 @@ def _mlp_on_disk(stored: Mapping[str, str], prefix: str, layer: int, mlp: Mlp) -
     """Return the module of the layers on disk, and the MLP by its names there. Raises: ModelError."""
     names, where = [], ""
     for module in (*mlp.inputs, mlp.output):
-        found = _on_disk(stored, f"{prefix}.{layer}.{module}.weight")
-        if len(found) != 1:
-            raise ModelError(f"{prefix}.{layer}.{module} is stored as {_listed(found)}, not as one tensor; {AGAIN}")
-        where, rest = _split(found[0], layer)
+        tensors = _on_disk(stored, f"{prefix}.{layer}.{module}.weight")
+        if len(tensors) != 1:
+            raise ModelError(f"{prefix}.{layer}.{module} is stored as {_listed(tensors)}, not as one tensor; {AGAIN}")
+        where, rest = _split(tensors[0], layer)
         names.append(rest.removesuffix(".weight"))
     fused = "halves" if mlp.is_fused else ""
     return where, Block(inputs=tuple(names[:-1]), output=names[-1], intermediate_size=mlp.width, fused=fused)
@@ -374,22 +376,22 @@ def _experts_on_disk(
     modules, stacked, where = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]](), ""
     for part, parts in (("gate_up_proj", 2), ("down_proj", 1)):
         name = f"{prefix}.{layer}.{experts.module}.{part}"
-        found = _on_disk(stored, name)
+        tensors = _on_disk(stored, name)
         weight = model.get_parameter(name)
         written = list(revert_weight_conversion(model, {name: weight}))  # gate before up, as in the weight
-        patterns = list(dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.{}.", each) for each in written))
+        patterns = list(dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.{}.", name) for name in written))
         if len(patterns) != parts or "{}" not in patterns[0]:
             raise ModelError(f"{name} is stored as {_listed(written)}, not as one tensor per expert; {AGAIN}")
-        single = tuple(_split(each, layer)[1].removesuffix(".weight") for each in patterns)
-        if not found:
+        single = tuple(_split(pattern, layer)[1].removesuffix(".weight") for pattern in patterns)
+        if not tensors:
             raise ModelError(f"{name} is missing on disk; download the model again")
-        where, rest = _split(found[0], layer)
-        if len(found) == 1 and [*shapes[found[0]]] == [*weight.shape]:
+        where, rest = _split(tensors[0], layer)
+        if len(tensors) == 1 and [*shapes[tensors[0]]] == [*weight.shape]:
             stacked[rest] = single
-        elif {re.sub(r"\.experts\.\d+\.", ".experts.{}.", _split(each, layer)[1]) for each in found} != {
-            f"{each}.weight" for each in single
-        }:
-            raise ModelError(f"{name} is stored as {_listed(found)}, which ddp-vllm does not know; {AGAIN}")
+        elif {
+            re.sub(r"\.experts\.\d+\.", ".experts.{}.", _split(name_on_disk, layer)[1]) for name_on_disk in tensors
+        } != {f"{part}.weight" for part in single}:
+            raise ModelError(f"{name} is stored as {_listed(tensors)}, which ddp-vllm does not know; {AGAIN}")
         modules[part] = single
     block = Block(
         inputs=modules["gate_up_proj"],

@@ -50,7 +50,7 @@ def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> 
         held.clear()
 
     for name, tensor in tensors:
-        if held and sum(each.nbytes for each in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
+        if held and sum(tensor.nbytes for tensor in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
             flush()
         held[name] = tensor
     flush()

@@ -158,9 +158,9 @@ class UnitSlicer:
         if (parsed := _parse_name(name)) is None:
             return name, tensor
         layer, module, kind = parsed
-        if (found := self.table.find(module)) is None:
+        if (match := self.table.find(module)) is None:
             return None if self._is_emptied(layer, module) else (name, tensor)
-        projection, expert = found
+        projection, expert = match
         scale = self._scale(projection, layer, expert)
         keep = scale > 0
         if not keep.any():
@@ -220,17 +220,17 @@ class ChannelSlicer:
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the name and the kept part of a tensor, as `UnitSlicer.slice`."""
-        found = self.widths.find(name)
-        if found is None or found.width is None:
+        pruned = self.widths.find(name)
+        if pruned is None or pruned.width is None:
             return name, tensor
-        if not found.width:
+        if not pruned.width:
             return None
-        scale, keep = self.rows["experts" if found.block.num_experts else "mlp"][found.layer]
-        if found.block.num_experts:
-            scale, keep = scale[found.expert], keep[found.expert]
-        if not found.is_output:
-            return name, tensor[keep.repeat(found.block.rows_per_channel)].contiguous()
-        return name, tensor if found.is_bias else fold(tensor[:, keep], scale[keep])
+        scale, keep = self.rows["experts" if pruned.block.num_experts else "mlp"][pruned.layer]
+        if pruned.block.num_experts:
+            scale, keep = scale[pruned.expert], keep[pruned.expert]
+        if not pruned.is_output:
+            return name, tensor[keep.repeat(pruned.block.rows_per_channel)].contiguous()
+        return name, tensor if pruned.is_bias else fold(tensor[:, keep], scale[keep])
 
 
 def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
@@ -262,9 +262,9 @@ class WholeExpertSlicer:
         kept = self.kept[layer]
         if module == self.table.router[0]:
             return name, tensor[kept]
-        if (found := self.table.find(module)) is None:
+        if (match := self.table.find(module)) is None:
             return name, tensor
-        projection, expert = found
+        projection, expert = match
         if expert not in kept:
             return None
         if projection.axis == 1 and kind == "weight":

@@ -79,7 +79,9 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
     polish = min(last.steps - search, max(1, int((FAMILY_STEPS * last.steps - search) / len(recipes))))
     steps, done = list[Steps](), 0
     for recipe in recipes:
-        removed, most_removed = (1 - 1 / each.size if last.speedup else each.size for each in (recipe, last))
+        removed, most_removed = (
+            1 - 1 / recipe_of_size.size if last.speedup else recipe_of_size.size for recipe_of_size in (recipe, last)
+        )
         end = round(search * removed / most_removed)
         if end <= done:
             raise SettingError(

@@ -130,17 +130,17 @@ def estimate(recipes: Sequence[Recipe], source: Source, cards: str) -> list[Esti
 def describe(recipe: Recipe, estimates: Sequence[Estimate], cards: str) -> Iterator[str]:
     """Yield a line per training mode, from the one that takes least: memory, tokens and hours on the cards."""
     name, _ = parse_cards(cards)
-    for found in reversed(estimates):
-        hours = found.seconds / 3600
+    for sized in reversed(estimates):
+        hours = sized.seconds / 3600
         duration = f"{hours:.2g}" if hours < 10 else f"{hours:.0f}"
         limit = f"the {recipe.minutes:g} minutes" if recipe.minutes else f"about {duration} hours"
-        memory = f"{gigabytes(found.peak_bytes)} of {gigabytes(CARDS[name].memory)} per card"
+        memory = f"{gigabytes(sized.peak_bytes)} of {gigabytes(CARDS[name].memory)} per card"
         yield (
-            f"{found.mode} on {cards}: {'fits' if found.fits else 'does not fit'}, {memory} with "
-            f"{found.num_sequences} × {recipe.seq_len:,} tokens per pass; "
-            f"{limit} for {'about ' * bool(recipe.minutes)}{found.tokens / 1e6:,.1f} M tokens"
+            f"{sized.mode} on {cards}: {'fits' if sized.fits else 'does not fit'}, {memory} with "
+            f"{sized.num_sequences} × {recipe.seq_len:,} tokens per pass; "
+            f"{limit} for {'about ' * bool(recipe.minutes)}{sized.tokens / 1e6:,.1f} M tokens"
             + " (--train auto takes this)"
-            * (found.is_auto and recipe.train == "auto")
+            * (sized.is_auto and recipe.train == "auto")
         )
 
 

@@ -50,5 +50,5 @@ def num_chosen_experts(config: Any) -> int:
     """Return to how many routed experts a layer sends each token, from the config of any architecture."""
     text = config.get_text_config()
     stated = [getattr(text, key, None) for key in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")]
-    number = next((each for each in stated if each), 1)  # a list has one number per layer
+    number = next((value for value in stated if value), 1)  # a list has one number per layer
     return int(max(number) if isinstance(number, list | tuple) else number)
