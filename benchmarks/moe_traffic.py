@@ -1,19 +1,22 @@
-"""How far from its bound is the Triton kernel for experts on a GPU that is not here, and what holds it back?
+"""How far from its bound is the Triton kernel for experts on a GPU that is not here, and what holds
+it back?
 
     python benchmarks/moe_traffic.py
     python benchmarks/moe_traffic.py --cards h200 --shapes qwen3-30b-a3b --tokens 256,384
     python benchmarks/moe_traffic.py --weights fp8 --tokens 1,8,32,128 --sparsity 0,40
 
-A model, not a measurement. Exact are the tiles, bytes and operations of every launch, which follow from the kernel's
-loops and from random routing. Estimated are the card's numbers (`Card`) and how tiles share them (`simulate`): a tile
-waits for its first loads, then runs as fast as its stages hide latency, while all tiles share HBM and L2 and the tiles
-of a multiprocessor share its tensor cores. Weights come from HBM for an expert's first block of pairs, else from L2.
+A model, not a measurement. Exact are the tiles, bytes and operations of every launch, which follow
+from the kernel's loops and from random routing. Estimated are the card's numbers (`Card`) and how
+tiles share them (`simulate`): a tile waits for its first loads, then runs as fast as its stages
+hide latency, while all tiles share HBM and L2 and the tiles of a multiprocessor share its tensor
+cores. Weights come from HBM for an expert's first block of pairs, else from L2.
 
-The bound is the larger of two times: the kept weights of the chosen experts, inputs and outputs through HBM once, or
-the kept operations. Per workload it prints the time over the bound and, where the installed vLLM has tuned tiles for
-the shape and card, how many times faster that is than vLLM's kernel on the dense experts in bfloat16. A change of the
-kernel is judged by both. With FP8 weights the inputs stay bfloat16; the time of converting weights in registers is not
-modeled. The last line is JSON.
+The bound is the larger of two times: the kept weights of the chosen experts, inputs and outputs
+through HBM once, or the kept operations. Per workload it prints the time over the bound and, where
+the installed vLLM has tuned tiles for the shape and card, how many times faster that is than vLLM's
+kernel on the dense experts in bfloat16. A change of the kernel is judged by both. With FP8 weights
+the inputs stay bfloat16; the time of converting weights in registers is not modeled. The last line
+is JSON.
 """
 
 import json
@@ -58,7 +61,8 @@ class Card:
     """Dependent loads before a program's first weights; its later tiles take 0.7 of it."""
     tile_end: float = 0.4e-6
     launch_gap: float = 1.3e-6
-    """Between dependent launches of a CUDA graph; what programmatic dependent launch saves of it is not modeled."""
+    """Between dependent launches of a CUDA graph; what programmatic dependent launch saves of it is
+    not modeled."""
     sort: float = 3e-6
     """`sort_pairs` of up to 8,192 pairs."""
     add: float = 1.5e-6
@@ -93,7 +97,8 @@ def list_product(
     """List the tiles of a product.
 
     experts: per expert, widest first, its pairs, its columns and the length of its inner sum.
-    matrices: weights that share the tile's rows: 2 in `gate_up`, which writes nothing worth counting; `down` has 1.
+    matrices: weights that share the tile's rows: 2 in `gate_up`, which writes nothing worth
+        counting; `down` has 1.
     item: bytes of a weight.
     """
     found: list[tuple[float, ...]] = []
@@ -119,7 +124,8 @@ def list_product(
 def simulate(launch: Product, card: Card, *, is_persistent: bool) -> float:
     """Return the seconds of a launch.
 
-    is_persistent: each program takes every n-th tile, as in our kernel, else the next one when it ends, as in vLLM's.
+    is_persistent: each program takes every n-th tile, as in our kernel, else the next one when it
+        ends, as in vLLM's.
     """
     num_tiles = len(launch.steps)
     if not num_tiles:
@@ -128,7 +134,8 @@ def simulate(launch: Product, card: Card, *, is_persistent: bool) -> float:
     processor = np.arange(num_programs) % card.multiprocessors
     tensor_cores = (card.flops if launch.uses_wgmma else card.flops_of_mma) / card.multiprocessors
     latency = np.where(launch.hbm_bytes > 0, card.hbm_latency, card.l2_latency)
-    alone = 1 / (launch.steps * latency / max(1, launch.stages - 1) + card.tile_end)  # tiles per second
+    # tiles per second
+    alone = 1 / (launch.steps * latency / max(1, launch.stages - 1) + card.tile_end)
     tile, queued = np.arange(num_programs), num_programs
     waiting, remaining = np.full(num_programs, card.tile_start), np.ones(num_programs)
     seconds = 0.0
@@ -144,7 +151,8 @@ def simulate(launch: Product, card: Card, *, is_persistent: bool) -> float:
         until = waiting.copy()
         until[runs] = remaining[runs] / rate
         first = until.min()
-        step = max(first, min(np.quantile(until, 0.02), 1.05 * first + 2e-8))  # events that are close count as one
+        # events that are close count as one
+        step = max(first, min(np.quantile(until, 0.02), 1.05 * first + 2e-8))
         seconds += step
         waiting -= step
         remaining[runs] -= rate * step
@@ -175,7 +183,8 @@ def draw_counts(shape: Shape, num_tokens: int, seed: int) -> np.ndarray:
 def predict(
     shape: Shape, num_tokens: int, widths: Sequence[int], counts: np.ndarray, card: Card, tiles: Tiles, item: int = ITEM
 ) -> dict[str, float]:
-    """Return microseconds and waste of our kernel: bytes from L2 and issued operations over the kept ones."""
+    """Return microseconds and waste of our kernel: bytes from L2 and issued operations over the
+    kept ones."""
     hidden, num_pairs = shape.hidden_size, num_tokens * shape.num_experts_per_tok
     padded = [-(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT for width in widths]
     order = sorted((expert for expert in range(len(padded)) if padded[expert]), key=lambda expert: -padded[expert])
@@ -212,7 +221,8 @@ def bound(
 
 
 def vllm_tiles(shape: Shape, num_tokens: int, card: Card) -> dict[str, int] | None:
-    """Return vLLM's tuned tiles for the nearest number of tokens; None if it has no file for the shape and card."""
+    """Return vLLM's tuned tiles for the nearest number of tokens; None if it has no file for the
+    shape and card."""
     spec = find_spec("vllm")
     folder = Path((spec.submodule_search_locations or [""])[0]) if spec else Path()
     name = f"E={shape.num_experts},N={shape.intermediate_size},device_name={card.name}.json"
@@ -224,7 +234,8 @@ def vllm_tiles(shape: Shape, num_tokens: int, card: Card) -> dict[str, int] | No
 
 
 def predict_vllm(shape: Shape, num_tokens: int, counts: np.ndarray, card: Card, tuned: dict[str, int]) -> float:
-    """Return the microseconds of vLLM's kernel on the dense experts: gate and up are one product of 2·w columns."""
+    """Return the microseconds of vLLM's kernel on the dense experts: gate and up are one product of
+    2·w columns."""
     pairs, columns, depth = (tuned[f"BLOCK_SIZE_{letter}"] for letter in "MNK")
     hidden, width, warps, stages = shape.hidden_size, shape.intermediate_size, tuned["num_warps"], tuned["num_stages"]
     shared = ITEM * depth * (pairs + columns) * (stages if pairs >= 64 else max(1, stages - 1)) + 1024

@@ -17,7 +17,8 @@ SENTENCES = [f"The quick brown fox number {n} jumps over {n * 7} lazy dogs while
 
 
 def write_models(configs: Mapping[Path, PreTrainedConfig]) -> None:
-    """Write a random Llama or Mixtral of each config to its folder, with a tokenizer trained on `SENTENCES`."""
+    """Write a random Llama or Mixtral of each config to its folder, with a tokenizer trained on
+    `SENTENCES`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,16 +1,18 @@
-"""What does each way of pruning cost in quality at which speed, by one protocol, in cells that can be interrupted?
+"""What does each way of pruning cost in quality at which speed, by one protocol, in cells that can
+be interrupted?
 
     python benchmarks/reference.py --prepare FOLDER --data DATA     # once: texts to train and to evaluate on
     python benchmarks/reference.py --data DATA --minutes 40 --models smollm2-135m=PATH,qwen0.5b=PATH
 
-benchmarks/protocol.toml has the tables. A row is a list of ddp-vllm commands that ends in a model; a cell is a row for
-a model and a seed. Each call computes missing cells, seed by seed, until the minutes are over, and writes
-benchmarks/results/TABLE/MODEL-ROW-SEED.json: the commands, versions, hardware, seconds, peak memory, size, perplexity,
-KL divergence and top-1 agreement with the dense model. An interrupted call resumes. Once all models of a table with
-`speed` exist, or those of `--rows`, one more cell measures their speed in turns.
+benchmarks/protocol.toml has the tables. A row is a list of ddp-vllm commands that ends in a model;
+a cell is a row for a model and a seed. Each call computes missing cells, seed by seed, until the
+minutes are over, and writes benchmarks/results/TABLE/MODEL-ROW-SEED.json: the commands, versions,
+hardware, seconds, peak memory, size, perplexity, KL divergence and top-1 agreement with the dense
+model. An interrupted call resumes. Once all models of a table with `speed` exist, or those of
+`--rows`, one more cell measures their speed in turns.
 
-FOLDER has sharegpt.jsonl, openstax.jsonl, c4_sample.jsonl and wiki.test.raw; conversations are held out by hash, and
-the text of Python is the standard library of the running interpreter.
+FOLDER has sharegpt.jsonl, openstax.jsonl, c4_sample.jsonl and wiki.test.raw; conversations are held
+out by hash, and the text of Python is the standard library of the running interpreter.
 """
 
 import hashlib
@@ -39,7 +41,8 @@ PROTOCOL, RESULTS = HERE / "protocol.toml", HERE / "results"
 HELD_OUT = 20  # one conversation in so many is held out
 DOCUMENTS = 200  # of C4
 PYTHON_CHARACTERS = 400_000
-TIMED_TOGETHER = 3  # models, and the dense one: nine engines fill 24 GB, and then W8A8 loses more speed than bf16
+# models, and the dense one: nine engines fill 24 GB, and then W8A8 loses more speed than bf16
+TIMED_TOGETHER = 3
 QUANTIZE = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 
 
@@ -51,7 +54,8 @@ class Cell(NamedTuple):
     row: str
     seed: int
     commands: list[str]
-    """Templates, as protocol.toml describes them; none for a row that evaluates another dense model."""
+    """Templates, as protocol.toml describes them; none for a row that evaluates another dense
+    model."""
     evaluates: str = ""
     """Name of that model."""
 
@@ -74,13 +78,15 @@ class Cell(NamedTuple):
 
 
 class Command(NamedTuple):
-    """Runs commands of ddp-vllm in the folder of the texts, until the call has used up its minutes."""
+    """Runs commands of ddp-vllm in the folder of the texts, until the call has used up its
+    minutes."""
 
     data: Path
     deadline: float
 
     def __call__(self, arguments: list[str]) -> tuple[float, float]:
-        """Run a command; return its seconds and its peak bytes. Raises: SystemExit if it fails or time is up."""
+        """Run a command; return its seconds and its peak bytes. Raises: SystemExit if it fails or
+        time is up."""
         began = time.monotonic()
         paths = [str(QUANTIZE)] if arguments[0] == "quantize" else []
         paths += filter(None, [os.environ.get("PYTHONPATH")])
@@ -160,7 +166,8 @@ def run(cell: Cell, models: Mapping[str, str], ddp_vllm: Command, work: Path, ta
         commands.append("ddp-vllm " + short.replace(model, Path(model).name).replace(f"{HERE.parent}/", ""))
         done = folder / f"{len(commands)}.done"
         if (output / "config.json").exists() and not Path(f"{output}.run").exists() and not done.exists():
-            done.write_text(json.dumps([0.0, 0.0]), encoding="utf-8")  # an earlier call was killed, its command was not
+            # an earlier call was killed, its command was not
+            done.write_text(json.dumps([0.0, 0.0]), encoding="utf-8")
         if not done.exists():
             spent, most = ddp_vllm(words)
             done.write_text(json.dumps([spent, most]), encoding="utf-8")
@@ -211,7 +218,8 @@ def evaluate(folder: Path, model: str, ddp_vllm: Command, output: Path, table: d
 
 
 def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Path, options: str) -> None:
-    """Measure the rows that were not yet measured, a few models and the dense one in turns, once all models exist."""
+    """Measure the rows that were not yet measured, a few models and the dense one in turns, once
+    all models exist."""
     folders = {cell.row: cell.outputs(work)[-1] for cell in row_cells}
     first = row_cells[0]
     file = RESULTS / first.table / f"{first.model}-steps.json"

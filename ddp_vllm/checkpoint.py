@@ -1,7 +1,8 @@
 """The non-uniform checkpoint: reads and checks a pruned folder. Nothing here imports torch.
 
-A pruned checkpoint is a normal Hugging Face folder with three additions: `ddp_layers` in `config.json` (see
-`remote_code/widths.py`), the Python files that load it, and `ddp_masks.safetensors`.
+A pruned checkpoint is a normal Hugging Face folder with three additions: `ddp_layers` in
+`config.json` (see `remote_code/widths.py`), the Python files that load it, and
+`ddp_masks.safetensors`.
 """
 
 import os
@@ -35,16 +36,18 @@ class Checkpoint:
 
     folder: Path
     config: Mapping[str, Any]
-    """`config.json`; stock fields hold the dense values. Where whole experts were removed, it is the dense model's
-    config with `ddp_layers`."""
+    """`config.json`; stock fields hold the dense values. Where whole experts were removed, it is
+    the dense model's config with `ddp_layers`."""
     layers: tuple[LayerWidths, ...]
     """The kept widths of each decoder layer."""
     widths: ModelWidths | ModuleWidths
     """The widths with the names of the tensors; `ModuleWidths` for models of a stock class."""
     shapes: Mapping[str, list[int]]
-    """Shape of every weight on disk; of a quantized weight the shape before quantization, without its scales."""
+    """Shape of every weight on disk; of a quantized weight the shape before quantization, without
+    its scales."""
     provenance: Mapping[str, Any]
-    """Recipe, budget and quality, from the metadata of the masks file; empty if that file is missing."""
+    """Recipe, budget and quality, from the metadata of the masks file; empty if that file is
+    missing."""
     stock: Mapping[str, Any] | None = None
     """`config.json` where whole experts were removed: that of a stock model with fewer experts."""
 
@@ -55,7 +58,8 @@ class Checkpoint:
 
     @property
     def perplexity(self) -> dict[str, float]:
-        """Perplexity on held-out text of the `dense`, `pruned` and `recovered` model; {} if it was not measured."""
+        """Perplexity on held-out text of the `dense`, `pruned` and `recovered` model; {} if it was
+        not measured."""
         quality = self.provenance.get("perplexity") or {}
         return {name: quality[name] for name in ("dense", "pruned", "recovered") if name in quality}
 
@@ -67,7 +71,8 @@ class Checkpoint:
 
     @property
     def removed(self) -> float:
-        """Removed share of the dense model's parameters; norms and output biases of removed blocks are not counted."""
+        """Removed share of the dense model's parameters; norms and output biases of removed blocks
+        are not counted."""
         pairs = zip(dense_layers(self.config), self.layers, strict=True)
         costs = prices("params", self.config, self.shapes, 1)
         removed = sum(price.of(dense) - price.of(kept) for price, (dense, kept) in zip(costs, pairs, strict=True))
@@ -106,10 +111,12 @@ def read_json(path: Path) -> Any:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a model's folder that links to a file outside, because that file would be read, copied and published.
+    """Refuse a model's folder that links to a file outside, because that file would be read, copied
+    and published.
 
-    Links to other files of the folder are allowed, and those of a hub snapshot to the hub's own blobs.
-    `read_config` and `read_checkpoint` call this before any other file of the folder is read.
+    Links to other files of the folder are allowed, and those of a hub snapshot to the hub's own
+    blobs. `read_config` and `read_checkpoint` call this before any other file of the folder is
+    read.
     Raises: CheckpointError.
     """
     home = folder.resolve()
@@ -124,7 +131,8 @@ def check_links(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config of a model. Raises: ModelError if it is missing, not a JSON object, or as `check_links`."""
+    """Return the config of a model. Raises: ModelError if it is missing, not a JSON object, or as
+    `check_links`."""
     try:
         config = read_json(folder / "config.json")
         check_links(folder)
@@ -139,9 +147,10 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     """Read and check a pruned checkpoint without loading a weight.
 
     dense: accept a dense model's folder too, with the widths in its config.
-    Raises: CheckpointError if it is not a pruned checkpoint, if its widths are negative, fractional or above the dense
-        ones, if a tensor is missing or does not have the shape that its widths require, if its index names other files,
-        or as `check_links`; ModelError for a dense model of an unsupported family.
+    Raises: CheckpointError if it is not a pruned checkpoint, if its widths are negative, fractional
+        or above the dense ones, if a tensor is missing or does not have the shape that its widths
+        require, if its index names other files, or as `check_links`; ModelError for a dense model
+        of an unsupported family.
     """
     config = read_json(folder / "config.json")
     check_links(folder)
@@ -190,7 +199,8 @@ def _read_described(folder: Path, config: Mapping[str, Any], provenance: Mapping
 
 
 def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a dense config that no verb can use, or that states the widths of a pruned model. Raises: ModelError."""
+    """Refuse a dense config that no verb can use, or that states the widths of a pruned model.
+    Raises: ModelError."""
     try:
         check_states_no_widths(config)
     except ModelError as error:
@@ -200,7 +210,8 @@ def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _with_removed_experts(stock: Mapping[str, Any], widths: ModelWidths, experts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dense model's config with the widths of all its experts, 0 if removed. Raises: WidthsError."""
+    """Return the dense model's config with the widths of all its experts, 0 if removed.
+    Raises: WidthsError."""
     layers = []
     for index, layer in enumerate(widths.layers):
         if (sizes := layer.expert_intermediate_sizes) is not None:
@@ -216,7 +227,8 @@ def _with_removed_experts(stock: Mapping[str, Any], widths: ModelWidths, experts
 def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return the shapes of weights and biases before compressed-tensors quantized them.
 
-    A tensor `weight_packed` holds eight 4-bit weights per int32, along the inputs. Scales are left out.
+    A tensor `weight_packed` holds eight 4-bit weights per int32, along the inputs. Scales are left
+    out.
     """
     if not config.get("quantization_config"):
         return dict(shapes)

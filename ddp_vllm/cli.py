@@ -45,7 +45,8 @@ def _one_line(text: str) -> str:
 
 
 def echo(text: object, *, err: bool = False) -> None:
-    """Print a line with its control characters written out, because the terminal would obey them."""
+    """Print a line with its control characters written out, because the terminal would obey
+    them."""
     click.echo(printable(str(text)), err=err)
 
 
@@ -74,7 +75,8 @@ class _Lazy(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-                stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for missing characters
+                # a terminal without UTF-8 shows ? for missing characters
+                stream.reconfigure(errors="replace")
         return super().main(*args, **kwargs)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

@@ -1,8 +1,8 @@
 """The cost of each unit: one linear model behind every budget, and the totals in every report.
 
-The cost is in `params`, `flops` (floating-point operations per token, at a given context length) or `kv-bytes` (KV
-cache per token, at 16 bits). Prices leave out everything that does not depend on widths: embeddings, norms, routers,
-shared experts. The totals of a whole model include these.
+The cost is in `params`, `flops` (floating-point operations per token, at a given context length) or
+`kv-bytes` (KV cache per token, at 16 bits). Prices leave out everything that does not depend on
+widths: embeddings, norms, routers, shared experts. The totals of a whole model include these.
 """
 
 import re
@@ -18,7 +18,8 @@ from ddp_vllm.remote_code.tensors import BLOCK_OF, TABLES, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths, count_experts, head_dim
 
 KV_ELEMENT_BYTES = 2
-_EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")  # one tensor per expert on disk, stacked in memory
+# one tensor per expert on disk, stacked in memory
+_EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")
 _EMBEDDING = re.compile(r"(^|\.)embed_(tokens|in)\.weight$")  # of which a tied output head is made
 
 
@@ -44,11 +45,12 @@ class Prices:
 def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context: int) -> list[Prices]:
     """Return the prices of every layer of a dense config.
 
-    The family's table of tensors states how many rows or columns of each projection belong to a unit.
+    The family's table of tensors states how many rows or columns of each projection belong to a
+    unit.
 
     budget: `params`, `flops` or `kv-bytes`.
-    names: the tensors of the model, which show which projections have a bias; with their shapes if the config describes
-        its MLPs or experts, whose prices follow from these.
+    names: the tensors of the model, which show which projections have a bias; with their shapes if
+        the config describes its MLPs or experts, whose prices follow from these.
     context: the number of tokens attended to.
     """
     if states_widths(config):
@@ -66,7 +68,8 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
             biases[unit] += numbers * has_bias
     if budget == "params":
         return [Prices(**{unit: weights[unit] + biases[unit] for unit in BLOCK_OF})] * config["num_hidden_layers"]
-    assert budget == "flops"  # two per weight; a query head is also multiplied with each key and each value
+    # two per weight; a query head is also multiplied with each key and each value
+    assert budget == "flops"
     flops = {unit: 2.0 * number for unit, number in weights.items()}
     flops["expert_channel"] *= _share_of_experts(config)
     per_key = 4.0 * size if weights["query_head"] else 0.0
@@ -95,7 +98,8 @@ def _described_prices(budget: str, config: Mapping[str, Any], shapes: Mapping[st
 def _channel_weights(
     block: Block, layer: str, expert: int, shapes: Mapping[str, Sequence[int]], *, with_biases: bool
 ) -> float:
-    """Return the weights of one channel: a row of each input projection, or two if it is fused, and a column."""
+    """Return the weights of one channel: a row of each input projection, or two if it is fused, and
+    a column."""
     numbers = 0
     for name in block.projections:
         module = f"{layer}.{name.format(expert)}"
@@ -121,12 +125,14 @@ def whole_model(
         if budget == "kv-bytes":
             raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
         return _described_flops(config, shapes, context)
-    latent = config.get("kv_lora_rank")  # of DeepSeek's attention, never pruned: one small cache for all heads
+    # of DeepSeek's attention, never pruned: one small cache for all heads
+    latent = config.get("kv_lora_rank")
     if budget == "kv-bytes":
         if latent:
             return float(len(layers) * KV_ELEMENT_BYTES * (latent + config["qk_rope_head_dim"]))
         return sum(price.of(widths) for price, widths in zip(prices(budget, config, (), context), layers, strict=True))
-    is_tied = not any("lm_head." in name for name in shapes)  # then the embedding is also the output head
+    # then the embedding is also the output head
+    is_tied = not any("lm_head." in name for name in shapes)
     weights = sum(
         prod(shape) * (_share_of_experts(config) if _EXPERT.search(name) else 1.0)
         for name, shape in shapes.items()
@@ -140,7 +146,8 @@ def whole_model(
 
 
 def _described_flops(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], context: int) -> float:
-    """Return the FLOPs per token of the projections of decoder layers and output head, and of softmax attention.
+    """Return the FLOPs per token of the projections of decoder layers and output head, and of
+    softmax attention.
 
     Towers of other modalities and heads that predict further tokens are left out.
     """
@@ -160,7 +167,8 @@ def _described_flops(config: Mapping[str, Any], shapes: Mapping[str, Sequence[in
 
 
 def attended(config: Mapping[str, Any], context: int) -> list[int]:
-    """Return how many tokens each layer attends to: `context`, or its sliding window if that is shorter."""
+    """Return how many tokens each layer attends to: `context`, or its sliding window if that is
+    shorter."""
     num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if not window:
@@ -169,7 +177,8 @@ def attended(config: Mapping[str, Any], context: int) -> list[int]:
         from transformers import CONFIG_MAPPING
 
         model_type = dense_type(config)
-        if model_type in CONFIG_MAPPING:  # in older config files only the class knows which layers have windows
+        # in older config files only the class knows which layers have windows
+        if model_type in CONFIG_MAPPING:
             with reading("config.json", CheckpointError, "download the model again"):
                 kinds = getattr(CONFIG_MAPPING[model_type].from_dict(_stock(config, model_type)), "layer_types", None)
     if not isinstance(kinds, list):

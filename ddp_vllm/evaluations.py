@@ -1,4 +1,5 @@
-"""The paper's tasks, and the results of lm-eval on them, which `eval` writes and `compare` reads."""
+"""The paper's tasks, and the results of lm-eval on them, which `eval` writes and `compare`
+reads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ FIDELITY = PLACE | {  # what `eval --text` writes
     "format": NAME, "started": NAME, "model": FACTS, "against": FACTS, "texts": {str: QUALITY | {"sha256?": NAME}},
     "settings": {"max_length": COUNT},
 }  # fmt: skip
-LEVEL = 0.02  # of accuracy: an interval within this distance of 0 is reported as no measurable difference
+# of accuracy: an interval within this distance of 0 is reported as no measurable difference
+LEVEL = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,8 @@ def check_evaluation(results: Any, path: Path) -> None:
 
 
 def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
-    """Return (value, standard error) of one task by its reported metric, or None if it was not run."""
+    """Return (value, standard error) of one task by its reported metric, or None if it was not
+    run."""
     scores, task = results["results"].get(name, {}), TASKS[name]
     value, error = (scores.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
     stated = Number(high=float("inf"))  # a perplexity may be more than a float holds

@@ -1,12 +1,14 @@
-"""Lists the model families whose heads can be pruned, and the sizes of these and of any other model.
+"""Lists the model families whose heads can be pruned, and the sizes of these and of any other
+model.
 
-A gate scales the contribution of one unit to the residual stream, at the input of the projection that writes it:
-`o_proj` for heads, `down_proj` for channels. Removing the unit removes its rows of the projections that compute it and
-its columns of the projection that writes it (`remote_code/tensors.py`). In a mixture of experts the units are the
-channels of each routed expert, and nothing else is pruned. How to add a family: docs/families.md.
+A gate scales the contribution of one unit to the residual stream, at the input of the projection
+that writes it: `o_proj` for heads, `down_proj` for channels. Removing the unit removes its rows of
+the projections that compute it and its columns of the projection that writes it
+(`remote_code/tensors.py`). In a mixture of experts the units are the channels of each routed
+expert, and nothing else is pruned. How to add a family: docs/families.md.
 
-Of a model without a row here, the MLPs or routed experts are pruned, which `ddp_models/structure.py` finds. Its config
-then describes them (`remote_code/module_widths.py`).
+Of a model without a row here, the MLPs or routed experts are pruned, which
+`ddp_models/structure.py` finds. Its config then describes them (`remote_code/module_widths.py`).
 """
 
 import importlib
@@ -34,7 +36,8 @@ from ddp_vllm.remote_code.widths import (
 )
 from ddp_vllm.schema import NAME, SchemaError, check
 
-EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer; names on disk differ
+# transformers' module of routed experts in a decoder layer; names on disk differ
+EXPERTS = "mlp.experts"
 ROUTER = "mlp.gate"  # transformers' module of the router
 BLOCK_NAMES = {
     "attn": "attention",
@@ -42,7 +45,9 @@ BLOCK_NAMES = {
     "experts": "experts",
 }  # module type -> name in the setting `prune`
 WHOLE_EXPERT = "expert"  # value of `head_unit` if the units are whole routed experts
-FAMILIES = {  # model_type of the dense config -> the family's name in class names of remote code and vLLM's plugin
+# model_type of the dense config -> the family's name in class names of remote code and vLLM's
+# plugin
+FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "qwen2": "Qwen2",
@@ -68,11 +73,13 @@ class Family:
     name: str
     """The name that its classes contain, such as Qwen3."""
     tensors: TensorTable
-    """Projections by their names in transformers, which differ from those on disk in mixtures of experts."""
+    """Projections by their names in transformers, which differ from those on disk in mixtures of
+    experts."""
     experts: str = EXPERTS
     """Module of routed experts in a decoder layer, in transformers."""
     removes_blocks: bool = True
-    """Whether a block without units is removed with its norms and its output bias; otherwise these stay."""
+    """Whether a block without units is removed with its norms and its output bias; otherwise these
+    stay."""
 
     @property
     def pruned_architecture(self) -> str:
@@ -81,7 +88,8 @@ class Family:
 
     @property
     def pruned_decoder(self) -> str:
-        """Class in `remote_code/modeling_ddp.py`, without the output head; mixtures of experts have none."""
+        """Class in `remote_code/modeling_ddp.py`, without the output head; mixtures of experts have
+        none."""
         return f"DDP{self.name}Model"
 
     @property
@@ -95,7 +103,8 @@ class Family:
         return "modeling_ddp_moe" if self.tensors.has_experts else "modeling_ddp"
 
 
-FEATURES = {  # key of a config that, if set, enables a feature the exported model lacks -> the feature's name
+# key of a config that, if set, enables a feature the exported model lacks -> the feature's name
+FEATURES = {
     "dual_chunk_attention_config": "dual chunk attention",
     "attention_chunk_size": "chunked attention",
     "num_kv_shared_layers": "layers that share a KV cache",
@@ -133,7 +142,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def foreign_code(config: Mapping[str, Any]) -> str:
-    """Return a sentence on the code that a dense config brings along; "" if it names none, or for another family.
+    """Return a sentence on the code that a dense config brings along; "" if it names none, or for
+    another family.
 
     Such code may compute something else than the stock class, by keys that only it reads.
     """
@@ -156,13 +166,15 @@ def warn_of_foreign_code(model: object, config: Mapping[str, Any]) -> None:
 
 @cache
 def warn(line: str) -> None:
-    """Print a line on a model to stderr, once per process, and only in the first process of a run."""
+    """Print a line on a model to stderr, once per process, and only in the first process of a
+    run."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logging.getLogger("ddp_vllm").warning("%s", line)
 
 
 def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
-    """Return the config of the pruned model: the dense config with widths, model type and classes."""
+    """Return the config of the pruned model: the dense config with widths, model type and
+    classes."""
     family = family_of(config)
     head = {
         "architectures": [family.pruned_architecture],
@@ -175,7 +187,8 @@ def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> d
     }
     dropped = (*head, "_name_or_path", "per_layer_config", "base_architecture")
     rest = {key: value for key, value in config.items() if key not in dropped}
-    if "kv_lora_rank" not in config:  # latent attention has several head sizes and computes them itself
+    # latent attention has several head sizes and computes them itself
+    if "kv_lora_rank" not in config:
         rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     own = per_layer_config(rest, widths)
     upstream = {"base_architecture": f"{family.name}ForCausalLM", "per_layer_config": own} if own else {}
@@ -183,17 +196,21 @@ def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> d
 
 
 def described_config(config: Mapping[str, Any], widths: ModuleWidths) -> dict[str, Any]:
-    """Return the config of a pruned model of the stock class: the dense config, and the widths of its modules."""
+    """Return the config of a pruned model of the stock class: the dense config, and the widths of
+    its modules."""
     dropped = ("auto_map", "_name_or_path", "quantization_config")
     rest = {key: value for key, value in config.items() if key not in dropped}
-    code = {"auto_map": {"AutoConfig": "configuration_ddp_widths.AnyConfig"}}  # for transformers without ddp-vllm
+    # for transformers without ddp-vllm
+    code = {"auto_map": {"AutoConfig": "configuration_ddp_widths.AnyConfig"}}
     return rest | code | {"quantization_config": widths.to_json()}
 
 
 def per_layer_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
-    """Return the widths as transformers and NVIDIA's AnyModel state them: layer -> fields that differ, and `skip`.
+    """Return the widths as transformers and NVIDIA's AnyModel state them: layer -> fields that
+    differ, and `skip`.
 
-    {} if all layers are dense, and where the format has no place for the widths: of experts and of uneven groups.
+    {} if all layers are dense, and where the format has no place for the widths: of experts and of
+    uneven groups.
     """
     if any(
         len({*layer.query_heads_per_kv_head}) > 1 or layer.expert_intermediate_sizes is not None for layer in widths
@@ -210,7 +227,8 @@ def per_layer_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -
 
 
 def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
-    """Return the config of the same stock model with `kept` routed experts per layer. Raises: SettingError."""
+    """Return the config of the same stock model with `kept` routed experts per layer.
+    Raises: SettingError."""
     chosen, num_experts = config["num_experts_per_tok"], count_experts(config)
     if not chosen <= kept < num_experts:
         raise SettingError(
@@ -224,7 +242,8 @@ def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
 
 
 def register_pruned(config: Mapping[str, Any]) -> None:
-    """Register the installed classes for a pruned config with transformers, so that no code of its folder runs."""
+    """Register the installed classes for a pruned config with transformers, so that no code of its
+    folder runs."""
     if states_widths(config):
         from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
@@ -245,7 +264,8 @@ def register_pruned(config: Mapping[str, Any]) -> None:
 
 
 def _check_features(model_type: str, config: Mapping[str, Any]) -> None:
-    """Refuse a variant of a family with an unsupported feature. Raises: ModelError, naming the feature."""
+    """Refuse a variant of a family with an unsupported feature. Raises: ModelError, naming the
+    feature."""
     features = [name for key, name in FEATURES.items() if config.get(key)]
     features += [f"layers of type {name}" for name in set(config.get("layer_types") or ()) - LAYER_TYPES]
     if features:
@@ -285,7 +305,8 @@ class Dimensions:
         return {"attn": every, "mlp": self.mlp_layers, "experts": self.routed_layers}[block]
 
     def units_in(self, unit: str) -> int:
-        """Return the number of units of a kind (key of `tensors.BLOCK_OF`) per dense layer or expert."""
+        """Return the number of units of a kind (key of `tensors.BLOCK_OF`) per dense layer or
+        expert."""
         counts = {
             "query_head": self.num_query_heads,
             "kv_head": self.num_kv_heads,
@@ -296,7 +317,8 @@ class Dimensions:
 
 
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
-    """Read the sizes that pruning requires. Raises: ModelError for missing or contradictory sizes."""
+    """Read the sizes that pruning requires. Raises: ModelError for missing or contradictory
+    sizes."""
     if states_widths(config):
         return _described_dimensions(config)
     try:
@@ -328,7 +350,8 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
 
 
 def _described_dimensions(config: Mapping[str, Any]) -> Dimensions:
-    """Return the sizes of a model whose config describes its MLPs and experts. Raises: ModelError."""
+    """Return the sizes of a model whose config describes its MLPs and experts.
+    Raises: ModelError."""
     text = text_config(config)
     try:
         widths = ModuleWidths.of(config)
@@ -353,13 +376,15 @@ def _described_dimensions(config: Mapping[str, Any]) -> Dimensions:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model: that inside a multimodal model's config, or the config itself."""
+    """Return the config of the language model: that inside a multimodal model's config, or the
+    config itself."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
 def choose_head_unit(requested: str, sizes: Dimensions) -> str:
-    """Resolve `auto`: KV groups where several query heads share a KV head, query heads otherwise."""
+    """Resolve `auto`: KV groups where several query heads share a KV head, query heads
+    otherwise."""
     if requested != "auto":
         return requested
     return "kv-group" if sizes.queries_per_kv > 1 else "query-head"
@@ -402,7 +427,8 @@ def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
 
 
 def described_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
-    """Return the widths of the blocks that a config describes; blocks without a description have width 0."""
+    """Return the widths of the blocks that a config describes; blocks without a description have
+    width 0."""
     sizes = dimensions_of(config)
     heads = (sizes.queries_per_kv,) * sizes.num_kv_heads
     return tuple(

@@ -33,9 +33,11 @@ from ddp_vllm.remote_code.widths import (
 )
 from ddp_vllm.schema import ANY, NAME, Number, SchemaError, check
 
-DROPPED = {"drop_attn_list": "attn", "drop_mlp_list": "mlp"}  # LLM-Drop's keys -> the blocks that they remove
+# LLM-Drop's keys -> the blocks that they remove
+DROPPED = {"drop_attn_list": "attn", "drop_mlp_list": "mlp"}
 FORMATS = ("per_layer_config", "block_configs", *DROPPED)
-IN_PLACE = "ddp_opened_in_place"  # in the config that vLLM gets: the folder may have tensors that are left out
+# in the config that vLLM gets: the folder may have tensors that are left out
+IN_PLACE = "ddp_opened_in_place"
 SUBBLOCKS = "subblocks_safetensors"  # folder in which Puzzletron keeps a file for every block
 ONLY_EXPERTS = "in a mixture of experts only the widths of the experts may differ between layers"
 _OTHERS = (
@@ -65,7 +67,8 @@ _RENAMED = {  # field of a block's part -> field of config.json
     "num_heads": HEADS, "top_k": "num_experts_per_tok",
     "shared_expert_intermediate_dim": "shared_expert_intermediate_size",
 }  # fmt: skip
-_NO_FIELDS = (  # keys of a part that change no size; those from n_heads_in_group on are read by themselves
+# keys of a part that change no size; those from n_heads_in_group on are read by themselves
+_NO_FIELDS = (
     *("no_op", "kind", "name", "weights_precision", "use_prefill_window_in_sink_attention"),
     *("n_heads_in_group", "ffn_mult", "sliding_window_size", "window_length", "moe", "gated"),
 )
@@ -139,7 +142,8 @@ def _check(value: Any, form: Mapping[str, Any], place: str) -> None:
 
 
 def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return an entry of `block_configs` in the fields of `per_layer_config`. Raises: ModelError."""
+    """Return an entry of `block_configs` in the fields of `per_layer_config`.
+    Raises: ModelError."""
     attention, ffn = block.get("attention") or {}, block.get("ffn") or {}
     parts = [("attention", attention), ("ffn", ffn), ("moe", ffn.get("moe") or {})]
     parts += [(str(part.get("kind")), part) for part in block.get("subblock_configs") or ()]
@@ -258,10 +262,12 @@ def enclosing(dense: Mapping[str, Any], layers: Sequence[LayerWidths]) -> dict[s
     layer into it."""
     config = dict(dense)
     if not dense.get("kv_lora_rank"):
-        config["head_dim"] = head_dim(dense)  # before the number of heads, from which it may be derived, changes
+        # before the number of heads, from which it may be derived, changes
+        config["head_dim"] = head_dim(dense)
         least = max([dense_kv_heads(dense), *(layer.num_kv_heads for layer in layers)])
         most = max([dense[HEADS], *(layer.num_query_heads for layer in layers)])
-        if (heads := most) != dense[HEADS]:  # transformers requires a divisor of the hidden size of some families
+        # transformers requires a divisor of the hidden size of some families
+        if (heads := most) != dense[HEADS]:
             hidden = dense["hidden_size"]
             heads = next((count for count in range(most, hidden + 1) if hidden % count == 0), most)
         kv_heads = next((count for count in range(least, heads + 1) if heads % count == 0), heads)
@@ -291,7 +297,8 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if not any(config.get(key) for key in FORMATS) or base_type(config) not in FAMILIES:
         return None
-    quantized = {key: config[key] for key in ("quantization_config",) if config.get(key)}  # vLLM's classes load them
+    # vLLM's classes load them
+    quantized = {key: config[key] for key in ("quantization_config",) if config.get(key)}
     dense = dense_config({key: value for key, value in config.items() if key not in quantized})
     layers = stated_layers(config, dense) or dense_layers(dense)
     enclosed = enclosing(dense, layers)

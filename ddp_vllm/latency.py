@@ -97,7 +97,8 @@ class Curve:
         if len(self.points) == 1:
             return first * width / narrowest
         seconds = max(0.0, _between(self.points, width))
-        return min(seconds, first) if width < narrowest else seconds  # narrower blocks are never predicted to be slower
+        # narrower blocks are never predicted to be slower
+        return min(seconds, first) if width < narrowest else seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +234,8 @@ class Profile:
         ]
 
     def spread(self, workload: Workload) -> float:
-        """Return the largest difference between rounds of any shape, as a share of the dense step."""
+        """Return the largest difference between rounds of any shape, as a share of the dense
+        step."""
         return max(max(rounds) - min(rounds) for rounds in self._shares(workload).values())
 
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:

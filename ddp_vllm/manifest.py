@@ -17,7 +17,8 @@ from ddp_vllm.schema import NAME, check
 
 MANIFEST = "ddp_manifest.json"
 CARD, REPORT_FILE, PICTURE_FOLDER = "README.md", "report.html", "report"
-MARKS = {MANIFEST, "ddp_masks.safetensors"}  # a folder that holds one of them was written by ddp-vllm
+# a folder that holds one of them was written by ddp-vllm
+MARKS = {MANIFEST, "ddp_masks.safetensors"}
 NOT_LISTED = (MANIFEST, CARD, REPORT_FILE, PICTURE_FOLDER, "eval", "sharegpt-*.json", "sharegpt-*.png")
 
 

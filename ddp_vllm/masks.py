@@ -76,7 +76,8 @@ def masks_metadata(provenance: Mapping[str, Any], tensors: Mapping[str, Any]) ->
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
-    """Return the provenance in a masks file; {} if there is no such file. Raises: CheckpointError."""
+    """Return the provenance in a masks file; {} if there is no such file.
+    Raises: CheckpointError."""
     return _read(path, with_tensors=False)[1] if path.exists() else {}
 
 

@@ -1,4 +1,5 @@
-"""The facts of a model that are read without loading it: its size, its KV cache, its id and its folder.
+"""The facts of a model that are read without loading it: its size, its KV cache, its id and its
+folder.
 
 A model is given by its folder or by its name on the Hugging Face hub.
 """
@@ -26,7 +27,8 @@ FACTS = {  # the schema of a `ModelFacts` in a results file
     "weight_bytes?": (None, COUNT), "kv_bytes_per_token?": (None, COUNT),
 }  # fmt: skip
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", f"{SUBBLOCKS}/*.safetensors")  # the last by Puzzletron
+# the last by Puzzletron
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", f"{SUBBLOCKS}/*.safetensors")
 _TEXTS = (  # names by which transformers and vLLM find them
     *("config.json", "generation_config.json", "hf_quant_config.json", "*.index.json"),
     *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "tekken.json", "vocab*", "merges*"),
@@ -51,7 +53,8 @@ class ModelFacts:
     """The last part of the folder, or the whole hub name."""
     pruned: bool
     id: str | None = None
-    """A hash of the files that determine its answers, by which results are matched to it anywhere; see `model_id`."""
+    """A hash of the files that determine its answers, by which results are matched to it anywhere;
+    see `model_id`."""
     parameters: int | None = None
     """Number of parameters on disk; tied embeddings are counted once."""
     weight_bytes: int | None = None
@@ -70,8 +73,10 @@ def identify(model: str) -> str:
 def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     """Return the facts of a model, read from its config and the headers of its weights.
 
-    dtype: vLLM's number format of the KV cache; with `auto` it has two bytes, for float32 weights too.
-    Raises: CheckpointError if a pruned folder contradicts itself; ModelError if a dense one cannot be read.
+    dtype: vLLM's number format of the KV cache; with `auto` it has two bytes, for float32 weights
+        too.
+    Raises: CheckpointError if a pruned folder contradicts itself; ModelError if a dense one cannot
+        be read.
     """
     folder = local_folder(model)
     if folder is None:
@@ -106,7 +111,8 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
 
 
 def dense_kv_bytes(folder: Path, *, value_bytes: int) -> int | None:
-    """Return the bytes of the dense model's KV cache per token, also for a pruned model; None if they are not stated.
+    """Return the bytes of the dense model's KV cache per token, also for a pruned model; None if
+    they are not stated.
 
     Raises: ModelError.
     """
@@ -140,8 +146,8 @@ def _safetensors_files(folder: Path) -> list[Path]:
 def model_id(folder: Path) -> str:
     """Return a hash of what determines a model's answers; it does not depend on the folder.
 
-    It covers config, tokenizer and chat template. Of each weight file it covers the size and 64 evenly spaced pieces of
-    4 KiB, the first and the last among them.
+    It covers config, tokenizer and chat template. Of each weight file it covers the size and 64
+    evenly spaced pieces of 4 KiB, the first and the last among them.
     """
     digest = hashlib.sha256()
     for path in sorted({path for pattern in _TEXTS for path in folder.glob(pattern) if path.is_file()}):
@@ -169,7 +175,8 @@ def is_pruned(folder: Path) -> bool:
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder of a model: the given one, or the snapshot of a hub name whose weights were downloaded before.
+    """Return the folder of a model: the given one, or the snapshot of a hub name whose weights were
+    downloaded before.
 
     Raises: ModelError if `model` looks like a path but does not exist.
     """
@@ -178,12 +185,14 @@ def local_folder(model: str) -> Path | None:
 
 
 def _is_whole(snapshot: Path) -> bool:
-    """Tell whether a snapshot has its config and all weight files; the hub's cache also holds partial snapshots."""
+    """Tell whether a snapshot has its config and all weight files; the hub's cache also holds
+    partial snapshots."""
     if not (snapshot / "config.json").is_file():
         return False
     for weights in ("model.safetensors", "pytorch_model.bin"):
         index = snapshot / f"{weights}.index.json"
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # it is fetched again
+        # it is fetched again
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             if index.is_file():
                 return all((snapshot / file).is_file() for file in set(read_json(index)["weight_map"].values()))
         if (snapshot / weights).is_file():
@@ -192,7 +201,8 @@ def _is_whole(snapshot: Path) -> bool:
 
 
 def known_folder(model: str) -> Path | None:
-    """Return the folder of a model, or its snapshot even if incomplete. Raises: ModelError as `local_folder`."""
+    """Return the folder of a model, or its snapshot even if incomplete. Raises: ModelError as
+    `local_folder`."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     if Path(model).exists() or model.startswith((".", "/", "~")):
@@ -205,7 +215,8 @@ def known_folder(model: str) -> Path | None:
     except HFValidationError as error:
         raise ModelError(f"{model!r} is neither a folder nor a name on the hub ({error})") from error
     except LocalEntryNotFoundError:
-        if "/" not in model:  # the hub's client would try for a minute, and every such name there has an owner today
+        # the hub's client would try for a minute, and every such name there has an owner today
+        if "/" not in model:
             raise ModelError(f"{model} is neither a folder here nor a hub name (owner/name); check the path") from None
         return None
 

@@ -13,7 +13,8 @@ from typing import Any
 from ddp_vllm.remote_code import FILES, WIDTHS_FILES
 from ddp_vllm.remote_code.module_widths import states_widths
 
-TOKENIZER_AND_CONFIG_FILES = (  # copied along with the weights: data files known by name, never code
+# copied along with the weights: data files known by name, never code
+TOKENIZER_AND_CONFIG_FILES = (
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
@@ -74,7 +75,8 @@ def state_tokenizer_class(source: Path, target: Path) -> None:
         name = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
     except Exception:  # a tokenizer that does not load for the dense model need not load for the pruned one
         return
-    name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name  # the name in transformers 4
+    # the name in transformers 4
+    name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
     path = target / "tokenizer_config.json"
     settings = _tokenizer_settings(path)
     if settings.get("tokenizer_class") != name:

@@ -30,7 +30,8 @@ from ddp_vllm.errors import OutputError, is_utf8
 from ddp_vllm.manifest import MANIFEST, is_ours, manifest_of
 
 LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # on some network file systems; filelock itself handles ENOSYS
+# on some network file systems; filelock itself handles ENOSYS
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
 RUN_METRICS, RUN_STATE = "metrics.jsonl", "state.safetensors"  # in the folder of a run
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -41,7 +42,8 @@ def writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_full = error.errno in FULL or "requested and" in str(error)  # numpy's tofile, which states no errno
+        # numpy's tofile, which states no errno
+        is_full = error.errno in FULL or "requested and" in str(error)
         remedy = "make room there, or choose another output" if is_full else "choose another output"
         raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
 
@@ -57,7 +59,8 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         _check_name(output)
         parent = next(folder for folder in output.absolute().parents if folder.exists())
         try:
-            tempfile.TemporaryFile(dir=parent).close()  # os.access trusts root, whom some mounts refuse
+            # os.access trusts root, whom some mounts refuse
+            tempfile.TemporaryFile(dir=parent).close()
         except OSError:
             raise OutputError(
                 f"{output} cannot be written: {parent} is not a folder you may write to; choose another one"
@@ -123,7 +126,8 @@ def _clear(output: Path, temporary: Path, old: Path) -> None:
     for path in (temporary, old):
         if os.path.lexists(path) and not is_ours(path):
             raise OutputError(f"{path} is a link or holds files that ddp-vllm did not write; move it away")
-    if old.exists() and not os.path.lexists(output):  # killed between the two renames of `atomic_folder`
+    # killed between the two renames of `atomic_folder`
+    if old.exists() and not os.path.lexists(output):
         os.rename(old, output)
     for path in (temporary, old):
         shutil.rmtree(path, ignore_errors=True)
@@ -152,7 +156,8 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
             (temporary / MANIFEST).write_text(manifest_of(temporary), encoding="utf-8")
             for path in temporary.rglob("*"):
                 if path.is_file():
-                    path.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes files for their owner alone
+                    # safetensors writes files for their owner alone
+                    path.chmod(temporary.stat().st_mode & 0o666)
                 sync(path)
             sync(temporary)
             if output.exists():
@@ -176,7 +181,8 @@ def atomic_file(output: Path, *, private: bool = False) -> Iterator[Path]:
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
     try:
-        with suppress(OSError):  # a disk without locks: there `clear_file` cannot lock either, and removes nothing
+        # a disk without locks: there `clear_file` cannot lock either, and removes nothing
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         sync(temporary)
@@ -191,7 +197,8 @@ def clear_file(output: Path) -> None:
     """Remove the temporary files of `output` that killed processes left; a living process has
     locked its file."""
     pattern = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.tmp")
-    with suppress(OSError):  # the folder is missing or unreadable, or another process removed the file
+    # the folder is missing or unreadable, or another process removed the file
+    with suppress(OSError):
         for name in filter(pattern.fullmatch, os.listdir(output.parent)):
             path = output.with_name(name)
             if not stat.S_ISREG(path.lstat().st_mode):
@@ -244,7 +251,8 @@ def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(path, timeout=-1 if wait else 0, mode=0o666 if wait else 0o644)  # other users may wait for it
+    # other users may wait for it
+    lock = FileLock(path, timeout=-1 if wait else 0, mode=0o666 if wait else 0o644)
     try:
         lock.acquire()
     except Timeout:
@@ -256,8 +264,10 @@ def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        if _identity(path) == identity:  # the block may have moved it, and another process made a new one
-            path.unlink(missing_ok=True)  # before the release: a waiting process notices and creates a new file
+        # the block may have moved it, and another process made a new one
+        if _identity(path) == identity:
+            # before the release: a waiting process notices and creates a new file
+            path.unlink(missing_ok=True)
         lock.release()
 
 

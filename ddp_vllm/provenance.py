@@ -19,7 +19,8 @@ from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.output import write_text
 
-PATHS = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths; `data` and `watch` several
+# settings that may hold paths; `data` and `watch` several
+PATHS = ("model", "teacher", "data", "watch", "profile")
 
 
 def identity_of(source: str) -> str:
@@ -99,7 +100,8 @@ def local_provenance(masks: Path) -> dict[str, Any]:
 
 
 def provenance_of(folder: Path) -> dict[str, Any]:
-    """Return the provenance of a pruned folder; {} if there is no such folder or its masks file cannot be read."""
+    """Return the provenance of a pruned folder; {} if there is no such folder or its masks file
+    cannot be read."""
     try:
         return read_provenance(folder / MASKS_FILE)
     except CheckpointError:

@@ -37,26 +37,30 @@ def kind_of(field: dataclasses.Field[Any]) -> type:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of a dataclass of settings, whose values are checked one by one: type, choices, limits."""
+    """Base of a dataclass of settings, whose values are checked one by one: type, choices,
+    limits."""
 
     def __post_init__(self) -> None:
         """Check every value. Raises: SettingError."""
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
             kind = kind_of(field)
-            if kind is float and type(value) is int and value.bit_length() <= 1000:  # larger integers overflow a float
+            # larger integers overflow a float
+            if kind is float and type(value) is int and value.bit_length() <= 1000:
                 value = float(value)  # TOML writes 0 for 0.0
                 object.__setattr__(self, field.name, value)
             if value is not None or not isinstance(field.type, UnionType):
                 _check(field, kind, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data, without those that are None, because TOML has no null."""
+        """Return the settings as plain data, without those that are None, because TOML has no
+        null."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 def _check(field: dataclasses.Field[Any], kind: type, value: Any) -> None:
-    """Refuse a value of another type or outside of the limits of its field. Raises: SettingError."""
+    """Refuse a value of another type or outside of the limits of its field.
+    Raises: SettingError."""
     name, limits = field.name, field.metadata
     if (given := type(value)) is not kind:
         raise SettingError(f"{name} is {value!r}, a {given.__name__}; it must be a {kind.__name__}")
@@ -88,7 +92,8 @@ def field_docs(settings: type) -> dict[str, str]:
 
 
 def documents(settings: type) -> Callable[[Verb], Verb]:
-    """Return a decorator that adds the fields of a dataclass to a function's docstring, for `help`."""
+    """Return a decorator that adds the fields of a dataclass to a function's docstring, for
+    `help`."""
 
     def add(function: Verb) -> Verb:
         docs = field_docs(settings)

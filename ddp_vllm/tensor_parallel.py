@@ -1,4 +1,5 @@
-"""The tensor-parallel sizes of a model: one rule, and one error message that names the valid sizes."""
+"""The tensor-parallel sizes of a model: one rule, and one error message that names the valid
+sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

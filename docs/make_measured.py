@@ -1,7 +1,8 @@
-"""Fills the tables of measured.md and paper.md, and draws the README's chart, from benchmarks/results alone.
+"""Fills the tables of measured.md and paper.md, and draws the README's chart, from
+benchmarks/results alone.
 
-`python docs/make_pages.py` calls this. A table stands between `<!-- results TABLE MODEL -->` and `<!-- end -->`; the
-text around it is written by hand.
+`python docs/make_pages.py` calls this. A table stands between `<!-- results TABLE MODEL -->` and
+`<!-- end -->`; the text around it is written by hand.
 """
 
 import json
@@ -63,7 +64,8 @@ def fill_tables(page: str) -> str:
 
 
 def write_chart(folder: Path, model: str) -> None:
-    """Write the README's chart for light and dark pages into a folder, if the speeds were measured."""
+    """Write the README's chart for light and dark pages into a folder, if the speeds were
+    measured."""
     if not (RESULTS / "speed" / f"{model}-steps.json").exists():
         return
     for suffix, (background, text, *_) in COLORS.items():
@@ -120,9 +122,11 @@ def positive(value: float, style: str, unit: str) -> str:
 
 
 def over_base(base: Sequence[Result], row: str, results: Sequence[Result]) -> str:
-    """Return perplexity over that of the row `BASE` on all texts together, with the interval over their windows.
+    """Return perplexity over that of the row `BASE` on all texts together, with the interval over
+    their windows.
 
-    A window's losses are averaged over the seeds that both rows have: it is one sample, however many seeds read it.
+    A window's losses are averaged over the seeds that both rows have: it is one sample, however
+    many seeds read it.
     """
     if row == BASE:
         return "1"
@@ -149,7 +153,8 @@ def agreement(metric: str, style: str, _: str, results: Sequence[Result]) -> str
 
 
 def study_pages(name: str, model: str) -> Iterator[str]:
-    """Yield the finding and the table of each page that `ddp-vllm study` wrote, without rows that do not apply."""
+    """Yield the finding and the table of each page that `ddp-vllm study` wrote, without rows that
+    do not apply."""
     for row, results in read(name, model).items():
         finding, _, rows, *_ = results[0]["page"].split("\n\n")
         lines = [line for line in rows.split("\n") if "this model has none" not in line]
@@ -158,7 +163,8 @@ def study_pages(name: str, model: str) -> Iterator[str]:
 
 
 def draw_chart(figure: Figure, *, model: str, suffix: str) -> None:
-    """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the speed."""
+    """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the
+    speed."""
     axes, rows, (_, text, ours, others) = figure.add_subplot(), read("speed", model), COLORS[suffix]
     label = partial(axes.annotate, textcoords="offset points", ha="center", fontsize=10)
     axes.plot(1.0, 1.0, "s", color=others, markersize=6)
@@ -203,9 +209,11 @@ def read_speeds(name: str, model: str) -> dict[str, Any]:
 
 
 def recovered(rows: Mapping[str, Sequence[Result]]) -> dict[str, str]:
-    """Return which share of the log-perplexity lost by `masks` each row with trained weights wins back, over all texts.
+    """Return which share of the log-perplexity lost by `masks` each row with trained weights wins
+    back, over all texts.
 
-    What the dense model gains from the same training is subtracted, because that is adaptation to the text.
+    What the dense model gains from the same training is subtracted, because that is adaptation to
+    the text.
     """
     if not {"masks", CONTROL} <= rows.keys():
         return {}

@@ -72,7 +72,8 @@ def walk(command: click.Command, context: click.Context) -> Iterator[tuple[click
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a docstring as Markdown; a paragraph that click does not wrap is code."""
+    """Yield the paragraphs of a docstring as Markdown; a paragraph that click does not wrap is
+    code."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         if paragraph.startswith("\b"):
             yield "```bash\n" + paragraph.lstrip("\b\n") + "\n```"
@@ -81,7 +82,8 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def option_row(names: str, text: str) -> str:
-    """Return a row of the table of options; the default moves from the help text to its own column."""
+    """Return a row of the table of options; the default moves from the help text to its own
+    column."""
     default = ", ".join(found.removeprefix("default: ") for found in DEFAULT.findall(text))
     return f"| `{escape(names)}` | {escape(DEFAULT.sub('', text))} | {escape(default)} |"
 
@@ -95,7 +97,8 @@ def link(command_path: str, name: str) -> str:
 
 
 def recipe() -> Iterator[str]:
-    """Yield the Markdown of each recipe: its fields with their docstrings, the fields of `Recipe` by group."""
+    """Yield the Markdown of each recipe: its fields with their docstrings, the fields of `Recipe`
+    by group."""
     docs = field_docs(Recipe)
     fields = [each for each in dataclasses.fields(Recipe) if each.name not in ("model", "alm") and each.name in docs]
     for title in HEADINGS:
@@ -128,7 +131,8 @@ def settings_table(settings: type, fields: Any) -> str:
 
 
 def functions() -> Iterator[str]:
-    """Yield the introduction to the functions, then the signature and docstring of each function."""
+    """Yield the introduction to the functions, then the signature and docstring of each
+    function."""
     yield re.sub(r"^( {4}.*\n(?:\n? {4}.*\n)*)", fenced, inspect.getdoc(api) or "", flags=re.MULTILINE)
     yield EXAMPLES
     for name in ddp_vllm.__all__:
@@ -155,7 +159,8 @@ def signature(name: str, function: Any) -> str:
 def text_of(function: Any) -> str:
     """Return a docstring as Markdown, names of arguments as code."""
     names = "|".join(inspect.signature(function).parameters)
-    text = (inspect.getdoc(function) or "").partition(f"\n\n{SETTINGS_HEADING}\n")[0]  # recipe.md lists the settings
+    # recipe.md lists the settings
+    text = (inspect.getdoc(function) or "").partition(f"\n\n{SETTINGS_HEADING}\n")[0]
     return re.sub(rf"(?:^|(?<=[.] ))({names}): ", r"`\1`: ", text, flags=re.MULTILINE)
 
 

@@ -1,4 +1,5 @@
-"""Writes sizing.md: what models take on which GPUs. Run it after a change of what training keeps in memory.
+"""Writes sizing.md: what models take on which GPUs. Run it after a change of what training keeps in
+memory.
 
     python docs/make_sizing.py          # seconds; needs no weights and no GPU
 

@@ -1,4 +1,5 @@
-"""Ask a pruned model in vLLM; ddp-vllm must be installed in the same environment, which is all that vLLM needs.
+"""Ask a pruned model in vLLM; ddp-vllm must be installed in the same environment, which is all that
+vLLM needs.
 
 python examples/chat.py --model ./pruned --question "What are the three primary colours?"
 """

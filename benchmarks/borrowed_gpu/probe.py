@@ -1,4 +1,5 @@
-"""What does this GPU do at best? Versions, ceilings and latencies that every prediction of `moe_traffic.py` needs.
+"""What does this GPU do at best? Versions, ceilings and latencies that every prediction of
+`moe_traffic.py` needs.
 
 python probe.py OUT.json
 """
@@ -22,7 +23,8 @@ L2_PROGRAMS, L2_BLOCK = 132 * 4, 4096
 
 @triton.jit
 def read_from_l2(x_ptr, y_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Every program reads all N numbers, beginning at another one: the first of them from HBM, the others from L2."""
+    """Every program reads all N numbers, beginning at another one: the first of them from HBM, the
+    others from L2."""
     total = tl.zeros((BLOCK,), tl.int32)
     start = tl.program_id(0) * BLOCK
     for at in range(0, N, BLOCK):

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Runs the kit on a machine with a GPU: steps with time limits, each with a log, and results after every step.
+"""Runs the kit on a machine with a GPU: steps with time limits, each with a log, and results after
+every step.
 
     python benchmarks/borrowed_gpu/run.py 1|2|3            # a borrowed machine without a network; pack first
     python benchmarks/borrowed_gpu/run.py gpu [--only correct,kernel] [--model DIR] [--data FILE]      # `make gpu`
 
-Standard library only. A step that fails or runs out of time does not stop the others, and a step that ended well is
-not run again. $OUT, by default `gpu-results`, gets one JSON file, one log and one page. `LEASE_DRY=1` tries every step
-on a CPU in tiny sizes. `LEASE_SECONDS` overrides the seconds of a call.
+Standard library only. A step that fails or runs out of time does not stop the others, and a step
+that ended well is not run again. $OUT, by default `gpu-results`, gets one JSON file, one log and
+one page. `LEASE_DRY=1` tries every step on a CPU in tiny sizes. `LEASE_SECONDS` overrides the
+seconds of a call.
 """
 
 import argparse
@@ -161,7 +163,8 @@ class Runner:
         self.commit = commit.stdout.strip()
 
     def environment(self, ends: float) -> dict[str, str]:
-        """Return the environment of a step that should end at `ends`, in seconds of the wall clock."""
+        """Return the environment of a step that should end at `ends`, in seconds of the wall
+        clock."""
         packages = [REPO, REPO / "prune", REPO / "plugins", REPO / "benchmarks"]
         packages += [self.home / name for name in ("site", "vllm", "vllm_site") if (self.home / name).exists()]
         before = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
@@ -201,7 +204,8 @@ class Runner:
         early = {step.name: self.start(step, self.left()) for step in open_steps if step.is_early}
         try:
             for step in open_steps:
-                limit = min(step.limit, self.left() * step.share) if not DRY else self.left()  # a busy CPU is slow
+                # a busy CPU is slow
+                limit = min(step.limit, self.left() * step.share) if not DRY else self.left()
                 if limit < 5:
                     self.note(step, "no time left", 0.0)
                     continue
@@ -218,7 +222,8 @@ class Runner:
                 stop(process)
 
     def note(self, step: Step, code: int | str, seconds: float) -> None:
-        """Save how a step ended, with its results: its file, else the last line of its log if that is JSON."""
+        """Save how a step ended, with its results: its file, else the last line of its log if that
+        is JSON."""
         log, file = self.home / "logs" / f"{step.name}.log", self.result_file(step)
         text = log.read_text(errors="replace") if log.exists() else ""
         noted = {"code": code, "seconds": round(seconds, 1), "commit": self.commit, "tail": text[-1200:]}
@@ -243,7 +248,8 @@ class Runner:
         write_page(self.state, self.out / "README.md")
 
     def unpack(self) -> None:
-        """Put the parts that travelled in this call where the steps expect them; lzma releases the lock."""
+        """Put the parts that travelled in this call where the steps expect them; lzma releases the
+        lock."""
         jobs: list[tuple[Path, Path]] = []
         for part in self.carried.glob("*.so.xz"):
             library = "vllm/vllm/vllm_flash_attn" if "vllm_fa" in part.name else "vllm/vllm"

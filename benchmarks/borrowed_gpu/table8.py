@@ -1,10 +1,12 @@
-"""How long does a training step take, and in how much memory? The paper's table 8, on one GPU with random weights.
+"""How long does a training step take, and in how much memory? The paper's table 8, on one GPU with
+random weights.
 
     python table8.py OUT.json [--rounds 3]
 
-Paper (LLaMA-2-7B, 4 GPUs, 16 x 2,048 tokens): masks 2.1 s and 18 GB, with distillation 2.5 and 19, LoRA 2.4 and 18,
-full fine-tuning 2.9 and 83. A step here is one micro-batch of 4 x 2,048 tokens; 4 of them are the paper's batch on one
-GPU. The profiler's most expensive operators give a slow spot its name.
+Paper (LLaMA-2-7B, 4 GPUs, 16 x 2,048 tokens): masks 2.1 s and 18 GB, with distillation 2.5 and 19,
+LoRA 2.4 and 18, full fine-tuning 2.9 and 83. A step here is one micro-batch of 4 x 2,048 tokens; 4
+of them are the paper's batch on one GPU. The profiler's most expensive operators give a slow spot
+its name.
 """
 
 import argparse
@@ -33,7 +35,8 @@ from models import config_of
 from training_kernels import build
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [  # the paper's rows first
-    ("masks, distilled, not fused", "llama-2-7b", {"fused": False}),  # before rotary embeddings are compiled for good
+    # before rotary embeddings are compiled for good
+    ("masks, distilled, not fused", "llama-2-7b", {"fused": False}),
     ("masks, distilled", "llama-2-7b", {}),
     ("masks", "llama-2-7b", {"distillation": 0.0}),
     ("LoRA r=8, our head", "llama-2-7b", {"lora": True}),

@@ -1,9 +1,11 @@
-"""How far from its bound is the kernel for experts on this GPU, and would other tiles or four launches be faster?
+"""How far from its bound is the kernel for experts on this GPU, and would other tiles or four
+launches be faster?
 
     python tiles.py OUT.json
 
-Each row is first compared with float32. Tiles of the product and a few candidates; the most informative rows come
-first, until the time is over. `moe_traffic.py` predicts the same rows without a GPU.
+Each row is first compared with float32. Tiles of the product and a few candidates; the most
+informative rows come first, until the time is over. `moe_traffic.py` predicts the same rows without
+a GPU.
 """
 
 import os

@@ -1,9 +1,12 @@
-"""How good are masks of a real model after the paper's number of tokens? The product prunes, in the time that is left.
+"""How good are masks of a real model after the paper's number of tokens? The product prunes, in the
+time that is left.
 
-    python train.py MODEL TOKENS.xz FOLDER --out R.json [--recipe docs/paper.toml] [--set NAME=VALUE]
+    python train.py MODEL TOKENS.xz FOLDER --out R.json [--recipe docs/paper.toml] [--set
+    NAME=VALUE]
 
-A step is timed first; the run takes the steps that fit, at most --steps, at the recipe's batch. The text has no file on
-the machine: its tokens are put into the product's cache. The masks file is copied next to --out.
+A step is timed first; the run takes the steps that fit, at most --steps, at the recipe's batch. The
+text has no file on the machine: its tokens are put into the product's cache. The masks file is
+copied next to --out.
 """
 
 import argparse
@@ -37,7 +40,8 @@ FINISHING = 12  # seconds for evaluation, samples and export
 
 
 def fill_cache(model: str, tokens: Path, recipe: Recipe, steps: int) -> int:
-    """Write the blocks of a run to the product's token cache; return how many blocks there are to train on."""
+    """Write the blocks of a run to the product's token cache; return how many blocks there are to
+    train on."""
     stream = np.frombuffer(lzma.decompress(tokens.read_bytes()), np.uint16).astype(np.int32)
     blocks = stream[: len(stream) // recipe.seq_len * recipe.seq_len].reshape(-1, recipe.seq_len)
     wanted, heldout = steps * recipe.batch_size, recipe.heldout_blocks

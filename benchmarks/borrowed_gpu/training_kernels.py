@@ -1,9 +1,11 @@
-"""Do the GPU's paths of training compute what their plain references compute, and how much faster are they?
+"""Do the GPU's paths of training compute what their plain references compute, and how much faster
+are they?
 
     python training_kernels.py OUT.json
 
 1. Each kernel on activations of a real model's size, against its formula in plain torch.
-2. The gates' gradients of two small models, dense and mixture, on the GPU against the CPU, which has the plain forms.
+2. The gates' gradients of two small models, dense and mixture, on the GPU against the CPU, which
+    has the plain forms.
 3. A block of a 7B model with fused norms, rotary embeddings and activations against eager mode.
 """
 
@@ -34,7 +36,8 @@ Values = tuple[torch.Tensor, ...]
 
 
 def compare(results: Results, name: str, kernel: Callable[[], Values], plain: Callable[[], Values], moved: int) -> None:
-    """Add a row: errors of the kernel's results, times of both, and the rate of the bytes that must be moved."""
+    """Add a row: errors of the kernel's results, times of both, and the rate of the bytes that must
+    be moved."""
     with results.row(case=name) as row:
         row["errors"] = [error_of(value, expected) for value, expected in zip(kernel(), plain(), strict=True)]
         row["right"] = max(row["errors"]) < ROUNDING
@@ -59,7 +62,8 @@ def check_gates(results: Results, tokens: int, units: int, columns: int) -> None
 def check_expert_gates(results: Results, slots: int, num_experts: int, channels: int) -> None:
     gradient, x = (torch.randn(slots, channels, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     mask = torch.rand(num_experts, channels, device=DEVICE)
-    expert = torch.randint(num_experts - 1, (slots,), device=DEVICE).sort().values  # the last one is idle
+    # the last one is idle
+    expert = torch.randint(num_experts - 1, (slots,), device=DEVICE).sort().values
     sizes = torch.bincount(expert, minlength=num_experts)
     ends = sizes.cumsum(0, dtype=torch.int32)
 
@@ -100,7 +104,8 @@ def check_loss(results: Results, tokens: int, vocabulary: int, eta: float, maske
         return losses.detach(), leaf.grad
 
     name = f"distill_chunk, {tokens} x {vocabulary}, eta {eta:g}{', loss mask' * masked}{f', cap {cap}' if cap else ''}"
-    compare(results, name, kernel, plain, (7 if eta else 5) * student.nbytes)  # the copy reads and writes too
+    # the copy reads and writes too
+    compare(results, name, kernel, plain, (7 if eta else 5) * student.nbytes)
 
 
 def build(config: dict[str, Any], device: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
@@ -115,7 +120,8 @@ def build(config: dict[str, Any], device: str, dtype: torch.dtype) -> tuple[Any,
 
 
 def gate_gradients(config: dict[str, Any], device: str) -> Values:
-    """Return loss, gradients and squares of all gates of a small model in float32; the weights do not depend on it."""
+    """Return loss, gradients and squares of all gates of a small model in float32; the weights do
+    not depend on it."""
     torch.manual_seed(0)
     model, full = build(config, "cpu", torch.float32)
     model, sizes = model.to(device), dimensions_of(full)
@@ -142,7 +148,8 @@ def check_model(results: Results, name: str) -> None:
 
 
 def check_fusion(results: Results) -> None:
-    """Forward and backward of two layers; the rotary function stays compiled, so this is the last check."""
+    """Forward and backward of two layers; the rotary function stays compiled, so this is the last
+    check."""
     config = CONFIGS["llama-2-7b"] | (TINY if DRY else {}) | {"num_hidden_layers": 2, "num_key_value_heads": 8}
     model, _ = build({k: v for k, v in config.items() if "expert" not in k and "moe" not in k}, DEVICE, torch.bfloat16)
     tokens = torch.randint(3, config["vocab_size"], (2, 32) if DRY else (4, 2048), device=DEVICE)

@@ -1,4 +1,5 @@
-"""SmolLM2-135M as 4-bit codes: packed from its GGUF file, and made a Hugging Face folder again without a network.
+"""SmolLM2-135M as 4-bit codes: packed from its GGUF file, and made a Hugging Face folder again
+without a network.
 
     python weights.py IN.codes FOLDER     # on the GPU machine; requires torch and safetensors only, 3 s
 
@@ -48,7 +49,8 @@ def decode(kind: str, data: bytes, shape: list[int]) -> torch.Tensor:
 
 
 def write_codes(out: Path, files: Mapping[str, bytes], tensors: Mapping[str, tuple[str, list[int], bytes]]) -> None:
-    """Write files and the codes of tensors: a header with the place of each part, then the compressed parts."""
+    """Write files and the codes of tensors: a header with the place of each part, then the
+    compressed parts."""
     header: dict[str, dict[str, list]] = {"files": {}, "tensors": {}}
     parts, at = [], 0
     for kind, entries in (("files", files), ("tensors", tensors)):

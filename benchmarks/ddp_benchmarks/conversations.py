@@ -20,7 +20,8 @@ from ddp_text.conversations import EXAMPLE, Conversation, Notes, RowParser, word
 from ddp_text.rows import open_rows, reading_text
 from ddp_vllm.errors import TextError
 
-MIN_LENGTH, MAX_PROMPT_LENGTH, MAX_TOTAL_LENGTH = 4, 1024, 2048  # tokens; vllm.benchmarks.datasets.is_valid_sequence
+# tokens; vllm.benchmarks.datasets.is_valid_sequence
+MIN_LENGTH, MAX_PROMPT_LENGTH, MAX_TOTAL_LENGTH = 4, 1024, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class Sample:
 
     @property
     def sha256(self) -> str:
-        """Digest of the prompts and answers, equal for runs that replayed the same conversations."""
+        """Digest of the prompts and answers, equal for runs that replayed the same
+        conversations."""
         return hashlib.sha256(json.dumps(self.entries, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +94,8 @@ def _is_share_gpt(row: Any) -> bool:
 
 
 def _as_share_gpt(content: str | Conversation, place: str) -> dict[str, Any]:
-    """Return the first question and answer of a conversation; fewer turns if it has no such words."""
+    """Return the first question and answer of a conversation; fewer turns if it has no such
+    words."""
     if isinstance(content, str):
         if content:
             raise TextError(f"{place} holds a text, not a conversation; write {EXAMPLE}")

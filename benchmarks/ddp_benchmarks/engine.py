@@ -29,10 +29,13 @@ from ddp_vllm.machine import versions
 
 HOST = "127.0.0.1"
 CPU_DEFAULTS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds every engine of a small machine to core 0
+    # otherwise vLLM binds every engine of a small machine to core 0
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the same for every model
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # offline runs: no second process that competes for the cores
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # stores weights in 2 MB huge pages, which speeds up decoding
+    # offline runs: no second process that competes for the cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # stores weights in 2 MB huge pages, which speeds up decoding
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 _ERROR = re.compile(  # pydantic writes the reason to the next line
     r"(?:^|[\s.])(\w*(?:Error|Exception)): (\d+ validation errors? for .*\n[^\n]*\n[^\n]*|[^\n]+)", re.MULTILINE
@@ -86,7 +89,8 @@ def engine_environment(cpu_defaults: Mapping[str, str] = CPU_DEFAULTS) -> dict[s
     environment = dict(os.environ)
     for name, value in (cpu_defaults if runs_on_cpu() else {}).items():
         environment.setdefault(name, value)
-    environment.setdefault("DO_NOT_TRACK", "1")  # otherwise vLLM reports its use over the network during a measurement
+    # otherwise vLLM reports its use over the network during a measurement
+    environment.setdefault("DO_NOT_TRACK", "1")
     for name in ("NO_PROXY", "no_proxy"):  # the client must reach our own server without a proxy
         environment[name] = ",".join(filter(None, [environment.get(name), HOST, "localhost"]))
     return environment
@@ -136,7 +140,8 @@ class Engine:
                     stdout=self.streams or output,
                     stderr=output,
                     env=engine_environment(self.cpu_defaults),
-                    start_new_session=True,  # its own process group, which Ctrl-C in our terminal does not reach
+                    # its own process group, which Ctrl-C in our terminal does not reach
+                    start_new_session=True,
                 )
                 self._release = kill_with_us(self.process.pid)
                 self._sampler.start()
@@ -178,7 +183,8 @@ class Engine:
         return "vllm " + " ".join(self.command[3:5])
 
     def failure(self) -> str:
-        """Return a phrase with the exit code, the first informative error and the path of the log."""
+        """Return a phrase with the exit code, the first informative error and the path of the
+        log."""
         code = self.process.poll()
         how = "stopped" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         errors = _ERROR.findall(_LOG_PREFIX.sub("", self.log.read_text(errors="replace")))

@@ -121,7 +121,8 @@ def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = prin
         print_line(f"{settings.model}: reusing {done} of {len(settings.tasks)} tasks from the cache")
     if todo:
         run_alone(_evaluate_tasks, settings, todo, files)
-        cached |= {name: _cache_file(settings, name, files.get(name)) for name in todo}  # now a Hub model is downloaded
+        # now a Hub model is downloaded
+        cached |= {name: _cache_file(settings, name, files.get(name)) for name in todo}
     parts = [_finished(cached[name]) or {} for name in settings.tasks]
     answers = {name: row for part in parts for name, row in part.pop("answers", {}).items()}
     merged = _merge(parts)
@@ -137,7 +138,8 @@ def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = prin
 
 
 def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
-    """Return a task's cache file, whose name is a hash of everything that could change the result."""
+    """Return a task's cache file, whose name is a hash of everything that could change the
+    result."""
     folder = local_folder(settings.model)
     weights = map(Path.stat, weight_files(folder)) if folder else ()
     parts = [
@@ -217,8 +219,10 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
     from lm_eval.tasks import TaskManager, get_task_dict
     from rich.console import Console
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about defaults of its own task files
-    evaluator.get_git_commit_hash = lambda: None  # it describes the working folder, not this program
+    # it warns about defaults of its own task files
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # it describes the working folder, not this program
+    evaluator.get_git_commit_hash = lambda: None
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="ddp-vllm-tasks-") as temporary:
         for name in names if settings.rows else ():

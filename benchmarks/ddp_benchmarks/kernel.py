@@ -46,7 +46,8 @@ from ddp_vllm.results import judge, spread
 FORMAT = "ddp-vllm bench kernel 1"
 KERNELS = "ddp_vllm.moe_kernels"  # entry points
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-AGREE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # share of the norm; both round every term
+# share of the norm; both round every term
+AGREE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
 BASELINES = ("dense", "padded", "uniform", "vllm_uniform")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 REPLAYS = 10  # of a CUDA graph per round
@@ -222,7 +223,8 @@ def _call_timer(run: Run, batches: Sequence[Batch], clock: Callable[[], float]) 
 
 
 def _graph_timer(run: Run, batches: Sequence[Batch]) -> Callable[[], float]:
-    """Capture the calls in a CUDA graph, as vLLM does, so that launches from Python are not timed."""
+    """Capture the calls in a CUDA graph, as vLLM does, so that launches from Python are not
+    timed."""
     for batch in batches:
         run(*batch)
     graph = torch.cuda.CUDAGraph()
@@ -232,7 +234,8 @@ def _graph_timer(run: Run, batches: Sequence[Batch]) -> Callable[[], float]:
 
     def measure() -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()  # keeps the GPU busy while the next replays are queued, so that no launch is timed
+        # keeps the GPU busy while the next replays are queued, so that no launch is timed
+        graph.replay()
         start.record()
         for _ in range(REPLAYS):
             graph.replay()

@@ -96,7 +96,8 @@ def terminable() -> Iterator[None]:
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:  # the shell sends a second one, which would interrupt the stopping
+        # the shell sends a second one, which would interrupt the stopping
+        if number == signal.SIGHUP:
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
@@ -116,7 +117,8 @@ def held_interrupts() -> Iterator[None]:
     """Hold back signals that raise an exception until the end of the block, in which one would
     orphan a new process."""
     numbers = [each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(each))]
-    if threading.current_thread() is not threading.main_thread():  # signals interrupt only the main thread
+    # signals interrupt only the main thread
+    if threading.current_thread() is not threading.main_thread():
         numbers = []
     held: list[int] = []
     before = {number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers}

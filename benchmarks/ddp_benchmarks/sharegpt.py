@@ -212,7 +212,8 @@ def _measure(settings: Settings, model: str, sample: Sample, folder: Path) -> Ge
     times."""
     prefix = f"{time.strftime('%H%M%S')}-{len(list(folder.iterdir()))}"
     engine = ["--max-model-len", str(settings.max_model_len), *settings.engine_arguments]
-    engine += ["--no-enable-prefix-caching"]  # otherwise prompts of the warm-up are answered from the cache
+    # otherwise prompts of the warm-up are answered from the cache
+    engine += ["--no-enable-prefix-caching"]
     if settings.mode == "offline":
         yield _throughput(settings, model, sample, folder / prefix, engine)
         return

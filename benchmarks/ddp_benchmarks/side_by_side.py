@@ -28,7 +28,8 @@ from ddp_vllm.results import judge
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
 CPU_BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
-TURN = 12  # consecutive steps of an engine; after the first few, its weights are in the caches again
+# consecutive steps of an engine; after the first few, its weights are in the caches again
+TURN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,8 @@ def cache_gib(model: str, batch: int, context: int, value_bytes: int) -> int:
 
 
 def largest_of(batches: Sequence[int], contexts: Sequence[int], steps: int) -> tuple[int, int]:
-    """Return the largest batch and context of engines that run `steps` steps around these contexts."""
+    """Return the largest batch and context of engines that run `steps` steps around these
+    contexts."""
     return max(batches), max(contexts) + steps
 
 

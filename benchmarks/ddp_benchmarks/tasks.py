@@ -18,10 +18,12 @@ from ddp_vllm.evaluations import ACCURACY, TASKS
 from ddp_vllm.remote_code.files import parse_json
 
 SUITES = {
-    "paper": (*ACCURACY, "wikitext"),  # without c4, whose validation split on the Hub has 364,608 documents
+    # without c4, whose validation split on the Hub has 364,608 documents
+    "paper": (*ACCURACY, "wikitext"),
     "nine": ACCURACY,
     "generative": tuple(name for name, task in TASKS.items() if task.is_generated),
-    "llama": tuple(name for name in ACCURACY if name not in ("rte", "mathqa")),  # the seven of its LLaMA tables
+    # the seven of its LLaMA tables
+    "llama": tuple(name for name in ACCURACY if name not in ("rte", "mathqa")),
 }
 
 
@@ -68,12 +70,14 @@ def write_task(name: str, file: Path, folder: Path) -> Path:
         "task": name,
         "dataset_path": "json",
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": {task.split: glob.escape(str(file.resolve()))}},  # datasets expands patterns
+        # datasets expands patterns
+        "dataset_kwargs": {"data_files": {task.split: glob.escape(str(file.resolve()))}},
         **{f"{split}_split": split if split == task.split else None for split in ("training", "validation", "test")},
     }
     if name == "gsm8k":  # its few-shot examples are other rows of the same file
         config["fewshot_split"] = task.split
-    if name == "hellaswag" and "query" in row:  # rows that lm-eval's process_docs has prepared already
+    # rows that lm-eval's process_docs has prepared already
+    if name == "hellaswag" and "query" in row:
         config["process_docs"] = None
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
@@ -92,5 +96,6 @@ def _first_row(file: Path) -> Mapping[str, Any]:
 
 
 def file_sha256(file: Path) -> str:
-    """Return the digest of a data file; two evaluations are comparable if their digests are equal."""
+    """Return the digest of a data file; two evaluations are comparable if their digests are
+    equal."""
     return hashlib.sha256(file.read_bytes()).hexdigest()

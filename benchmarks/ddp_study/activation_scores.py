@@ -1,7 +1,8 @@
-"""Scores units by activations in forward passes of the dense model: Wanda-SP, FLAP, LoRAP, SlimLLM, Týr and depth.
+"""Scores units by activations in forward passes of the dense model: Wanda-SP, FLAP, LoRAP, SlimLLM,
+Týr and depth.
 
-All methods except depth score heads and MLP channels of dense models. They use the inputs x of the projections that
-write to the residual stream, with columns w_j.
+All methods except depth score heads and MLP channels of dense models. They use the inputs x of the
+projections that write to the residual stream, with columns w_j.
 """
 
 import torch
@@ -26,16 +27,19 @@ def input_squares(gated: GatedModel, blocks: torch.Tensor) -> dict[Location, tor
 
 
 def wanda_sp(gated: GatedModel, blocks: torch.Tensor) -> Masks:
-    """Return Wanda (arXiv:2306.11695) summed over structures, as FLAP's authors compare with: Σ |w_j| · ‖x_j‖₂."""
+    """Return Wanda (arXiv:2306.11695) summed over structures, as FLAP's authors compare with: Σ
+    |w_j| · ‖x_j‖₂."""
     squares = input_squares(gated, blocks)
     return by_columns(gated, lambda location, w_OI: w_OI.abs().sum(0) * squares[location].sqrt())
 
 
 def flap(gated: GatedModel, blocks: torch.Tensor) -> Masks:
-    """Return FLAP's WIFV (arXiv:2312.11983): Var(x_j)·‖w_j‖², standardized per layer, summed over a unit's inputs.
+    """Return FLAP's WIFV (arXiv:2312.11983): Var(x_j)·‖w_j‖², standardized per layer, summed over a
+    unit's inputs.
 
-    Not implemented: the bias that compensates for the mean of removed inputs, which a gate cannot represent; and one
-    budget for heads and channels together, because every method of the study has one budget for each.
+    Not implemented: the bias that compensates for the mean of removed inputs, which a gate cannot
+    represent; and one budget for heads and channels together, because every method of the study has
+    one budget for each.
     """
     sums: dict[Location, torch.Tensor] = {}
 
@@ -53,11 +57,13 @@ def flap(gated: GatedModel, blocks: torch.Tensor) -> Masks:
 
 
 def lorap(gated: GatedModel, blocks: torch.Tensor) -> Masks:
-    """Return LoRAP's score of channels (arXiv:2404.09695): ‖W_gate[j]⊙x̂‖ + ‖W_up[j]⊙x̂‖ + ĥ_j‖w_j‖.
+    """Return LoRAP's score of channels (arXiv:2404.09695): ‖W_gate[j]⊙x̂‖ + ‖W_up[j]⊙x̂‖ +
+    ĥ_j‖w_j‖.
 
-    x̂ and ĥ are root mean squares of the inputs of the MLP and of its output projection. LoRAP prunes layer by layer;
-    here one pass of the dense model provides the inputs of all layers. As in LoRAP, the 1 % of lowest score is kept.
-    LoRAP factorizes attention, which is not a mask, so heads are scored by Wanda-SP.
+    x̂ and ĥ are root mean squares of the inputs of the MLP and of its output projection. LoRAP
+    prunes layer by layer; here one pass of the dense model provides the inputs of all layers. As in
+    LoRAP, the 1 % of lowest score is kept. LoRAP factorizes attention, which is not a mask, so
+    heads are scored by Wanda-SP.
     """
     squares = input_squares(gated, blocks)
     outputs = by_columns(gated, lambda location, w_OI: (squares[location] * w_OI.square().sum(0)).sqrt())["mlp"]
@@ -87,10 +93,11 @@ def exempt_lowest(scores_LU: torch.Tensor) -> torch.Tensor:
 def slimllm(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     """Return SlimLLM's scores (arXiv:2505.22689).
 
-    A head has the cost Σ over outputs of |Pearson(O − O_h, O)|; heads with the largest cost are removed. The score of a
-    channel is the sum of LoRAP's first two norms and ĥ_j·‖(w_jᵀV)⊙σ(λ/λ̄)‖, with V, λ the principal components of the
-    MLP's output from one eigendecomposition per layer. The 1 % of lowest score is kept as in LoRAP. Not implemented:
-    swaps of heads, ratios per layer, and the regression of outputs after pruning.
+    A head has the cost Σ over outputs of |Pearson(O − O_h, O)|; heads with the largest cost are
+    removed. The score of a channel is the sum of LoRAP's first two norms and ĥ_j·‖(w_jᵀV)⊙σ(λ/λ̄)‖,
+    with V, λ the principal components of the MLP's output from one eigendecomposition per layer.
+    The 1 % of lowest score is kept as in LoRAP. Not implemented: swaps of heads, ratios per layer,
+    and the regression of outputs after pruning.
     """
     table, num_heads = gated.family.tensors, gated.shapes["attn"][1]
     heads, mlp = table.output("attn").name, table.output("mlp").name
@@ -139,11 +146,13 @@ def _dissimilarity(means_U5O: torch.Tensor) -> torch.Tensor:
 
 
 def tyr(gated: GatedModel, blocks: torch.Tensor) -> Masks:
-    """Return Týr-the-Pruner's local score (arXiv:2503.09657): the change of a projection's output without the unit.
+    """Return Týr-the-Pruner's local score (arXiv:2503.09657): the change of a projection's output
+    without the unit.
 
-    With H = XXᵀ of the inputs, damped by 1 % of its mean diagonal, and G = H·W, the score of a unit with inputs g is
-    Σ W_g⊙(½[(H⁻¹)_gg]⁻¹·W_g + G_g). H of every layer is stored (inputs squared) and inverted. Not implemented: refitted
-    weights, rounds of removal, and the search for the budget of each layer.
+    With H = XXᵀ of the inputs, damped by 1 % of its mean diagonal, and G = H·W, the score of a unit
+    with inputs g is Σ W_g⊙(½[(H⁻¹)_gg]⁻¹·W_g + G_g). H of every layer is stored (inputs squared)
+    and inverted. Not implemented: refitted weights, rounds of removal, and the search for the
+    budget of each layer.
     """
     table = gated.family.tensors
     units = {table.output(block).name: shape[1] for block, shape in gated.shapes.items()}
@@ -168,9 +177,11 @@ def tyr(gated: GatedModel, blocks: torch.Tensor) -> Masks:
 
 
 def depth(gated: GatedModel, blocks: torch.Tensor) -> Masks:
-    """Return ShortGPT's influence (arXiv:2403.03853): 1 − the mean cosine of a layer's input and output.
+    """Return ShortGPT's influence (arXiv:2403.03853): 1 − the mean cosine of a layer's input and
+    output.
 
-    All units of a layer have the same score, so whole layers are removed, and part of one layer to meet the budget.
+    All units of a layer have the same score, so whole layers are removed, and part of one layer to
+    meet the budget.
     """
     sums = torch.zeros(len(gated.layers))
 

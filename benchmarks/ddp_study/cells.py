@@ -1,7 +1,8 @@
-"""Computes the cells of a study in `DIR/cells`; finished cells are kept, so an interruption loses one.
+"""Computes the cells of a study in `DIR/cells`; finished cells are kept, so an interruption loses
+one.
 
-A cell is a row at a sparsity with a seed. `NAME.json` has its results or the reason why there are none, and
-`NAME.safetensors` its masks, for `ddp-vllm apply`.
+A cell is a row at a sparsity with a seed. `NAME.json` has its results or the reason why there are
+none, and `NAME.safetensors` its masks, for `ddp-vllm apply`.
 """
 
 import dataclasses
@@ -50,7 +51,8 @@ from ddp_vllm.output import locked, make_folder, write_text
 
 DENSE = "dense"
 OPTIMIZER = "adamw"  # of trained weights
-TOLERANCE = 0.01  # share of the units by which a file's masks, such as the paper's, may deviate from a sparsity
+# share of the units by which a file's masks, such as the paper's, may deviate from a sparsity
+TOLERANCE = 0.01
 LONGEST_NAME = 80  # characters
 TOGETHER = ("seconds", "cpu_seconds", "tokens")  # added over a second run and the row it continues
 Facts = dict[str, Any]
@@ -59,8 +61,8 @@ Facts = dict[str, Any]
 def run_study(study: Study, output: Path, print_line: Callable[[str], None]) -> None:
     """Compute the missing cells of a study.
 
-    Raises: SettingError if the folder has cells of another model, text or recipe, or the model does not support a
-        sparsity; TextError if a text is too short; and as training does.
+    Raises: SettingError if the folder has cells of another model, text or recipe, or the model does
+        not support a sparsity; TextError if a text is too short; and as training does.
     """
     source, tokenizer = open_source(study.recipe.model), load_tokenizer(study.recipe.model)
     if source.structure:
@@ -99,7 +101,8 @@ def _read(recipe: Recipe, tokenizer: Any) -> Blocks:
 
 
 def _record(study: Study, facts: Mapping[str, Any], output: Path) -> None:
-    """Record settings and rows of the study, or refuse a folder of another study. Raises: SettingError."""
+    """Record settings and rows of the study, or refuse a folder of another study.
+    Raises: SettingError."""
     path, settings = output / STUDY_FILE, json.loads(json.dumps(study.shared() | {"text and weights": facts}))
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings
     if other := [name for name in settings if found.get(name) != settings[name]]:
@@ -129,7 +132,8 @@ class Cells:
         return GatedModel(model, self.source.family, self.source.sizes, head_unit)
 
     def cell(self, name: str, *parts: object) -> Path:
-        """Return the file of a cell; a hash replaces names of rows that are long or contain a path."""
+        """Return the file of a cell; a hash replaces names of rows that are long or contain a
+        path."""
         if "/" in name or name.endswith(MASKS) or len(name) > LONGEST_NAME:
             name = f"row-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
         return self.output / CELLS / ("_".join(map(str, (name, *parts))) + ".json")
@@ -144,7 +148,8 @@ class Cells:
             write_text(json.dumps({"method": DENSE, **self.evaluate(None, blocks.heldout)}), path)
 
     def fill(self, row: Row, seed: int) -> Iterator[str]:
-        """Compute a row's cells of one seed and yield one line per cell; a score is computed once for all of them."""
+        """Compute a row's cells of one seed and yield one line per cell; a score is computed once
+        for all of them."""
         scores: Masks = {}
         for sparsity in self.study.sparsities:
             path, name = self.of(row.name, sparsity, seed), f"{row.name} at {100 * sparsity:g} %, seed {seed}"
@@ -234,7 +239,8 @@ class Cells:
         return "" if fits(num_bytes, self.accelerator) else "not enough memory for trained weights and the dense model"
 
     def train(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
-        """Return the final gates of a search or a second run; after an interruption the same call resumes."""
+        """Return the final gates of a search or a second run; after an interruption the same call
+        resumes."""
         path, start = self.of(row.name, recipe.sparsity, recipe.seed), Masks()
         if row.first:
             start = read_masks(self.of(row.first, recipe.sparsity, recipe.seed).with_suffix(MASKS))[0]

@@ -37,11 +37,13 @@ def study(table: str, model: str, output: Path, recipe_file: Path | None, data: 
     \b
     ddp-vllm study methods MODEL --data TEXT --test wiki.test.txt --sparsity 0.2,0.5 -o DIR
 
-    The page DIR/TABLE.html reports the paper's finding, whether it holds for MODEL, and the command of every row.
-    TABLE.md and TABLE.csv have the same numbers. A row is a method or a file of masks, followed by settings after plus
-    signs: paper, ours+scope=layer, ours+steps=25%. After +scales or +recovered, the scales of the kept units or all
-    weights are trained once the masks are final: wanda-sp+scales, lorap+recovered. After an interruption, or with more
-    rows, sparsities, seeds or tables, the same command computes only the missing cells.
+    The page DIR/TABLE.html reports the paper's finding, whether it holds for MODEL, and the command
+    of every row. TABLE.md and TABLE.csv have the same numbers. A row is a method or a file of
+    masks, followed by settings after plus
+    signs: paper, ours+scope=layer, ours+steps=25%. After +scales or +recovered, the scales of the
+    kept units or all weights are trained once the masks are final: wanda-sp+scales,
+    lorap+recovered. After an interruption, or with more rows, sparsities, seeds or tables, the same
+    command computes only the missing cells.
     """
     page = verbs.study(table, model, output=output, recipe=recipe_file, verbose=True, data=data or None, **settings)
     echo(f"written: {page}")

@@ -1,6 +1,8 @@
-"""Scores channels of routed experts (CAMERA-P, HEAPr, even widths) and whole experts (REAP, NAEE, …).
+"""Scores channels of routed experts (CAMERA-P, HEAPr, even widths) and whole experts (REAP, NAEE,
+…).
 
-Legend: L layers with routed experts, E experts, C channels of an expert, H hidden size, T tokens, K experts per token.
+Legend: L layers with routed experts, E experts, C channels of an expert, H hidden size, T tokens, K
+    experts per token.
 """
 
 from collections.abc import Callable
@@ -26,7 +28,8 @@ CHUNK = 256  # tokens for which the outputs of all experts are stored at once
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertUse:
-    """Statistics of the channels of routed experts on text, summed over the tokens routed to their expert; float32.
+    """Statistics of the channels of routed experts on text, summed over the tokens routed to their
+    expert; float32.
 
     h is a channel's activation, π the routing weight, w its column of the down projection.
     """
@@ -67,7 +70,8 @@ def measure_experts(gated: GatedModel, blocks: torch.Tensor) -> ExpertUse:
     try:
         for tokens in blocks.split(1):
             tokens = tokens.to(device)
-            embedded = model.get_input_embeddings()(tokens).requires_grad_()  # the weights are frozen
+            # the weights are frozen
+            embedded = model.get_input_embeddings()(tokens).requires_grad_()
             hidden = model.get_decoder()(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, :-1]
             distill(hidden.flatten(0, 1), None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
     finally:
@@ -82,7 +86,8 @@ def _add_squares(slopes_C: torch.Tensor, gradient_SC: torch.Tensor) -> None:
 
 
 def _observed_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the routed experts' outputs, and collect the statistics of `measure_experts`."""
+    """Return the sum of the routed experts' outputs, and collect the statistics of
+    `measure_experts`."""
     sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
     for expert in ids_TK.unique().tolist():
         use = {name: values[expert] for name, values in experts.ddp_use.items()}
@@ -107,7 +112,8 @@ ALL_EXPERTS_FUNCTIONS.register(_OBSERVED, _observed_experts)
 
 
 def camera(use: ExpertUse) -> torch.Tensor:
-    """Return CAMERA-P's score of channels (arXiv:2508.02322), [L, E, C]: ‖w‖²·((1 − α) Σ(π h)² + α max(π h)²), α = 0.9.
+    """Return CAMERA-P's score of channels (arXiv:2508.02322), [L, E, C]: ‖w‖²·((1 − α) Σ(π h)² + α
+    max(π h)²), α = 0.9.
 
     Not implemented: shared experts, and pruning one layer after the other.
     """
@@ -117,8 +123,8 @@ def camera(use: ExpertUse) -> torch.Tensor:
 def heapr(use: ExpertUse) -> torch.Tensor:
     """Return HEAPr's score of channels (arXiv:2509.22299), [L, E, C]: mean(h²)·wᵀ mean(g gᵀ) w.
 
-    Means are over routed tokens. Because wᵀ(g gᵀ)w = (gᵀw)², no matrix is stored. Channels of experts without tokens
-    have score 0 and are removed first.
+    Means are over routed tokens. Because wᵀ(g gᵀ)w = (gᵀw)², no matrix is stored. Channels of
+    experts without tokens have score 0 and are removed first.
     """
     counts_LE1 = use.counts.clamp_min(1)[..., None]
     return (use.squares / counts_LE1) * (use.slopes / counts_LE1)
@@ -135,7 +141,8 @@ def frequency(use: ExpertUse) -> torch.Tensor:
 
 
 def reap(use: ExpertUse) -> torch.Tensor:
-    """Return REAP's score (arXiv:2510.13999), the mean of π·‖output‖ over an expert's tokens, [L, E]; 0 without any."""
+    """Return REAP's score (arXiv:2510.13999), the mean of π·‖output‖ over an expert's tokens, [L,
+    E]; 0 without any."""
     return use.output / use.counts.clamp_min(1)
 
 
@@ -147,11 +154,12 @@ def sum_of_outputs(use: ExpertUse) -> torch.Tensor:
 def nearest_layer(gated: GatedModel, blocks: torch.Tensor) -> torch.Tensor:
     """Return the position of each expert in NAEE's order of removal (arXiv:2402.14800), [L, E].
 
-    NAEE keeps the set S of experts with the smallest ‖MoE(X) − MoE_S(X)‖ in each layer, and tries all sets. Here one
-    expert at a time is removed from S, and X is the first 8,192 tokens. MoE_S routes as the evaluated model does: with
-    `whole_experts` in the recipe the logits of removed experts are dropped before the softmax and the top-k, as in
-    NAEE; without it, tokens of a removed expert are not routed to another one. Each layer requires one forward pass and
-    the inner products of all experts' outputs for every token.
+    NAEE keeps the set S of experts with the smallest ‖MoE(X) − MoE_S(X)‖ in each layer, and tries
+    all sets. Here one expert at a time is removed from S, and X is the first 8,192 tokens. MoE_S
+    routes as the evaluated model does: with `whole_experts` in the recipe the logits of removed
+    experts are dropped before the softmax and the top-k, as in NAEE; without it, tokens of a
+    removed expert are not routed to another one. Each layer requires one forward pass and the inner
+    products of all experts' outputs for every token.
     """
     blocks = blocks[: max(1, NAEE_TOKENS // blocks.shape[1])]
     return torch.stack([_removal_order(gated, index, blocks) for index in gated.sizes.routed_layers])
@@ -192,7 +200,8 @@ def _products(experts: Any, x_TH: torch.Tensor) -> torch.Tensor:
 
 
 def _routing(router: Any, x_TH: torch.Tensor, kept: list[int], num_experts: int) -> tuple[torch.Tensor, int]:
-    """Return the weights of a router that chooses among `kept`, float32 [T, E], and its number of choices per token."""
+    """Return the weights of a router that chooses among `kept`, float32 [T, E], and its number of
+    choices per token."""
     rows = torch.tensor(kept, device=x_TH.device)
     _, weights_TK, ids_TK = functional_call(router, {"weight": router.weight[rows]}, (x_TH,))
     found_TE = torch.zeros(len(x_TH), num_experts, device=x_TH.device)

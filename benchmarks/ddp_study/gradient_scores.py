@@ -23,10 +23,12 @@ Adapter = tuple[nn.Parameter, nn.Parameter]
 
 
 def of_gates(gated: GatedModel, blocks: torch.Tensor) -> tuple[Masks, Masks]:
-    """Return the Taylor score |Σ g| and the Fisher score Σ g² of the gates at 1; g: a token's gradient of the loss.
+    """Return the Taylor score |Σ g| and the Fisher score Σ g² of the gates at 1; g: a token's
+    gradient of the loss.
 
-    The loss is the cross-entropy. The Taylor score is that of arXiv:1905.10650. The Fisher score, which our search also
-    uses, is the diagonal empirical Fisher (arXiv:2204.09656 takes g per sequence). Weights are frozen.
+    The loss is the cross-entropy. The Taylor score is that of arXiv:1905.10650. The Fisher score,
+    which our search also uses, is the diagonal empirical Fisher (arXiv:2204.09656 takes g per
+    sequence). Weights are frozen.
     """
     device = OutputHead.of(gated.model).weight.device
     first = {kind: torch.zeros(shape, device=device) for kind, shape in gated.shapes.items()}
@@ -61,10 +63,11 @@ def _pruned_weights(gated: GatedModel) -> list[Any]:
 
 
 def llm_pruner(gated: GatedModel, blocks: torch.Tensor) -> Masks:
-    """Return LLM-Pruner's first-order score (arXiv:2305.11627): Σ |w·g|, g the mean gradient of the blocks.
+    """Return LLM-Pruner's first-order score (arXiv:2305.11627): Σ |w·g|, g the mean gradient of the
+    blocks.
 
-    Stores one gradient per prunable weight; `llm_pruner_mixed` stores two. Not implemented in either: exempting the
-    first four and last two layers.
+    Stores one gradient per prunable weight; `llm_pruner_mixed` stores two. Not implemented in
+    either: exempting the first four and last two layers.
     """
     first, _ = _gradients(gated, blocks, squared=False)
     return coupled(gated, lambda weight: (weight.detach().float() * first[weight]).abs())
@@ -82,7 +85,8 @@ def llm_pruner_mixed(gated: GatedModel, blocks: torch.Tensor) -> Masks:
 
 
 def _gradients(gated: GatedModel, blocks: torch.Tensor, *, squared: bool) -> tuple[Gradients, Gradients]:
-    """Return the mean over blocks of each weight's gradient and, if `squared`, of its square, in float32."""
+    """Return the mean over blocks of each weight's gradient and, if `squared`, of its square, in
+    float32."""
     weights = _pruned_weights(gated)
     first: Gradients = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in weights}
     second: Gradients = {weight: torch.zeros_like(first[weight]) for weight in weights if squared}
@@ -100,11 +104,12 @@ def _gradients(gated: GatedModel, blocks: torch.Tensor, *, squared: bool) -> tup
 def loraprune(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     """Return LoRAPrune's score (arXiv:2305.18403); the weights are restored afterwards.
 
-    Adapters s·B·A of rank 8 on every projection are trained, one step per block of text. The gradient of a weight is
-    estimated as ĝ = g_B·A + B·g_A − g_B·g_A, and the score of a unit is Σ |ĝ ⊙ (W + s·B·A)| over its weights. The sums
-    of each matrix are divided by the norm of their vector and added over matrices; over steps they are averaged with
-    weights 0.9 and 0.1. Not implemented: removing units during training, adapters in the pruned model, and the small
-    memory, because g_A and g_B are computed from the gradient of the whole weight.
+    Adapters s·B·A of rank 8 on every projection are trained, one step per block of text. The
+    gradient of a weight is estimated as ĝ = g_B·A + B·g_A − g_B·g_A, and the score of a unit is Σ
+    |ĝ ⊙ (W + s·B·A)| over its weights. The sums of each matrix are divided by the norm of their
+    vector and added over matrices; over steps they are averaged with weights 0.9 and 0.1. Not
+    implemented: removing units during training, adapters in the pruned model, and the small memory,
+        because g_A and g_B are computed from the gradient of the whole weight.
     """
     weights = _pruned_weights(gated)
     frozen = {weight: weight.detach().clone() for weight in weights}

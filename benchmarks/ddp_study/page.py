@@ -1,4 +1,5 @@
-"""Writes the page of a table of `ddp-vllm study`: every row at every sparsity, and whether the paper's finding holds.
+"""Writes the page of a table of `ddp-vllm study`: every row at every sparsity, and whether the
+paper's finding holds.
 
 The table `shapes` also shows which units the masks of each cell removed.
 Legend: L layers, U units of a layer, E experts.
@@ -110,7 +111,8 @@ def verdict(table: StudyTable, cells: Sequence[Cell]) -> str:
 
 
 def _falls(cells: Sequence[Cell], sparsity: float, column: str, order: Sequence[str]) -> str:
-    """Return whether a column's means over seeds fall from row to row; empty with fewer than two rows."""
+    """Return whether a column's means over seeds fall from row to row; empty with fewer than two
+    rows."""
     means, (heading, unit) = _means(cells, sparsity, column), COLUMNS[column]
     measured = [(name, means[name] / unit) for name in order if name in means]
     if len(measured) < 2:
@@ -122,7 +124,8 @@ def _falls(cells: Sequence[Cell], sparsity: float, column: str, order: Sequence[
 
 
 def _best(cells: Sequence[Cell], sparsity: float) -> str:
-    """Compare the paper's search and ours with the best score at one sparsity, by means over seeds."""
+    """Compare the paper's search and ours with the best score at one sparsity, by means over
+    seeds."""
     means = _means(cells, sparsity)
     scores = {cell["method"] for cell in cells if cell["method"] in means and not cell["is_search"]}
     searches = [name for name in (PAPER, OURS) if name in means]
@@ -149,7 +152,8 @@ def _means(cells: Iterable[Cell], sparsity: float, column: str = "perplexity") -
 
 
 def row_table(table: StudyTable, cells: Sequence[Cell], dense: Cell) -> Table:
-    """Return the table's rows in its order, or methods best first; a row without results gives the reason."""
+    """Return the table's rows in its order, or methods best first; a row without results gives the
+    reason."""
     sparsities = _sparsities(cells)
     names = list(dict.fromkeys(cell["method"] for cell in cells))
     if not table.rows and sparsities:
@@ -165,7 +169,8 @@ def row_table(table: StudyTable, cells: Sequence[Cell], dense: Cell) -> Table:
 
 
 def _highest(cells: Iterable[Cell], column: str) -> str:
-    """Return the highest value of a column over sparsities and seeds, small values with three digits."""
+    """Return the highest value of a column over sparsities and seeds, small values with three
+    digits."""
     values = [cell[column] / COLUMNS[column][1] for cell in cells if column in cell]
     return "–" if not values else f"{max(values):,.0f}" if max(values) >= 100 else f"{max(values):.3g}"
 
@@ -194,7 +199,8 @@ def _label(cell: Cell) -> str:
 
 
 def _draw(table: str, cells: Sequence[Cell], dense: Cell) -> Picture | None:
-    """Draw one panel per sparsity with a point per row and seed, or curves over tokens; None without measurements."""
+    """Draw one panel per sparsity with a point per row and seed, or curves over tokens; None
+    without measurements."""
     drawn, title, panels = TABLES[table].drawn, TABLES[table].title, {}
     for sparsity in _sparsities(cells):
         for column in drawn:
@@ -250,7 +256,8 @@ def shapes_of(cells: Sequence[tuple[str, Path]]) -> tuple[str, list[Section]]:
 
 
 def numbers_of(gates: dict[str, NDArray[np.float32]], chosen_LE: NDArray[np.float64]) -> dict[str, float]:
-    """Return the numbers of `CLAIMS`. chosen_LE: number of times each expert was chosen, empty if unknown."""
+    """Return the numbers of `CLAIMS`. chosen_LE: number of times each expert was chosen, empty if
+    unknown."""
     removed = {kind: (values == 0).reshape(len(values), -1).mean(1) for kind, values in gates.items()}
     share_L = removed.get("experts", removed.get("mlp"))
     assert share_L is not None
@@ -268,7 +275,8 @@ def numbers_of(gates: dict[str, NDArray[np.float32]], chosen_LE: NDArray[np.floa
 
 
 def _draw_shape(gates: dict[str, NDArray[np.float32]], name: str) -> list[Picture]:
-    """Draw a map of heads and the widths of MLPs, or a map of experts, and the scales of the kept units."""
+    """Draw a map of heads and the widths of MLPs, or a map of experts, and the scales of the kept
+    units."""
     maps, drawn = {}, []
     if "attn" in gates:
         maps = {"scale": gates["attn"].astype(np.float64)}

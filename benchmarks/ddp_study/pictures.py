@@ -1,4 +1,5 @@
-"""The pictures of the study's pages: the values of each row, and curves over the number of tokens."""
+"""The pictures of the study's pages: the values of each row, and curves over the number of
+tokens."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,10 +10,11 @@ from ddp_vllm.pages.pictures import LINES, MARKERS, panels_of
 
 
 def draw_rows(figure: Figure, *, panels: Mapping[str, Mapping[str, Sequence[float]]], reference: float | None) -> None:
-    """Draw the values of each row as points, lowest on top, a panel below the other; `reference` is a dotted line.
+    """Draw the values of each row as points, lowest on top, a panel below the other; `reference` is
+    a dotted line.
 
-    What is above ten times the lowest value is a triangle at the edge. panels: label of the axis -> name of a row, from
-    the lowest one up -> its values.
+    What is above ten times the lowest value is a triangle at the edge. panels: label of the axis ->
+    name of a row, from the lowest one up -> its values.
     """
     for axes, (label, rows) in zip(panels_of(figure, len(panels)), panels.items(), strict=True):
         edge = 10 * min(value for values in rows.values() for value in values)
@@ -33,7 +35,8 @@ def draw_rows(figure: Figure, *, panels: Mapping[str, Mapping[str, Sequence[floa
 def draw_lines(
     figure: Figure, *, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], xlabel: str, reference: float
 ) -> None:
-    """Draw curves on logarithmic axes, a panel below the other: label of the axis -> name of a curve -> points."""
+    """Draw curves on logarithmic axes, a panel below the other: label of the axis -> name of a
+    curve -> points."""
     for axes, (label, curves) in zip(panels_of(figure, len(panels)), panels.items(), strict=True):
         for number, (name, points) in enumerate(curves.items()):
             (tone, dashes, _), marker = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]

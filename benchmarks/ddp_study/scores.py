@@ -1,11 +1,13 @@
-"""Defines the methods of the study, how scores observe a model, and the two scores that use no text.
+"""Defines the methods of the study, how scores observe a model, and the two scores that use no
+text.
 
-A method is a score, which ranks units once, or a search, which trains gates. A score is one number per unit, [L, U] per
-module type ([L, E, C] for routed experts); the units with the highest scores are kept. It is computed on the model with
-all gates at 1 and text of the searches' training data. Every method keeps exactly the same number of units.
+A method is a score, which ranks units once, or a search, which trains gates. A score is one number
+per unit, [L, U] per module type ([L, E, C] for routed experts); the units with the highest scores
+are kept. It is computed on the model with all gates at 1 and text of the searches' training data.
+Every method keeps exactly the same number of units.
 
-Legend: L layers, U units of a layer; E experts, C channels of an expert; T tokens, I inputs and O outputs of a
-projection.
+Legend: L layers, U units of a layer; E experts, C channels of an expert; T tokens, I inputs and O
+outputs of a projection.
 """
 
 import math
@@ -64,10 +66,12 @@ def unfit(method: Score | Search, sizes: Dimensions) -> str:
 
 
 def choose(scores: Masks, keep_ratio: float, scope: str, *, whole_experts: bool = False, seed: int = 0) -> Masks:
-    """Return the gates (0 or 1, float32) that keep exactly round(ρK) units of each module type, the best of each group.
+    """Return the gates (0 or 1, float32) that keep exactly round(ρK) units of each module type, the
+    best of each group.
 
     scope: `global`, `layer` or `expert`, the groups of units with equal budgets.
-    whole_experts: keep the experts of each layer whose channels have the highest sums, ρE rounded down.
+    whole_experts: keep the experts of each layer whose channels have the highest sums, ρE rounded
+        down.
     seed: draws the groups that keep one additional unit if the budget does not divide evenly.
     """
     draws = torch.Generator().manual_seed(seed)
@@ -81,10 +85,12 @@ def choose(scores: Masks, keep_ratio: float, scope: str, *, whole_experts: bool 
 
 
 def even_support(score: torch.Tensor, kept: int, scope: str, draws: torch.Generator) -> torch.Tensor:
-    """Return the bool mask of the `kept` units of highest score, divided evenly among layers or experts.
+    """Return the bool mask of the `kept` units of highest score, divided evenly among layers or
+    experts.
 
-    score: [L, U] or [L, E, C]. If the budget does not divide evenly, groups drawn at random keep one additional unit:
-    early layers matter more than others, so keeping more in the first ones would favor some methods.
+    score: [L, U] or [L, E, C]. If the budget does not divide evenly, groups drawn at random keep
+    one additional unit: early layers matter more than others, so keeping more in the first ones
+    would favor some methods.
     """
     num_groups = math.prod(score.shape[: {"global": 0, "layer": 1, "expert": 2}[scope]])
     groups = score.reshape(num_groups, -1)
@@ -111,9 +117,10 @@ def coupled(
 ) -> Masks:
     """Return for each unit the sum of `value` over all its weights.
 
-    value: maps a weight to a tensor of the same shape. The value of a weight that several gates share, as query heads
-        share a KV head, is divided among them.
-    of_matrix: applied to the sums [U] of each matrix of heads or MLP channels before matrices are added.
+    value: maps a weight to a tensor of the same shape. The value of a weight that several gates
+        share, as query heads share a KV head, is divided among them.
+    of_matrix: applied to the sums [U] of each matrix of heads or MLP channels before matrices are
+        added.
     """
     if "experts" in gated.shapes:
         return {"experts": torch.stack([_of_experts(experts, value) for experts in routed_experts(gated)])}
@@ -133,7 +140,8 @@ def _of_experts(experts: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _of_block(layer: Any, gated: GatedModel, block: str, num_gates: int, value: Any) -> Iterator[torch.Tensor]:
-    """Yield the sums [U] of each matrix of one layer's block; fused queries, keys and values are three matrices."""
+    """Yield the sums [U] of each matrix of one layer's block; fused queries, keys and values are
+    three matrices."""
     table, sizes = gated.family.tensors, gated.sizes
     yield value(layer.get_submodule(table.output(block).name).weight).sum(0).view(num_gates, -1).sum(1)
     for projection in table.inputs(block):
@@ -160,7 +168,8 @@ def by_columns(gated: GatedModel, value: Callable[[Location, torch.Tensor], torc
 
 
 def observe_projections(gated: GatedModel, blocks: torch.Tensor, note: Note) -> None:
-    """Run the dense model on `blocks` and call `note` with the location, input and output of every projection."""
+    """Run the dense model on `blocks` and call `note` with the location, input and output of every
+    projection."""
     observe(gated, blocks, projections(gated), note)
 
 
@@ -187,7 +196,8 @@ def observe(
 
 
 def backward(gated: GatedModel, tokens: torch.Tensor) -> None:
-    """Run the forward and backward pass of one block's mean cross-entropy. tokens: int64 [1, seq_len]."""
+    """Run the forward and backward pass of one block's mean cross-entropy. tokens: int64 [1,
+    seq_len]."""
     head = OutputHead.of(gated.model)
     tokens = tokens.to(head.weight.device)
     distill(final_hidden(gated.model, tokens), None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()

@@ -1,7 +1,8 @@
-"""Methods that train gates: hard concrete, the paper's search, and ours; a row of a table may change their settings.
+"""Methods that train gates: hard concrete, the paper's search, and ours; a row of a table may
+change their settings.
 
-Each runs the recipe's number of steps. A step is a forward pass of the dense model, and a forward and backward pass of
-the gated model.
+Each runs the recipe's number of steps. A step is a forward pass of the dense model, and a forward
+and backward pass of the gated model.
 """
 
 import math
@@ -19,11 +20,13 @@ START = 3.0  # initial log α
 
 
 class HardConcrete(AlmTrainer):
-    """Stochastic gates of L0 regularization (arXiv:1712.01312), by Eq. 8 and 9 of arXiv:2603.08065; z is log α.
+    """Stochastic gates of L0 regularization (arXiv:1712.01312), by Eq. 8 and 9 of arXiv:2603.08065;
+    z is log α.
 
-    As in these equations, the temperature β is 1. Multipliers, learning rates, l = −0.1 and r = 1.1 are those of the
-    paper's search. The paper does not state the initial log α; here it is 3, so gates are open with probability 0.995.
-    Gates are sampled during training. The deterministic gate is evaluated, and the highest gates are kept.
+    As in these equations, the temperature β is 1. Multipliers, learning rates, l = −0.1 and r = 1.1
+    are those of the paper's search. The paper does not state the initial log α; here it is 3, so
+    gates are open with probability 0.995. Gates are sampled during training. The deterministic gate
+    is evaluated, and the highest gates are kept.
     """
 
     is_binarized = False  # by λ3
@@ -66,7 +69,8 @@ class HardConcrete(AlmTrainer):
 
 
 class DeterministicHardConcrete(HardConcrete):
-    """Hard concrete without noise (second row of the paper's table 4): λ3 makes the trained gate binary.
+    """Hard concrete without noise (second row of the paper's table 4): λ3 makes the trained gate
+    binary.
 
     The gradient is straight-through at the clamp; otherwise open gates would receive no gradient.
     """

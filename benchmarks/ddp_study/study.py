@@ -1,7 +1,8 @@
-"""Defines a study: tables of the paper for the user's own model, their rows, and the settings of each row.
+"""Defines a study: tables of the paper for the user's own model, their rows, and the settings of
+each row.
 
-All rows keep the same number of units of the same model. They use the same text in the same order unless a row changes
-it, and are evaluated on text that no row trains on.
+All rows keep the same number of units of the same model. They use the same text in the same order
+unless a row changes it, and are evaluated on text that no row trains on.
 """
 
 import dataclasses
@@ -24,7 +25,8 @@ from ddp_vllm.errors import SettingError, TextError
 TEST_BLOCKS, TEST_LENGTH = 16, 512
 TEST_TOKENS = TEST_BLOCKS * TEST_LENGTH
 MASKS = ".safetensors"  # suffix of a row that is a file of masks
-CHANGES = ("data", "steps", "batch_size", "scope", "distillation", "polish", "train")  # settings a row may change
+# settings a row may change
+CHANGES = ("data", "steps", "batch_size", "scope", "distillation", "polish", "train")
 OF_SCORES = ("data", "scope")  # settings that a score uses
 METHODS: dict[str, Score | Search] = {
     **scores.METHODS, **activation_scores.METHODS, **gradient_scores.METHODS, **expert_scores.METHODS,
@@ -32,7 +34,8 @@ METHODS: dict[str, Score | Search] = {
 }  # fmt: skip
 BY_DEFAULT = [name for name in METHODS if not name.startswith(("experts-use", "taylor", "hard"))]
 """The methods of the paper's tables 1 to 3."""
-SECOND_RUNS = {"scales": "masks", "recovered": "weights"}  # word after a plus sign -> `train` of a second run
+# word after a plus sign -> `train` of a second run
+SECOND_RUNS = {"scales": "masks", "recovered": "weights"}
 FIXED_SUPPORT = 0.999  # polish share of a second run: all its steps
 
 
@@ -72,7 +75,8 @@ def read_row(name: str) -> Row:
 
 
 def _changes(name: str, words: Sequence[str], allowed: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that the words after a method's plus signs change. Raises: SettingError."""
+    """Return the settings that the words after a method's plus signs change.
+    Raises: SettingError."""
     found: dict[str, Any] = {}
     kinds = {field.name: field.type for field in dataclasses.fields(Recipe)}
     for setting, _, value in (word.partition("=") for word in words):
@@ -135,7 +139,8 @@ class Study:
         self._check_rows()
 
     def _check_rows(self) -> None:
-        if self.recipe.whole_experts:  # a row without support for them becomes a cell with the reason
+        # a row without support for them becomes a cell with the reason
+        if self.recipe.whole_experts:
             dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, whole_experts=False))
             return
         for row, sparsity, seed in itertools.product(self.rows, self.sparsities, self.seeds):
@@ -152,7 +157,8 @@ class Study:
         return [read_row(name) for name in found]
 
     def _expand(self, row: Row) -> Iterator[str]:
-        """Yield the names of a second run's first run, of the row itself, and with `polish` of a score's second run."""
+        """Yield the names of a second run's first run, of the row itself, and with `polish` of a
+        score's second run."""
         if row.first:
             yield from self._expand(read_row(row.first))
         yield row.name
@@ -160,7 +166,8 @@ class Study:
             yield f"{row.name}+scales"
 
     def recipe_of(self, row: Row, sparsity: float, seed: int) -> Recipe:
-        """Return the recipe of one cell; a recipe for the paper's search sets `polish` for that search only."""
+        """Return the recipe of one cell; a recipe for the paper's search sets `polish` for that
+        search only."""
         changes = dict(row.changes)
         if self.recipe.controller == "alm":
             changes = {"polish": Recipe.polish} | changes
@@ -190,7 +197,8 @@ class Study:
 
 
 def read_test_blocks(path: Path, tokenizer: Any, *, detokenize: bool, length: int = TEST_LENGTH) -> torch.Tensor:
-    """Return the first TEST_TOKENS tokens of a text, int64 [num_blocks, length]; fewer blocks if the text is shorter.
+    """Return the first TEST_TOKENS tokens of a text, int64 [num_blocks, length]; fewer blocks if
+    the text is shorter.
 
     Raises: TextError if the text cannot be read or is shorter than one block.
     """

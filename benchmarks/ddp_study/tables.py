@@ -1,8 +1,10 @@
-"""The tables of `ddp-vllm study`: the rows of each, and the finding of the paper (arXiv:2603.08065).
+"""The tables of `ddp-vllm study`: the rows of each, and the finding of the paper
+(arXiv:2603.08065).
 
-A row is the name of a method or a file of masks, followed by changes after plus signs: a setting of the recipe, as in
-`paper+scope=layer`, where `steps=25%` is a share of the study's steps. `+scales` adds a second run that trains the
-scales of the kept units, `+recovered` one that trains all weights. Settings after these words belong to the second run.
+A row is the name of a method or a file of masks, followed by changes after plus signs: a setting of
+the recipe, as in `paper+scope=layer`, where `steps=25%` is a share of the study's steps. `+scales`
+adds a second run that trains the scales of the kept units, `+recovered` one that trains all
+weights. Settings after these words belong to the second run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -102,9 +104,11 @@ TABLES = {
 
 
 def chains(table: StudyTable, rows: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each column and those of `rows` over which it must fall for the paper's finding to hold.
+    """Return each column and those of `rows` over which it must fall for the paper's finding to
+    hold.
 
-    For rows with another training text the finding is that they are worse than with the study's text.
+    For rows with another training text the finding is that they are worse than with the study's
+    text.
     """
     other = [("perplexity", [name, name.partition("+data=")[0]]) for name in rows if "+data=" in name]
     found = [(column, [name for name in order if name in rows]) for column, order in table.falls] + other

@@ -22,12 +22,14 @@ def study(
     verbose: bool = False,
     **settings: Any,
 ) -> Path:
-    """Reproduce a table of the paper for a model, row by row at the same exact budget; return the path of the page.
+    """Reproduce a table of the paper for a model, row by row at the same exact budget; return the
+    path of the page.
 
-    table: methods, relaxations, groups, recovery, data, cost, tokens or shapes. output: a folder; a study that was
-    interrupted there resumes, and rows that are new are added. test: the text file to evaluate on. seeds: each gives
-    the text another order. recipe: a TOML file with settings. settings: any field of a `Study` (`methods`,
-    `other_data`, `samples`, `polish`, `detokenize`, `test_length`) or of a `Recipe` (`data`, `steps`, …).
+    table: methods, relaxations, groups, recovery, data, cost, tokens or shapes. output: a folder; a
+    study that was interrupted there resumes, and rows that are new are added. test: the text file
+    to evaluate on. seeds: each gives the text another order. recipe: a TOML file with settings.
+    settings: any field of a `Study` (`methods`, `other_data`, `samples`, `polish`, `detokenize`,
+        `test_length`) or of a `Recipe` (`data`, `steps`, …).
     """
     from ddp_prune.recipe import load_recipe
     from ddp_study.cells import run_study

@@ -161,7 +161,8 @@ def damage(path: Path, rng: random.Random) -> str:
 
 
 def command(*words: object) -> None:
-    """Run a command. Raises: DdpError with its line; AssertionError for any other kind of failure."""
+    """Run a command. Raises: DdpError with its line; AssertionError for any other kind of
+    failure."""
     result = CliRunner().invoke(main, [*map(str, words)])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception

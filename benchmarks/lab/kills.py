@@ -153,7 +153,8 @@ class Bench:
         sys.stdout.flush()
         child = os.fork()
         if child:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # both do it, whoever comes first
+            # both do it, whoever comes first
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.setpgid(child, child)
             return child
         code = 1

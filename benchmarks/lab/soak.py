@@ -34,7 +34,8 @@ MAX_TOKENS, CONTEXT = 16, 256
 ROUNDS, WARM_UP = 10, 3  # number of rounds, and of first rounds in which memory may grow
 GROWTH = 0.01
 OPTIONS = ["--dtype", "float32", "--max-model-len", str(CONTEXT)]
-INVALID: tuple[dict[str, Any], ...] = (  # changes to a request; the server must refuse it and serve others
+# changes to a request; the server must refuse it and serve others
+INVALID: tuple[dict[str, Any], ...] = (
     {"max_tokens": -1},
     {"prompt": [5] * 4 * CONTEXT},
     {"prompt": [-7]},

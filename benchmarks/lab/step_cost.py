@@ -190,7 +190,9 @@ def work(connection: Connection, name: str, arguments: argparse.Namespace) -> No
     step = CASES[name](Bench(arguments))
     device = torch.device(arguments.device)
     base = reset_peak(device)
-    step()  # the first one chooses kernels and makes optimizer states; its time does not count, its memory does
+    # the first one chooses kernels and makes optimizer states; its time does not count, its memory
+    # does
+    step()
     connection.send("ready")
     while connection.recv():
         wall, cpu = time.perf_counter(), time.process_time()
@@ -205,7 +207,8 @@ def work(connection: Connection, name: str, arguments: argparse.Namespace) -> No
 def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Return the measurements of every case, one a round."""
     cases = arguments.cases.split(";") if arguments.cases else list(CASES)
-    os.environ |= {"OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": "PASSIVE"}  # of the processes to come
+    # of the processes to come
+    os.environ |= {"OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for together in [[case] for case in cases] if arguments.one_at_a_time else [cases]:
         workers = {name: start(name, arguments) for name in together}

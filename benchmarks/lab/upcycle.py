@@ -51,7 +51,8 @@ from study import add_test_options, gate, print_result
 DEALT_BLOCKS, SEQ_LEN = 32, 256  # text that channels are dealt out by
 ROUNDS = 10  # of dealing out channels and tokens in turn
 RIDGE = 1e-2  # of the mean of the Gram matrix's diagonal
-LOGIT_SCALE = 0.1  # standard deviation of the first router's logits over experts: chosen experts weigh about the same
+# standard deviation of the first router's logits over experts: chosen experts weigh about the same
+LOGIT_SCALE = 0.1
 DISTILLATION = 2.0  # η: weight of the divergence from the parent beside the cross-entropy
 WARMUP = 20  # steps
 COPIED = (  # fields of a Llama config that a Qwen2-MoE has too
@@ -237,7 +238,8 @@ def _fill(target: Any, source: RoutedMLP, plan: Plan) -> None:
     # routing weights of the family add up to 1, ours to the number of chosen experts
     target.experts.down_proj.copy_(plan.num_chosen * down[:, routed].unflatten(1, by_expert).transpose(0, 1))
     target.gate.weight.copy_(source.router.weight)
-    target.shared_expert_gate.weight.zero_()  # a sigmoid of 0 is a half, which the factor 2 makes up for
+    # a sigmoid of 0 is a half, which the factor 2 makes up for
+    target.shared_expert_gate.weight.zero_()
     target.shared_expert.gate_proj.weight.copy_(gate[shared])
     target.shared_expert.up_proj.weight.copy_(up[shared])
     target.shared_expert.down_proj.weight.copy_(2 * down[:, shared])

@@ -41,7 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SUPPORTED = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 STUBS = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS = ("pytest", "hypothesis", "peft", "hatchling")
-OURS = ("plugins/ddp_plugins", "benchmarks/ddp_benchmarks", "ddp_vllm/remote_code")  # folders that use vLLM
+# folders that use vLLM
+OURS = ("plugins/ddp_plugins", "benchmarks/ddp_benchmarks", "ddp_vllm/remote_code")
 USED = (  # classes that our code uses without importing them, because vLLM passes their objects
     "vllm.config.attention:AttentionConfig",
     "vllm.config.cache:CacheConfig",
@@ -67,7 +68,8 @@ LOGGED = (  # messages in vLLM's log that `engine.Engine.facts` reads
     "Loading weights took",
     "init engine (profile, create kv cache, warmup model) took %.2f s",
 )
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # index of torch's CPU builds, used if the default index has none
+# index of torch's CPU builds, used if the default index has none
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> None:

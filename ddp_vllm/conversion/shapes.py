@@ -1,8 +1,9 @@
-"""Reads the widths of layers from the shapes of their tensors, and plans what a converted folder holds.
+"""Reads the widths of layers from the shapes of their tensors, and plans what a converted folder
+holds.
 
-Query heads, KV heads and channels follow from the lengths that `tensors.py` says they have. A block without tensors is
-a removed one. Biases that only the pruner added are kept; a family's class has a bias on all projections of a block or
-on none, so the others get zeros.
+Query heads, KV heads and channels follow from the lengths that `tensors.py` says they have. A block
+without tensors is a removed one. Biases that only the pruner added are kept; a family's class has a
+bias on all projections of a block or on none, so the others get zeros.
 """
 
 import re
@@ -29,7 +30,8 @@ Shapes = Mapping[str, list[int]]
 _TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 _BIASED = {"attn": ("attention_bias", ("llama", "granite", "smollm3", "gemma2", "gemma3_text")),
            "mlp": ("mlp_bias", ("llama", "granite", "smollm3"))}  # fmt: skip
-"""Block -> the flag that gives all its projections a bias, and the families that have it in transformers and vLLM."""
+"""Block -> the flag that gives all its projections a bias, and the families that have it in
+transformers and vLLM."""
 AGAIN = "copy the whole folder again, or write it again with the tool that made it"
 
 
@@ -43,7 +45,8 @@ class Layer:
 
     @classmethod
     def all_of(cls, shapes: Shapes, number: int) -> "list[Layer]":
-        """Return all layers. Raises: ModelError if there are tensors of more than `number` layers."""
+        """Return all layers. Raises: ModelError if there are tensors of more than `number`
+        layers."""
         found: list[tuple[dict[str, list[int]], dict[str, list[int]]]] = [({}, {}) for _ in range(number)]
         for name, shape in shapes.items():
             if match := _TENSOR.fullmatch(name):
@@ -56,10 +59,11 @@ class Layer:
 def read_layers(
     dense: Mapping[str, Any], shapes: Shapes, *, sizes_known: bool = False
 ) -> tuple[dict[str, Any], list[LayerWidths]]:
-    """Return the widths of all layers, and the config with the head size and number of experts that tensors have.
+    """Return the widths of all layers, and the config with the head size and number of experts that
+    tensors have.
 
-    sizes_known: the config has the sizes of the dense model, as --dense gives them; otherwise a tool may have written
-    those of a pruned layer.
+    sizes_known: the config has the sizes of the dense model, as --dense gives them; otherwise a
+    tool may have written those of a pruned layer.
     Raises: ModelError for tensors that fit no widths, or whose widths have two readings.
     """
     table, layers = TABLES[dense["model_type"]], Layer.all_of(shapes, dense["num_hidden_layers"])
@@ -76,10 +80,12 @@ def read_layers(
 
 
 def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Layer]) -> int:
-    """Return the size of a head where config.json has only a number of heads, which pruning may have changed.
+    """Return the size of a head where config.json has only a number of heads, which pruning may
+    have changed.
 
-    That number is the dense model's or some layer's. Each of these readings gives a size, and the sizes that divide all
-    lengths of attention are possible ones. Raises: ModelError unless there is exactly one.
+    That number is the dense model's or some layer's. Each of these readings gives a size, and the
+    sizes that divide all lengths of attention are possible ones. Raises: ModelError unless there is
+    exactly one.
     """
     norms = [layer.weights["self_attn.q_norm"][0] for layer in layers if layer.weights.get("self_attn.q_norm")]
     if norms:  # as long as a head
@@ -112,7 +118,8 @@ def _of_blocks(layer: Layer, table: TensorTable, size: int) -> LayerWidths:
 
 
 def _units(layer: Layer, table: TensorTable, block: str, size: int, expert: str = "") -> dict[str, int]:
-    """Return how many units of each kind a block has; {} if it is removed. expert: its number. Raises: ModelError."""
+    """Return how many units of each kind a block has; {} if it is removed. expert: its number.
+    Raises: ModelError."""
     projections = (table.output(block), *table.inputs(block))
     lengths = {each: _length(layer, each, expert) for each in projections}
     if not any(lengths.values()):
@@ -136,13 +143,15 @@ def _units(layer: Layer, table: TensorTable, block: str, size: int, expert: str 
 
 
 def _length(layer: Layer, projection: Projection, expert: str) -> int | None:
-    """Return the length of a projection's weight along the axis that pruning shortens; None if there is none."""
+    """Return the length of a projection's weight along the axis that pruning shortens; None if
+    there is none."""
     shape = layer.weights.get(projection.name.format(expert))
     return shape[projection.axis] if shape is not None and len(shape) == 2 else None
 
 
 def _num_routed(table: TensorTable, layers: Sequence[Layer], stated: int) -> int:
-    """Return how many experts the routers choose from, or `stated` without any. Raises: ModelError if they differ."""
+    """Return how many experts the routers choose from, or `stated` without any. Raises: ModelError
+    if they differ."""
     rows = {layer.weights[table.router[0]][0]: layer.index for layer in layers if layer.weights.get(table.router[0])}
     if len(rows) <= 1:
         return next(iter(rows), stated)
@@ -154,7 +163,8 @@ def _num_routed(table: TensorTable, layers: Sequence[Layer], stated: int) -> int
 
 
 def _of_experts(layer: Layer, table: TensorTable, dense: LayerWidths, config: Mapping[str, Any]) -> LayerWidths:
-    """Return the widths of a layer of a mixture of experts, in which only routed experts differ. Raises: ModelError."""
+    """Return the widths of a layer of a mixture of experts, in which only routed experts differ.
+    Raises: ModelError."""
     routed = dense.expert_intermediate_sizes is not None
     lengths = lengths_of(config)
     for module in layer_modules(table, {}, routed=routed):
@@ -171,7 +181,8 @@ def _of_experts(layer: Layer, table: TensorTable, dense: LayerWidths, config: Ma
 
 
 def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """Return the config with the flags of the biases that are on disk. Raises: ModelError if the class has none."""
+    """Return the config with the flags of the biases that are on disk. Raises: ModelError if the
+    class has none."""
     found, model_type = dict(dense), dense["model_type"]
     own = ModelWidths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
     for layer in Layer.all_of(shapes, dense["num_hidden_layers"]):
@@ -200,7 +211,8 @@ def zeros(widths: ModelWidths, shapes: Shapes) -> Iterator[tuple[str, str]]:
 
 
 def check_constants(layers: Sequence[LayerWidths], table: TensorTable, shapes: Shapes) -> None:
-    """Refuse a block without units whose output projection has a bias, which it would still add. Raises: ModelError."""
+    """Refuse a block without units whose output projection has a bias, which it would still add.
+    Raises: ModelError."""
     for layer in Layer.all_of(shapes, len(layers)):
         counts = {"attn": layers[layer.index].num_kv_heads, "mlp": layers[layer.index].intermediate_size}
         for module in (table.output(block).name for block in table.norms if not counts[block]):

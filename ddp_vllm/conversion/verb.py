@@ -1,4 +1,5 @@
-"""The verb convert: write what another tool pruned as a checkpoint of ddp-vllm. Bytes of tensors are copied, not read.
+"""The verb convert: write what another tool pruned as a checkpoint of ddp-vllm. Bytes of tensors
+are copied, not read.
 
 Weights are copied file by file in pieces, so memory holds none of them. Nothing here imports torch.
 """
@@ -40,7 +41,8 @@ from ddp_vllm.remote_code.files import (
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
 
 PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.pkl")
-_NO_MODEL = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)\b.*")  # other pickles of a training run
+# other pickles of a training run
+_NO_MODEL = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)\b.*")
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 PIECE = 1 << 24  # bytes copied at once
@@ -79,7 +81,8 @@ def convert(
 ) -> Checkpoint:  # fmt: skip
     """Write a model that another tool pruned as a checkpoint of ddp-vllm, and return it.
 
-    dense: the model that was pruned, a folder or a hub name. Its config gives the sizes before pruning.
+    dense: the model that was pruned, a folder or a hub name. Its config gives the sizes before
+        pruning.
     verbose: print how widths were read from config.json and tensors.
     Raises: ModelError if no supported family can have such widths; OutputError.
     """
@@ -103,7 +106,8 @@ def convert(
 
 
 def plan_of(folder: Path, dense_model: str | None) -> Plan:
-    """Read what a folder holds, from its config and the headers of its weights. Raises: ModelError, WidthsError."""
+    """Read what a folder holds, from its config and the headers of its weights. Raises: ModelError,
+    WidthsError."""
     _refuse_pickles(folder)
     config = read_config(folder)
     if "ddp_layers" in config:
@@ -157,7 +161,8 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
 
 
 def _folder_of(dense_model: str | None) -> Path | None:
-    """Return the folder of the model that was pruned; None if it is only a name on the hub. Raises: ModelError."""
+    """Return the folder of the model that was pruned; None if it is only a name on the hub.
+    Raises: ModelError."""
     if not dense_model or Path(dense_model).is_dir():
         return Path(dense_model) if dense_model else None
     if not is_hub_name(dense_model):
@@ -167,7 +172,8 @@ def _folder_of(dense_model: str | None) -> Path | None:
 
 
 def _with_dense_sizes(own: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a pruned model's config with the sizes of its dense model's. Raises: ModelError if they do not match."""
+    """Return a pruned model's config with the sizes of its dense model's. Raises: ModelError if
+    they do not match."""
     dense = dense_config(config)
     for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
         if own.get(key) != dense.get(key):
@@ -177,7 +183,8 @@ def _with_dense_sizes(own: Mapping[str, Any], config: Mapping[str, Any], folder:
 
 
 def _removed(layers: Sequence[LayerWidths], *, stated: bool) -> Iterator[str]:
-    """Yield a line per kind of removed block: without a statement in config.json, missing tensors look the same."""
+    """Yield a line per kind of removed block: without a statement in config.json, missing tensors
+    look the same."""
     removed = {
         "attention": [index for index, layer in enumerate(layers) if not layer.num_kv_heads],
         "MLP": [
@@ -204,7 +211,8 @@ def _check_stated(stated: Sequence[LayerWidths] | None, found: Sequence[LayerWid
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Return the tensors of a folder, in its own safetensors files or in Puzzletron's. Raises: ModelError, WidthsError.
+    """Return the tensors of a folder, in its own safetensors files or in Puzzletron's.
+    Raises: ModelError, WidthsError.
 
     Every tensor must be in one file, and the index, if any, must name them all.
     """
@@ -231,7 +239,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _check_shards(names: Sequence[str]) -> None:
-    """Refuse weights of which a file is missing by their names: its layers would look removed. Raises: ModelError."""
+    """Refuse weights of which a file is missing by their names: its layers would look removed.
+    Raises: ModelError."""
     shards = [match for match in map(_SHARD.fullmatch, names) if match]
     for stem, number in {(match[1], match[3]) for match in shards}:
         present = {int(match[2]) for match in shards if (match[1], match[3]) == (stem, number)}
@@ -271,7 +280,8 @@ def _refuse_pickles(folder: Path) -> None:
 
 
 def _has_only_tensors(pickle: Path) -> bool:
-    """Tell whether a pickle has tensors by name, as `torch.save(model.state_dict())` writes them, and no module.
+    """Tell whether a pickle has tensors by name, as `torch.save(model.state_dict())` writes them,
+    and no module.
 
     The names of classes in it decide, which are read without loading it.
     """
@@ -281,13 +291,15 @@ def _has_only_tensors(pickle: Path) -> bool:
         if zipfile.is_zipfile(pickle):
             archive = stack.enter_context(zipfile.ZipFile(pickle))
             file = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-        for _ in range(1 if zipfile.is_zipfile(pickle) else 4):  # torch's older format has three before the model's
+        # torch's older format has three before the model's
+        for _ in range(1 if zipfile.is_zipfile(pickle) else 4):
             classes |= {str(argument) for step, argument, _ in pickletools.genops(file) if "GLOBAL" in step.name}
     return all(name.split()[0] in ("collections", "torch", "torch._utils") for name in classes)
 
 
 def _positions(path: Path) -> Iterator[tuple[str, Stored]]:
-    """Yield the tensors of a file whose header is consistent, in their order in the file. Raises: WidthsError."""
+    """Yield the tensors of a file whose header is consistent, in their order in the file.
+    Raises: WidthsError."""
     shapes = {name: (shape, dtype) for name, shape, dtype in file_tensors(path)}
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -309,7 +321,8 @@ def write_weights(folder: Path, plan: Plan) -> None:
         _write_file(folder / file, tensors, added)
         weight_map |= dict.fromkeys((*tensors, *added), file)
     total = sum((folder / file).stat().st_size for file in {*weight_map.values()})
-    # even one file gets an index: without it vLLM loads every safetensors file, the masks among them
+    # even one file gets an index: without it vLLM loads every safetensors file, the masks among
+    # them
     write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX_FILE)
 
 
@@ -321,7 +334,8 @@ def _write_file(path: Path, tensors: Mapping[str, Stored], zeros: Mapping[str, S
     for name, like in zeros.items():
         rows = like.shape[:1]
         parts.append((name, like.dtype, rows, rows[0] * (like.size // max(1, prod(like.shape))), None))
-    parts.sort(key=lambda part: -(part[3] // max(1, prod(part[2]))))  # wide numbers first, so that all are aligned
+    # wide numbers first, so that all are aligned
+    parts.sort(key=lambda part: -(part[3] // max(1, prod(part[2]))))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape, size, _ in parts:
@@ -336,7 +350,8 @@ def _write_file(path: Path, tensors: Mapping[str, Stored], zeros: Mapping[str, S
 
 
 def _copy(stored: Stored | None, size: int, out: BinaryIO) -> None:
-    """Copy a tensor piece by piece; without one write zeros. Raises: OSError if the file became shorter."""
+    """Copy a tensor piece by piece; without one write zeros. Raises: OSError if the file became
+    shorter."""
     if stored is None:
         out.write(bytes(size))
         return
@@ -351,7 +366,8 @@ def _copy(stored: Stored | None, size: int, out: BinaryIO) -> None:
 
 
 def _write_provenance(path: Path, provenance: Mapping[str, Any]) -> None:
-    """Write a masks file without masks: which units were removed is not known, only how many are left."""
+    """Write a masks file without masks: which units were removed is not known, only how many are
+    left."""
     from safetensors.numpy import save_file
 
     header = {"ddp_vllm": __version__, **published(provenance)}

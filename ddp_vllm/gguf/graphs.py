@@ -1,7 +1,8 @@
 """What llama.cpp's graphs `deci` and `llama` compute. This file needs no package, so that model
 cards can read it."""
 
-MISSING_PARTS = {  # model_type -> the parts of such a model that those graphs do not have; "" if they have all
+# model_type -> the parts of such a model that those graphs do not have; "" if they have all
+MISSING_PARTS = {
     "llama": "",
     "mistral": "",
     "qwen2": "",

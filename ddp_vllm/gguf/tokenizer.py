@@ -25,7 +25,8 @@ from ddp_vllm.remote_code.files import short
 from ddp_vllm.schema import NAME, Number, check
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-BYTE_LEVEL = {  # the rules that cut, in order, and whether merges are skipped for words of the vocabulary -> name
+# the rules that cut, in order, and whether merges are skipped for words of the vocabulary -> name
+BYTE_LEVEL = {
     (("GPT-2",), False): "gpt-2",
     (("digits", "GPT-2"), False): "smollm",
     ((_WORDS % r"\p{N}",), False): "qwen2",
@@ -36,7 +37,8 @@ SENTENCEPIECE = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pat
 METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 """The rule of transformers' class LlamaTokenizer in its place; its key `prepend_scheme` has several
 values."""
-_FLAGS = ("lstrip", "rstrip", "single_word")  # of an added token: the text around it decides or is removed
+# of an added token: the text around it decides or is removed
+_FLAGS = ("lstrip", "rstrip", "single_word")
 _STEP, _ID = {"type": NAME}, Number(0, 10_000_000, whole=True)
 TOKENIZER = {  # the values that are written into the file or decide about it
     "model": {
@@ -131,7 +133,8 @@ def _name_of_cuts(folder: Path, tokenizer: dict[str, Any]) -> str:
 
 
 def _cut(rule: dict[str, Any]) -> str | None:
-    """Return the pattern that a pre-tokenizer cuts by, or None if it only turns bytes into letters."""
+    """Return the pattern that a pre-tokenizer cuts by, or None if it only turns bytes into
+    letters."""
     match rule:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}:
             return None
@@ -161,7 +164,8 @@ def _add_prefix(writer: gguf.GGUFWriter, folder: Path, tokenizer: dict[str, Any]
 
 
 def _tokens(folder: Path, tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[gguf.TokenType]]:
-    """Return the text and the kind of each row of the embeddings; rows without a token are unused."""
+    """Return the text and the kind of each row of the embeddings; rows without a token are
+    unused."""
     model = tokenizer["model"]
     added = {token["content"]: token for token in tokenizer.get("added_tokens") or ()}
     numbers: dict[str, int] = model["vocab"] | {text: token["id"] for text, token in added.items()}

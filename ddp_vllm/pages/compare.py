@@ -18,7 +18,8 @@ from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence, with_interval
 
 PICTURE_HEIGHT = 3.6  # inches
-CAN = 0.02  # a model can do a task with generated answers if its accuracy is two standard errors above this
+# a model can do a task with generated answers if its accuracy is two standard errors above this
+CAN = 0.02
 SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
 OTHER_SPEEDS = ("p50", "p99", "output", "goodput")  # the first words of the other compared metrics
 REMARK = (
@@ -84,7 +85,8 @@ def headline(model: Model, comparison: Comparison) -> str:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return everything that is known, one column per model; rows without any value are left out."""
+    """Return everything that is known, one column per model; rows without any value are left
+    out."""
     models = comparison.models
     rows = [*_sizes(comparison), *_speeds(comparison), *_quality(comparison), *_tasks(comparison), *_texts(comparison)]
     known = [[heading, *cells] for heading, cells in rows if set(cells) - {"–", "1"}]
@@ -152,7 +154,8 @@ def _tasks(comparison: Comparison) -> Iterator[Row]:
     for name, task in TASKS.items():
         scores = [score(model.evaluation, name) if model.evaluation else None for model in comparison.models]
         value, error = scores[0] or (1.0, None)
-        cannot = comparison.dense and task.is_generated and value < CAN + 2 * (error or 0)  # nothing to lose on it
+        # nothing to lose on it
+        cannot = comparison.dense and task.is_generated and value < CAN + 2 * (error or 0)
         heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
         yield _row(heading + ", which the dense model cannot do" * bool(cannot), scores, partial(_score, name))
 

@@ -35,7 +35,8 @@ Results = Mapping[str, Any]
 Notes = dict[str, str]
 """A sentence on each missing or incomparable result -> the command that corrects it, or ""."""
 LARGEST_FILE = 100 * 2**20  # bytes; larger files in a model folder are not results
-PLACES = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")  # of results in a folder
+# of results in a folder
+PLACES = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,8 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
 
 
 def _dense_of(checkpoint: Checkpoint) -> str | None:
-    """Return the folder or hub name of the model that a checkpoint was pruned from, if it is known."""
+    """Return the folder or hub name of the model that a checkpoint was pruned from, if it is
+    known."""
     provenance = local_provenance(checkpoint.folder / MASKS_FILE)
     return str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model", "")) or None
 

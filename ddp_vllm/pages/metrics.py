@@ -21,7 +21,8 @@ from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes, sho
 from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.schema import COUNT, Number, check
 
-MOST_STEPS = 200_000  # lines of a metrics file, which take seconds to read; the paper's search has 1,000 steps
+# lines of a metrics file, which take seconds to read; the paper's search has 1,000 steps
+MOST_STEPS = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,8 @@ def gather(checkpoint: Checkpoint) -> Metrics:
         "experts": [list(row) for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes) is not None],
     }
     gates = metrics.gates
-    least = int(states_widths(checkpoint.config))  # the MLP of a stock class keeps a channel of zeros
+    # the MLP of a stock class keeps a channel of zeros
+    least = int(states_widths(checkpoint.config))
     left = {kind: (values > 0).sum(-1) for kind, values in gates.items()}
     left |= {"mlp": np.maximum(left["mlp"], least)} if "mlp" in left else {}
     if any(left[kind].tolist() != widths for kind, widths in kept.items() if kind in gates):

@@ -29,9 +29,11 @@ STYLE: dict[Any, Any] = {
     "axes.linewidth": 0.8,
     "text.parse_math": False,  # a $ in a name is a dollar
 }
-GREYS = LinearSegmentedColormap.from_list("kept", ["0.85", "0.0"]).with_extremes(bad="white")  # white: removed
+# white: removed
+GREYS = LinearSegmentedColormap.from_list("kept", ["0.85", "0.0"]).with_extremes(bad="white")
 MOST_CROSSES = 2500  # with more, removed units are only white
-LINES = (("0.6", "-", 2.2), ("black", "--", 1.2), ("black", ":", 1.4), ("black", "-.", 1.2))  # tone, dashes, width
+# tone, dashes, width
+LINES = (("0.6", "-", 2.2), ("black", "--", 1.2), ("black", ":", 1.4), ("black", "-.", 1.2))
 MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")  # of pruned models; the dense one is a circle
 LAMBDAS = {"lambda1": "λ1", "lambda2": "λ2", "lambda3": "λ3"}
 Curves = Sequence[Mapping[str, float]]
@@ -44,14 +46,16 @@ def render(draw: Callable[[Figure], None], *, name: str, title: str, caption: st
         draw(figure)
         vector, raster = io.StringIO(), io.BytesIO()
         no_metadata: Any = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        figure.savefig(vector, format="svg", transparent=True, metadata=no_metadata)  # the page is light or dark
+        # the page is light or dark
+        figure.savefig(vector, format="svg", transparent=True, metadata=no_metadata)
         figure.savefig(raster, format="png", dpi=200)
     return Picture(name=name, title=title, caption=caption, svg=_inline(vector.getvalue()), png=raster.getvalue())
 
 
 def _inline(svg: str) -> str:
     """Return an SVG for the page: as wide as the page, and without identifiers that clash."""
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :])  # known to every HTML parser
+    # known to every HTML parser
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :])
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r' height="[\d.]+pt"', "", svg, count=1)
     return re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", svg)

@@ -29,7 +29,8 @@ MODELS = ("dense", "pruned", "recovered")  # the stages of a checkpoint, in orde
 SMALL_LOSS, MEDIUM_LOSS = 1.05, 1.2  # ratios of perplexity; rules of thumb, not measured on answers
 CONTEXT_LENGTH = 2048  # for counting FLOPs if the recipe has none
 
-_UNITS: dict[str, dict[str, Callable[[LayerWidths], int]]] = {  # module type -> kind of unit -> its number in a layer
+# module type -> kind of unit -> its number in a layer
+_UNITS: dict[str, dict[str, Callable[[LayerWidths], int]]] = {
     "attn": {"KV heads": lambda layer: layer.num_kv_heads, "query heads": lambda layer: layer.num_query_heads},
     "mlp": {"MLP channels": lambda layer: layer.intermediate_size},
     "experts": {
@@ -173,7 +174,8 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
     parameters = checkpoint.num_parameters
     counts = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
     config = checkpoint.stock or checkpoint.config
-    cache = [] if states_widths(config) else [("kv-bytes", "KV-cache bytes per token")]  # it differs by architecture
+    # it differs by architecture
+    cache = [] if states_widths(config) else [("kv-bytes", "KV-cache bytes per token")]
     for budget, label in [("flops", f"FLOPs per token at {context:,}"), *cache]:
         left = whole_model(budget, config, checkpoint.layers, checkpoint.shapes, context)
         counts.append((label, round(left + _removed(budget, checkpoint)), round(left)))
@@ -307,7 +309,8 @@ def routing_notes(checkpoint: Checkpoint) -> list[str]:
 
 
 def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
-    """Return how often each expert was chosen on the training text, layer -> counts; {} if unknown."""
+    """Return how often each expert was chosen on the training text, layer -> counts; {} if
+    unknown."""
     return {int(layer): counts for layer, counts in provenance.get("routing", {}).get("chosen", {}).items()}
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ddp_vllm.pages.measurements import Comparison
 
 _PART = r"\w[\w.-]{0,95}(?<![.-])"
-REPOSITORY = re.compile(rf"(?!.*(--|\.\.|\.git$)){_PART}/{_PART}", re.ASCII)  # as the hub's client checks
+# as the hub's client checks
+REPOSITORY = re.compile(rf"(?!.*(--|\.\.|\.git$)){_PART}/{_PART}", re.ASCII)
 
 
 def inspect(folder: str | Path) -> dict[str, Any]:
@@ -113,7 +114,8 @@ def push(
     branch: dict[str, Any] = {"repo_id": repository, "revision": revision, "commit_message": message}
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        if revision and revision != "main" and not revision.startswith("refs/"):  # a commit does not make its branch
+        # a commit does not make its branch
+        if revision and revision != "main" and not revision.startswith("refs/"):
             api.create_branch(repository, branch=revision, exist_ok=True)
         api.upload_folder(folder_path=folder, allow_patterns=names, **branch)
         api.upload_file(path_or_fileobj=card, path_in_repo=CARD, **branch)

@@ -1,4 +1,5 @@
-"""Writes the pages of a checkpoint that `prune` or `recover` is writing, and shows it afterwards."""
+"""Writes the pages of a checkpoint that `prune` or `recover` is writing, and shows it
+afterwards."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,9 +1,10 @@
 """The code that is copied into every checkpoint and that all parts of ddp-vllm import.
 
-A checkpoint must load in transformers without ddp-vllm, so `export` copies these files into it unchanged. They import
-only each other, in this order: `tensors.py`, `files.py`, `widths.py` (standard library) → `configuration_ddp.py`
-(transformers) → `stock_vllm.py` → `modeling_ddp.py` (torch, dense families) → `modeling_ddp_moe.py` (mixtures of
-experts). Models of a stock class get `files.py`, `module_widths.py` and `configuration_ddp_widths.py` (torch) alone.
+A checkpoint must load in transformers without ddp-vllm, so `export` copies these files into it
+unchanged. They import only each other, in this order: `tensors.py`, `files.py`, `widths.py`
+(standard library) → `configuration_ddp.py` (transformers) → `stock_vllm.py` → `modeling_ddp.py`
+(torch, dense families) → `modeling_ddp_moe.py` (mixtures of experts). Models of a stock class get
+`files.py`, `module_widths.py` and `configuration_ddp_widths.py` (torch) alone.
 """
 
 from pathlib import Path

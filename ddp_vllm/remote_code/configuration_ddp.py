@@ -45,13 +45,15 @@ class NonUniformConfig:
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         fields = vars(self)
-        if fields.get("head_dim") is None:  # families without the field derive it from the number of heads
+        # families without the field derive it from the number of heads
+        if fields.get("head_dim") is None:
             self.head_dim = fields["hidden_size"] // fields["num_attention_heads"]
         if fields.get("ddp_layers") is not None:
             parse_layers(fields)
 
-    # vLLM's Transformers backend serves pruned models without ddp-vllm. It reads the heads of each layer from a config
-    # with is_heterogeneous. For transformers itself the fields keep the values of the dense model.
+    # vLLM's Transformers backend serves pruned models without ddp-vllm. It reads the heads of each
+    # layer from a config with is_heterogeneous. For transformers itself the fields keep the values
+    # of the dense model.
     allow_global_per_layer_attribute_access = True
 
     @property
@@ -61,7 +63,8 @@ class NonUniformConfig:
 
     @property
     def per_layer_config(self) -> Any:
-        """One config per layer with its own numbers of heads, at least 1: vLLM requires attention in every layer."""
+        """One config per layer with its own numbers of heads, at least 1: vLLM requires attention
+        in every layer."""
         if not self.is_heterogeneous:
             return super().per_layer_config  # type: ignore[misc]
         configs = []
@@ -76,7 +79,8 @@ class NonUniformConfig:
 
     @per_layer_config.setter
     def per_layer_config(self, stated: Any) -> None:
-        """Ignore the copy of the widths in config.json, which is for programs that do not read `ddp_layers`."""
+        """Ignore the copy of the widths in config.json, which is for programs that do not read
+        `ddp_layers`."""
 
     def _update_heterogeneous_to_dict_output(self, saved: dict[str, Any]) -> None:
         """Save only `ddp_layers`, from which the configs per layer are derived."""
@@ -111,7 +115,8 @@ class DDPGraniteConfig(NonUniformConfig, GraniteConfig):
 
     @property
     def logit_scale(self) -> float:
-        """Factor for logits in vLLM's Transformers backend; transformers divides them by `logits_scaling`."""
+        """Factor for logits in vLLM's Transformers backend; transformers divides them by
+        `logits_scaling`."""
         return 1 / self.logits_scaling if self._attn_implementation == "vllm" else 1.0
 
 
@@ -144,7 +149,8 @@ class DDPDeepseekV2Config(NonUniformConfig, DeepseekV2Config):
 
 
 class DeepseekConfig(LlamaConfig):
-    """Configuration of DeepSeekMoE (v1, arXiv:2401.06066), which transformers lacks: Llama with experts.
+    """Configuration of DeepSeekMoE (v1, arXiv:2401.06066), which transformers lacks: Llama with
+    experts.
 
     Defaults are those of DeepSeekMoE-16B.
     """
@@ -160,10 +166,11 @@ class DeepseekConfig(LlamaConfig):
 
 
 def register_deepseek_config() -> None:
-    """Register config and tokenizer of dense DeepSeekMoE (v1) with transformers' Auto classes; safe to call again.
+    """Register config and tokenizer of dense DeepSeekMoE (v1) with transformers' Auto classes; safe
+    to call again.
 
-    The published tokenizer_config.json names a Llama tokenizer, which loses the blanks of this byte-level vocabulary.
-    transformers overrides that name itself for later DeepSeek models.
+    The published tokenizer_config.json names a Llama tokenizer, which loses the blanks of this
+    byte-level vocabulary. transformers overrides that name itself for later DeepSeek models.
     """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 

@@ -1,9 +1,10 @@
 """Loads a stock model with narrower MLPs and experts in transformers, whatever the family.
 
-`AutoConfig` finds `AnyConfig` by the `auto_map` of config.json. It registers a quantizer for the `quant_method` of the
-same file and returns the stock configuration; so the model is the stock class. Before its weights are loaded, the
-quantizer replaces the linear layers and experts that were pruned by narrower ones. Nothing is quantized: transformers
-lets only a quantizer change modules at that point. This file is part of every checkpoint of such a family.
+`AutoConfig` finds `AnyConfig` by the `auto_map` of config.json. It registers a quantizer for the
+`quant_method` of the same file and returns the stock configuration; so the model is the stock
+class. Before its weights are loaded, the quantizer replaces the linear layers and experts that were
+pruned by narrower ones. Nothing is quantized: transformers lets only a quantizer change modules at
+that point. This file is part of every checkpoint of such a family.
 Legend of shape suffixes: T tokens, H hidden size, K experts per token, S = T·K routed pairs.
 """
 
@@ -27,7 +28,8 @@ from .module_widths import METHOD, Block, ModuleWidths
 
 
 class WidthsConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a model whose MLPs or experts were pruned. Raises: WidthsError."""
+    """The `quantization_config` of a model whose MLPs or experts were pruned.
+    Raises: WidthsError."""
 
     quant_method = METHOD
 
@@ -39,7 +41,8 @@ class WidthsConfig(QuantizationConfigMixin):
 
 
 class RaggedExperts(nn.Module):
-    """Routed experts of different widths: one module per expert, named by its id; a removed expert has none."""
+    """Routed experts of different widths: one module per expert, named by its id; a removed expert
+    has none."""
 
     def __init__(self, stock: Any, block: Block, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -58,14 +61,16 @@ class RaggedExperts(nn.Module):
             self.add_module(str(expert), nn.ModuleDict(projections))
 
     def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each token's expert outputs times their routing weights; removed experts add nothing."""
+        """Return the sum of each token's expert outputs times their routing weights; removed
+        experts add nothing."""
         sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
         symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         chosen = None if symbolic else self._chosen(ids_TK)
         for number in self.kept:
             # in eager mode this torch.where would synchronize with the GPU once per expert
             tokens, slots = chosen[number] if chosen else torch.where(ids_TK == number)
-            # in training every expert gets a gradient, possibly zero; compiled code cannot branch on a length
+            # in training every expert gets a gradient, possibly zero; compiled code cannot branch
+            # on a length
             if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(tokens) == 0:
                 continue
             expert: Any = self.get_submodule(str(number))
@@ -75,7 +80,8 @@ class RaggedExperts(nn.Module):
         return sum_TH.to(x_TH.dtype)
 
     def _chosen(self, ids_TK: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return for each expert the tokens routed to it, ascending, and their slot among the K choices."""
+        """Return for each expert the tokens routed to it, ascending, and their slot among the K
+        choices."""
         experts_S, order_S = ids_TK.flatten().sort(stable=True)
         pairs = order_S.split(torch.bincount(experts_S, minlength=self.num_experts).tolist())
         return [(pair // ids_TK.shape[1], pair % ids_TK.shape[1]) for pair in pairs]
@@ -93,12 +99,15 @@ class WidthsQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: WidthsConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.pre_quantized = False  # otherwise transformers ignores the `dtype` of tensors that it renames
+        # otherwise transformers ignores the `dtype` of tensors that it renames
+        self.pre_quantized = False
         self.merging: set[str] = set()
-        """Patterns of names on disk that transformers would merge into one tensor for all experts of a layer."""
+        """Patterns of names on disk that transformers would merge into one tensor for all experts
+        of a layer."""
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
-        """Raises: WidthsError if the tensors on disk, or the modules of the model, do not fit the widths."""
+        """Raises: WidthsError if the tensors on disk, or the modules of the model, do not fit the
+        widths."""
         widths = self.quantization_config.widths
         widths.check(chain.from_iterable(file_tensors(Path(path)) for path in checkpoint_files or ()))
         conversions, present = get_model_conversion_mapping(model), model.state_dict()
@@ -121,7 +130,8 @@ class WidthsQuantizer(HfQuantizer):
             if widths.experts:
                 names = [place(prefix + projection.format(0)) for projection in widths.experts.projections]
                 sizes = layer.expert_intermediate_sizes
-                if names[-1] in present:  # all experts, because transformers converts the names of all or none
+                # all experts, because transformers converts the names of all or none
+                if names[-1] in present:
                     dense = (widths.experts.intermediate_size,) * widths.experts.num_experts
                     module = names[-1].rpartition(".")[0]
                     model.set_submodule(
@@ -138,7 +148,8 @@ class WidthsQuantizer(HfQuantizer):
         return [each for each in weight_conversions if not self.merging & {*getattr(each, "source_patterns", ())}]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
-        """Refuse tensors of other shapes, which transformers accepts in quantized models. Raises: WidthsError."""
+        """Refuse tensors of other shapes, which transformers accepts in quantized models.
+        Raises: WidthsError."""
         for name, tensor in model.state_dict().items():
             if tensor.shape != self.shapes.get(name, tensor.shape):
                 raise WidthsError(
@@ -156,7 +167,8 @@ class WidthsQuantizer(HfQuantizer):
 
 
 def narrow(model: Any, weight: str, block: Block, width: int, *, is_output: bool) -> None:
-    """Replace a linear layer of an MLP by one with `width` channels. Raises: WidthsError if there is none."""
+    """Replace a linear layer of an MLP by one with `width` channels. Raises: WidthsError if there
+    is none."""
     name = weight.removesuffix(".weight")
     dense = dict(model.named_modules()).get(name)
     channels = block.intermediate_size * (1 if is_output else block.rows_per_channel)

@@ -1,7 +1,7 @@
 """Reads the files of a checkpoint strictly: JSON, the index, and the headers of safetensors files.
 
-Programs interpret a duplicate name, a tensor in two files, or a wrong index differently. All of them are refused here,
-so that every program that loads a folder loads what was checked.
+Programs interpret a duplicate name, a tensor in two files, or a wrong index differently. All of
+them are refused here, so that every program that loads a folder loads what was checked.
 
 This file is part of every checkpoint and imports only the standard library.
 """
@@ -19,7 +19,8 @@ from typing import Any
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
 LARGEST_JSON = 500_000_000  # bytes; tokenizers of 256,000 tokens take 40 MB
-LARGEST_CONFIG = 4_000_000  # bytes of a config.json; lists take 25 times that in memory, and real ones take 1 MB
+# bytes of a config.json; lists take 25 times that in memory, and real ones take 1 MB
+LARGEST_CONFIG = 4_000_000
 LONGEST_HEADER = 100_000_000  # bytes of a safetensors file; its own library's limit
 DEEPEST = 100  # levels of nested objects and lists
 MOST_DIGITS = 19  # of an integer; more digits exceed 64 bits
@@ -58,8 +59,8 @@ def read_bytes(path: Path, most: int) -> bytes:
 def parse_json(content: bytes | str) -> Any:
     """Parse JSON strictly.
 
-    Raises: ValueError, also for duplicate names in an object, integers of more than 64 bits, text that UTF-8 cannot
-        encode, and objects and lists nested more than `DEEPEST` levels.
+    Raises: ValueError, also for duplicate names in an object, integers of more than 64 bits, text
+        that UTF-8 cannot encode, and objects and lists nested more than `DEEPEST` levels.
     """
     text = content if isinstance(content, str) else content.decode("utf-8")
     try:
@@ -146,7 +147,8 @@ def file_tensors(path: Path) -> Iterator[tuple[str, list[int], str]]:
 
 
 def _stated(entry: Any) -> tuple[list[int], str, list[int] | None]:
-    """Return shape, dtype and offsets from a tensor's entry in a header; offsets are None if one is invalid."""
+    """Return shape, dtype and offsets from a tensor's entry in a header; offsets are None if one is
+    invalid."""
     found = entry if isinstance(entry, dict) else {}
     shape, offsets, dtype = _sizes(found.get("shape")), _sizes(found.get("data_offsets")), found.get("dtype")
     if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1] or not isinstance(dtype, str):
@@ -163,7 +165,8 @@ def _sizes(values: Any) -> list[int] | None:
 def checked_tensors(folder: Path) -> Sequence[tuple[str, list[int], str]]:
     """Return the tensors of `folder_tensors` after checking that every program loads the same ones.
 
-    Each tensor must be in one file, and the index, if any, must name its file. Raises: WidthsError; OSError.
+    Each tensor must be in one file, and the index, if any, must name its file. Raises: WidthsError;
+    OSError.
     """
     found: dict[str, tuple[str, list[int], str]] = {}
     file_of: dict[str, str] = {}

@@ -1,8 +1,10 @@
-"""Loads pruned dense models in transformers: the dense family's own classes with narrower projections.
+"""Loads pruned dense models in transformers: the dense family's own classes with narrower
+projections.
 
-The stock model is built first, then every projection is replaced by a narrower one. The forward pass is stock code,
-which derives the number of heads from the size of the projections. `from_pretrained` does all of this on the meta
-device, so no dense weight is ever allocated. This file is part of every checkpoint.
+The stock model is built first, then every projection is replaced by a narrower one. The forward
+pass is stock code, which derives the number of heads from the size of the projections.
+`from_pretrained` does all of this on the meta device, so no dense weight is ever allocated. This
+file is part of every checkpoint.
 """
 
 import sys
@@ -54,7 +56,8 @@ from .widths import LayerWidths, ModelWidths
 
 
 class RemovedAttention(nn.Module):
-    """Replaces removed attention: adds nothing, but reports the number of tokens to the KV cache."""
+    """Replaces removed attention: adds nothing, but reports the number of tokens to the KV
+    cache."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()
@@ -63,12 +66,14 @@ class RemovedAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, cache: Any = None, past_key_values: Any = None, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        cache = past_key_values if cache is None else cache  # the argument's name in older transformers
+        # the argument's name in older transformers
+        cache = past_key_values if cache is None else cache
         if cache is not None:  # the cache takes the number of tokens from its first layer
             batch, tokens, _hidden = hidden_states.shape
             layers = cache.layers
             own = layers[self.layer_idx] if self.layer_idx < len(layers) else None
-            width = getattr(own, "q_group_size", 1)  # a quantized cache stores groups of this many numbers
+            # a quantized cache stores groups of this many numbers
+            width = getattr(own, "q_group_size", 1)
             empty = hidden_states.new_zeros(batch, 1, tokens, width)
             cache.update(empty, empty, self.layer_idx)
         return torch.zeros_like(hidden_states), None
@@ -82,7 +87,8 @@ class RemovedMLP(nn.Module):
 
 
 class Overlay:
-    """An object with some attributes replaced; all others are read from the original when they are used."""
+    """An object with some attributes replaced; all others are read from the original when they are
+    used."""
 
     def __init__(self, original: Any, **replaced: Any) -> None:
         self.original = original
@@ -99,11 +105,13 @@ def uneven_attention(
 ) -> Any:
     """Run stock attention with each KV head repeated for its own number of query heads.
 
-    query: `[batch, query heads, tokens, head_dim]`; key, value: `[batch, KV heads, tokens, head_dim]`.
-    KV heads are repeated after the projections and the KV cache, so both stay compact, and so do adapters.
+    query: `[batch, query heads, tokens, head_dim]`; key, value: `[batch, KV heads, tokens,
+    head_dim]`. KV heads are repeated after the projections and the KV cache, so both stay compact,
+    and so do adapters.
     """
     config = module.config.original
-    eager = sys.modules[type(module).forward.__module__].eager_attention_forward  # FSDP replaces the class
+    # FSDP replaces the class
+    eager = sys.modules[type(module).forward.__module__].eager_attention_forward
     stock = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
     counts = module.query_heads_per_kv_head
     key, value = (
@@ -117,7 +125,8 @@ ALL_ATTENTION_FUNCTIONS.register("ddp_uneven", uneven_attention)
 
 
 def narrow_layer(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
-    """Replace the projections of one stock decoder layer by narrower ones, and removed blocks with their norms."""
+    """Replace the projections of one stock decoder layer by narrower ones, and removed blocks with
+    their norms."""
     own = widths.layers[layer_idx]
     kept = {"attn": own.num_kv_heads, "mlp": own.intermediate_size}
     config = layer.self_attn.config
@@ -151,7 +160,8 @@ def group_heads(attention: Any, widths: LayerWidths) -> None:
     """Set on one stock attention module which of its query heads share a KV head."""
     counts = widths.query_heads_per_kv_head
     attention.num_key_value_groups = counts[0]
-    if hasattr(attention, "qkv_proj"):  # Phi-3 stores q, k and v in one weight and splits it by the config
+    # Phi-3 stores q, k and v in one weight and splits it by the config
+    if hasattr(attention, "qkv_proj"):
         attention.config = Overlay(attention.config, num_attention_heads=widths.num_query_heads)
         attention.num_key_value_heads = widths.num_kv_heads
     attention.query_heads_per_kv_head = counts
@@ -161,9 +171,11 @@ def group_heads(attention: Any, widths: LayerWidths) -> None:
 
 
 class NonUniform:
-    """Mixin for stock classes: narrow the layers after building, and check a local folder before loading it.
+    """Mixin for stock classes: narrow the layers after building, and check a local folder before
+    loading it.
 
-    A family has two classes: the whole model, and its decoder, which vLLM builds where ddp-vllm is not installed.
+    A family has two classes: the whole model, and its decoder, which vLLM builds where ddp-vllm is
+    not installed.
     """
 
     config: PreTrainedConfig
@@ -188,10 +200,11 @@ class NonUniform:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """Load as transformers does; with `config`, which AutoModel passes, check a local folder's tensors first.
+        """Load as transformers does; with `config`, which AutoModel passes, check a local folder's
+        tensors first.
 
-        For a Hub name only transformers checks each shape, while it loads. Raises: WidthsError, also for missing
-        tensors, which transformers would initialize at random.
+        For a Hub name only transformers checks each shape, while it loads. Raises: WidthsError,
+        also for missing tensors, which transformers would initialize at random.
         """
         returns_info = kwargs.pop("output_loading_info", False)
         folder = None if pretrained_model_name_or_path is None else Path(pretrained_model_name_or_path)
@@ -206,14 +219,16 @@ class NonUniform:
         return (model, info) if returns_info else model
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse layers that differ in KV heads: transformers' paged cache supports one number. Raises: WidthsError."""
+        """Refuse layers that differ in KV heads: transformers' paged cache supports one number.
+        Raises: WidthsError."""
         counts = {layer.num_kv_heads for layer in _widths(self.config).layers}
         if len(counts) > 1:
             raise WidthsError("continuous batching requires equal KV heads in all layers; use generate() or vLLM")
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def _get_static_cache_init_shape(self) -> None:
-        """Make transformers take the shape of a static cache from the first keys, not from the config."""
+        """Make transformers take the shape of a static cache from the first keys, not from the
+        config."""
 
 
 def check_folder(folder: Path, config: Any) -> None:
@@ -225,7 +240,8 @@ def check_folder(folder: Path, config: Any) -> None:
 
 
 def _widths(config: Any) -> ModelWidths:
-    """Return the widths of a config, ignoring quantization: it may be applied to plain weights while they load."""
+    """Return the widths of a config, ignoring quantization: it may be applied to plain weights
+    while they load."""
     return ModelWidths.of(vars(config) | {"model_type": config.model_type, "quantization_config": None})
 
 
@@ -299,5 +315,6 @@ class DDPPhi3Model(NonUniform, Phi3Model):
     config_class = DDPPhi3Config
 
 
-class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM, GenerationMixin):  # otherwise transformers creates a class
+# otherwise transformers creates a class
+class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM, GenerationMixin):
     config_class = DDPPhi3Config

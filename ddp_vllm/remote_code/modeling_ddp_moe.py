@@ -1,8 +1,10 @@
 """Loads pruned mixtures of experts in transformers, and DeepSeekMoE (v1), which transformers lacks.
 
-The stock model is built first, then the routed experts of every layer are replaced by experts of different widths.
-Router, shared experts and attention are stock code. This file is part of every checkpoint.
-Legend of shape suffixes: T tokens, H hidden size, K experts per token, E experts per layer, S = T·K routed pairs.
+The stock model is built first, then the routed experts of every layer are replaced by experts of
+different widths. Router, shared experts and attention are stock code. This file is part of every
+checkpoint.
+Legend of shape suffixes: T tokens, H hidden size, K experts per token, E experts per layer, S = T·K
+    routed pairs.
 """
 
 import copy
@@ -45,7 +47,8 @@ from .widths import ModelWidths, is_routed
 
 
 class RaggedExperts(nn.Module):
-    """Routed experts of different widths: one module per expert, named by its id; a removed expert has none.
+    """Routed experts of different widths: one module per expert, named by its id; a removed expert
+    has none.
 
     names: the dense family's names on disk of gate, up and down projection.
     """
@@ -64,7 +67,8 @@ class RaggedExperts(nn.Module):
             self.add_module(str(number), nn.ModuleDict(projections))
 
     def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each token's expert outputs times their routing weights; removed experts add nothing."""
+        """Return the sum of each token's expert outputs times their routing weights; removed
+        experts add nothing."""
         sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
         gate, up, down = self.names
         symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -72,7 +76,8 @@ class RaggedExperts(nn.Module):
         for number in self.kept:
             # in eager mode this torch.where would synchronize with the GPU once per expert
             tokens, slots = chosen[number] if chosen else torch.where(ids_TK == number)
-            # in training every expert gets a gradient, possibly zero; compiled code cannot branch on a length
+            # in training every expert gets a gradient, possibly zero; compiled code cannot branch
+            # on a length
             if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(tokens) == 0:
                 continue
             expert: Any = self.get_submodule(str(number))
@@ -82,7 +87,8 @@ class RaggedExperts(nn.Module):
         return sum_TH.to(x_TH.dtype)
 
     def _chosen(self, ids_TK: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return for each expert the tokens routed to it, ascending, and their slot among the K choices."""
+        """Return for each expert the tokens routed to it, ascending, and their slot among the K
+        choices."""
         experts_S, order_S = ids_TK.flatten().sort(stable=True)
         pairs = order_S.split(torch.bincount(experts_S, minlength=self.num_experts).tolist())
         return [(pair // ids_TK.shape[1], pair % ids_TK.shape[1]) for pair in pairs]
@@ -93,7 +99,8 @@ class NonUniformExperts(NonUniform):
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
-        """Refuse vLLM's Transformers backend, which calls this before it builds a model. Raises: WidthsError."""
+        """Refuse vLLM's Transformers backend, which calls this before it builds a model.
+        Raises: WidthsError."""
         raise WidthsError("vLLM has no kernel for experts of different widths; install ddp-vllm alongside it")
 
     @staticmethod
@@ -149,7 +156,8 @@ class DeepseekExperts(nn.Module):
 
 
 class DeepseekMoE(nn.Module):
-    """Routes each token to the best K experts by softmax over all, and adds shared experts for every token."""
+    """Routes each token to the best K experts by softmax over all, and adds shared experts for
+    every token."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -194,7 +202,8 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     _can_set_experts_implementation_cached_value = True  # as in its decoder
 
     def __init__(self, config: DeepseekConfig) -> None:
-        LlamaPreTrainedModel.__init__(self, config)  # LlamaForCausalLM's __init__ would build a Llama first
+        # LlamaForCausalLM's __init__ would build a Llama first
+        LlamaPreTrainedModel.__init__(self, config)
         self.model = DeepseekModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -205,12 +214,14 @@ class DDPDeepseekForCausalLM(NonUniformExperts, DeepseekForCausalLM):
     config_class = DDPDeepseekConfig
 
 
-# on disk DeepSeek stores each expert separately, as Qwen2-MoE does; Mixtral names its block differently on disk
+# on disk DeepSeek stores each expert separately, as Qwen2-MoE does; Mixtral names its block
+# differently on disk
 register_checkpoint_conversion_mapping("deepseek", get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True)
 register_checkpoint_conversion_mapping("ddp_mixtral", [WeightRenaming(".block_sparse_moe.", ".mlp.")], overwrite=True)
 
 
 def register_deepseek() -> None:
-    """Register the classes of dense DeepSeekMoE (v1) with transformers' Auto classes; safe to call again."""
+    """Register the classes of dense DeepSeekMoE (v1) with transformers' Auto classes; safe to call
+    again."""
     register_deepseek_config()
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)

@@ -1,6 +1,8 @@
-"""Parses the widths of MLPs and experts in a checkpoint of any family, and checks the tensors against them.
+"""Parses the widths of MLPs and experts in a checkpoint of any family, and checks the tensors
+against them.
 
-The folder has the stock model's own `config.json`, in which every size is the dense one, and one more key:
+The folder has the stock model's own `config.json`, in which every size is the dense one, and one
+more key:
 
     "quantization_config": {
       "quant_method": "ddp_widths",
@@ -11,11 +13,12 @@ The folder has the stock model's own `config.json`, in which every size is the d
       "layers":  [{"intermediate_size": 96}, {"expert_intermediate_sizes": [64, 0, 33, …]}, {}, …]
     }
 
-vLLM and transformers both look for a quantization method there, which may build each linear layer as it likes.
-All names are those of the tensors on disk. `layers` has one entry per decoder layer; what an entry does not state is
-dense. Two `inputs` are gate and up projection, in this order. One input is the only projection of an MLP without a
-gate, unless `fused` is present: then it holds gate and up rows, as `halves` or `interleaved`.
-An expert of width 0 has no tensors. An MLP keeps at least one channel: a linear layer without inputs is not portable.
+vLLM and transformers both look for a quantization method there, which may build each linear layer
+as it likes. All names are those of the tensors on disk. `layers` has one entry per decoder layer;
+what an entry does not state is dense. Two `inputs` are gate and up projection, in this order. One
+input is the only projection of an MLP without a gate, unless `fused` is present: then it holds gate
+and up rows, as `halves` or `interleaved`. An expert of width 0 has no tensors. An MLP keeps at
+least one channel: a linear layer without inputs is not portable.
 
 This file is part of every checkpoint and imports only the standard library and `files`.
 """
@@ -29,7 +32,8 @@ from .files import WidthsError, short
 
 METHOD = "ddp_widths"
 FUSED = ("halves", "interleaved")
-MOST_LAYERS = 10_000  # and experts per layer; far above any model, because lists of that length are allocated
+# and experts per layer; far above any model, because lists of that length are allocated
+MOST_LAYERS = 10_000
 LARGEST_WIDTH = 10_000_000
 FLOATS = {"BF16", "F16", "F32", "F64", *(f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64"))}
 _NAME = re.compile(r"\w+(\.\w+)*")
@@ -38,10 +42,12 @@ _AGAIN = "run ddp-vllm apply again"
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The MLPs, or the routed experts, of all layers that were pruned: their names on disk and their dense size."""
+    """The MLPs, or the routed experts, of all layers that were pruned: their names on disk and
+    their dense size."""
 
     inputs: tuple[str, ...]
-    """Modules whose rows compute the channels, relative to the layer; `{}` stands for the id of an expert."""
+    """Modules whose rows compute the channels, relative to the layer; `{}` stands for the id of an
+    expert."""
     output: str
     """Module whose columns read the channels and which writes to the residual stream."""
     intermediate_size: int
@@ -107,7 +113,8 @@ class ModuleWidths:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModuleWidths":
-        """Read the fields of a `config.json`. Raises: WidthsError as `parse`, also if the layers' number differs."""
+        """Read the fields of a `config.json`. Raises: WidthsError as `parse`, also if the layers'
+        number differs."""
         if not states_widths(config):
             raise WidthsError(f"config.json: quantization_config has no quant_method {METHOD!r}; prune the model first")
         widths = cls.parse(config["quantization_config"])
@@ -122,7 +129,8 @@ class ModuleWidths:
 
     @classmethod
     def parse(cls, stated: Mapping[str, Any]) -> "ModuleWidths":
-        """Read the value of `quantization_config`. Raises: WidthsError, naming the key, its value and its limit."""
+        """Read the value of `quantization_config`. Raises: WidthsError, naming the key, its value
+        and its limit."""
         _check_keys(stated, "", {"quant_method", "layers_module", "mlp", "experts", "layers"})
         blocks = {name: _parse_block(name, stated[name]) for name in ("mlp", "experts") if stated.get(name) is not None}
         layers = stated.get("layers")
@@ -147,7 +155,8 @@ class ModuleWidths:
     def find(self, name: str) -> Projection | None:
         """Return which tensor of a pruned block `name` is; None for any other tensor.
 
-        name: as on disk, ending in .weight or .bias. Raises: WidthsError for an expert that the model does not have.
+        name: as on disk, ending in .weight or .bias. Raises: WidthsError for an expert that the
+            model does not have.
         """
         if not name.startswith(f"{self.layers_module}."):
             return None
@@ -185,7 +194,8 @@ class ModuleWidths:
         return None
 
     def expected(self, name: str) -> tuple[int, int] | None:
-        """Return the axis of a tensor that pruning shortens and its length; None for an unchanged tensor.
+        """Return the axis of a tensor that pruning shortens and its length; None for an unchanged
+        tensor.
 
         name: as on disk. Tensors of a removed expert have length 0. Raises: WidthsError as `find`.
         """
@@ -194,7 +204,8 @@ class ModuleWidths:
             return None
         if not found.is_output:
             return 0, found.width * found.block.rows_per_channel
-        return (1, found.width) if not found.is_bias or not found.width else None  # its bias is as long as the output
+        # its bias is as long as the output
+        return (1, found.width) if not found.is_bias or not found.width else None
 
     def shape(self, name: str, dense: Sequence[int]) -> list[int]:
         """Return the shape on disk of a tensor that has shape `dense` in the dense model."""
@@ -206,7 +217,8 @@ class ModuleWidths:
     def check(self, tensors: Iterable[tuple[str, Sequence[int], str]]) -> None:
         """Refuse a folder whose tensors do not have these widths.
 
-        tensors: name, shape and dtype of every tensor of the folder, as safetensors or torch write it.
+        tensors: name, shape and dtype of every tensor of the folder, as safetensors or torch write
+            it.
         Raises: WidthsError, naming the tensor, its length and the required length.
         """
         missing = self.required()

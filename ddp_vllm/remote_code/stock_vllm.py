@@ -1,9 +1,10 @@
 """Serves pruned dense models in a vLLM without ddp-vllm, by its Transformers backend.
 
-The command is `vllm serve DIR --trust-remote-code --model-impl transformers`. The backend builds the decoder of
-`modeling_ddp`, replaces its linear layers, and adds attention with the heads of `per_layer_config` to every layer. It
-requires attention in every layer and the same number of query heads per KV head. So query heads are zero-padded around
-the kernel; weights stay compact. This file is part of every checkpoint.
+The command is `vllm serve DIR --trust-remote-code --model-impl transformers`. The backend builds
+the decoder of `modeling_ddp`, replaces its linear layers, and adds attention with the heads of
+`per_layer_config` to every layer. It requires attention in every layer and the same number of query
+heads per KV head. So query heads are zero-padded around the kernel; weights stay compact. This file
+is part of every checkpoint.
 """
 
 import functools
@@ -26,7 +27,8 @@ def is_in_vllm(config: Any) -> bool:
 
 
 class IdleAttention(nn.Module):
-    """Replaces removed attention by one head of zeros, because vLLM requires attention in every layer; adds nothing.
+    """Replaces removed attention by one head of zeros, because vLLM requires attention in every
+    layer; adds nothing.
 
     vLLM recognizes attention by the source of `forward`.
     """
@@ -44,18 +46,21 @@ class IdleAttention(nn.Module):
 
 
 def register_layerwise_attention() -> None:
-    """Make vLLM's attention accept different numbers of query heads per KV head; safe to call again."""
+    """Make vLLM's attention accept different numbers of query heads per KV head; safe to call
+    again."""
     stock = ALL_ATTENTION_FUNCTIONS[VLLM]
     if not hasattr(stock, "takes_uneven_groups"):
         ALL_ATTENTION_FUNCTIONS.register(VLLM, layerwise(stock))
 
 
 def layerwise(stock: Any) -> Any:
-    """Wrap vLLM's attention function: zero-pad query heads of uneven groups before the kernel, and drop them after."""
+    """Wrap vLLM's attention function: zero-pad query heads of uneven groups before the kernel, and
+    drop them after."""
 
     @functools.wraps(stock)
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """query: `[1, query heads, tokens, head_dim]`; returns `[tokens, query heads * head_dim]` and None."""
+        """query: `[1, query heads, tokens, head_dim]`; returns `[tokens, query heads * head_dim]`
+        and None."""
         counts = getattr(module, "query_heads_per_kv_head", (1,))
         most, is_uneven = max(counts), len(set(counts)) > 1
         if is_uneven and query.shape[1] == sum(counts):

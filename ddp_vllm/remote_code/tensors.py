@@ -1,8 +1,9 @@
-"""Defines which tensors pruning changes, per family: the table used to check, cut, pad and price weights.
+"""Defines which tensors pruning changes, per family: the table used to check, cut, pad and price
+weights.
 
-A projection has units along one axis of its weight: its rows compute them (axis 0) or its columns read them (axis 1).
-A unit is a query head, a KV head, an MLP channel, or a channel of a routed expert. When all units of a block are
-removed, its norms are removed too.
+A projection has units along one axis of its weight: its rows compute them (axis 0) or its columns
+read them (axis 1). A unit is a query head, a KV head, an MLP channel, or a channel of a routed
+expert. When all units of a block are removed, its norms are removed too.
 
 This file is part of every checkpoint and imports only the standard library.
 """
@@ -20,7 +21,8 @@ BLOCK_OF = {"query_head": "attn", "kv_head": "attn", "channel": "mlp", "expert_c
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 
 
-SHAPES: dict[str, tuple[str, ...]] = {  # unchanged module -> its shape, in names of `widths.lengths_of`
+# unchanged module -> its shape, in names of `widths.lengths_of`
+SHAPES: dict[str, tuple[str, ...]] = {
     "self_attn.q_proj": ("queries", "hidden"),
     **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), ("keys", "hidden")),
     "self_attn.o_proj": ("hidden", "values"),
@@ -87,7 +89,8 @@ class TensorTable:
     """Whether the output head is the embedding if the config does not state it."""
 
     def output(self, block: str) -> Projection:
-        """Return the projection with which a block writes to the residual stream; gates scale its input."""
+        """Return the projection with which a block writes to the residual stream; gates scale its
+        input."""
         return next(each for each in self.projections if each.block == block and each.axis == 1)
 
     def inputs(self, block: str) -> tuple[Projection, ...]:
@@ -95,7 +98,8 @@ class TensorTable:
         return tuple(each for each in self.projections if each.block == block and each.axis == 0)
 
     def find(self, module: str) -> tuple[Projection, int] | None:
-        """Return the projection named `module`, relative to its layer, and the expert's id (0 without one)."""
+        """Return the projection named `module`, relative to its layer, and the expert's id (0
+        without one)."""
         expert = _EXPERT.fullmatch(module)
         name, number = (f"{expert[1]}.{{}}.{expert[3]}", int(expert[2])) if expert else (module, 0)
         return next(((each, number) for each in self.projections if each.name == name), None)
@@ -163,7 +167,8 @@ TIED = replace(DENSE, is_tied=True)
 NORMS_AROUND = TensorTable(projections=_SEPARATE, norms=_NORMS_AROUND, is_tied=True)
 FUSED = TensorTable(projections=_FUSED, norms=_NORMS)
 EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
-_LATENT = ("self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj")  # DeepSeek-V2's attention
+# DeepSeek-V2's attention
+_LATENT = ("self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj")
 LATENT = replace(
     EXPERTS,
     untouched=(*_LATENT, "self_attn.kv_a_layernorm", *_BEFORE_BLOCKS),

@@ -1,14 +1,16 @@
-"""Parses the widths of a pruned model's layers, and checks configs and tensors before anything is allocated.
+"""Parses the widths of a pruned model's layers, and checks configs and tensors before anything is
+allocated.
 
 `config.json` keeps every stock field at its dense value and adds one key:
 
     "ddp_layers": [{"query_heads_per_kv_head": [3, 2, 1], "intermediate_size": 1203}, …]
 
-One entry per layer. `query_heads_per_kv_head` has one number for each kept KV head: its kept query heads, which are
-adjacent in `q_proj`. An empty list means that the attention is removed, `intermediate_size` 0 that the MLP is.
-Layers with routed experts have `expert_intermediate_sizes`, one width per expert, and 0 for a removed expert. The
-router still scores a removed expert, which adds nothing to its tokens. In such a model only experts are pruned:
-attention, router, shared experts and MLPs without experts stay dense.
+One entry per layer. `query_heads_per_kv_head` has one number for each kept KV head: its kept query
+heads, which are adjacent in `q_proj`. An empty list means that the attention is removed,
+`intermediate_size` 0 that the MLP is. Layers with routed experts have `expert_intermediate_sizes`,
+one width per expert, and 0 for a removed expert. The router still scores a removed expert, which
+adds nothing to its tokens. In such a model only experts are pruned: attention, router, shared
+experts and MLPs without experts stay dense.
 
 This file is part of every checkpoint and imports only the standard library, `tensors` and `files`.
 """
@@ -25,9 +27,11 @@ EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
 _GROUPS = ("n_group", "topk_group", "n_shared_experts")
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", *EXPERT_COUNT_KEYS, *_GROUPS)
-_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # latent attention has all of them
+# latent attention has all of them
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
-_HIGHEST = {  # upper limits of a config's sizes, far above any model: lists of that length are allocated early
+# upper limits of a config's sizes, far above any model: lists of that length are allocated early
+_HIGHEST = {
     **dict.fromkeys(_COUNTS, 10_000), **dict.fromkeys(_SIZES, 10_000_000),
     **dict.fromkeys(("head_dim", *_LATENT, "q_lora_rank"), 100_000), "ddp_pad_channels_to": 4096,
     **dict.fromkeys(("sliding_window", "max_position_embeddings"), 1 << 40),
@@ -35,7 +39,8 @@ _HIGHEST = {  # upper limits of a config's sizes, far above any model: lists of 
 }  # fmt: skip
 _POSITIVE = ("hidden_size", "vocab_size")  # other optional sizes may be 0 for none
 _LISTS = {"mlp_only_layers": int, "no_rope_layers": int, "layer_types": str}
-_NUMBERS = {  # number that a forward pass uses, at any level of a config -> its lower and upper limit
+# number that a forward pass uses, at any level of a config -> its lower and upper limit
+_NUMBERS = {
     "rms_norm_eps": (0, 1), "partial_rotary_factor": (0.01, 1), "attention_dropout": (0, 1),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq"), (10, 1e12)),
     "original_max_position_embeddings": (1, 1 << 40),
@@ -48,7 +53,8 @@ _NUMBERS = {  # number that a forward pass uses, at any level of a config -> its
 }  # fmt: skip
 _ROPE = ("rope_parameters", "rope_scaling")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
-_NAMES: dict[str, tuple[str, ...] | None] = {  # field with a name -> the allowed names, or None for any
+# field with a name -> the allowed names, or None for any
+_NAMES: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("dtype", "torch_dtype"), ("auto", "bfloat16", "float16", "float32", "float64")),
     **dict.fromkeys(("hidden_act", "hidden_activation", "topk_method", "scoring_func", "rope_type", "type"), None),
 }
@@ -57,7 +63,8 @@ _PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4-bit formats and NVFP4
 _FLOATS = {"BF16", "F16", "F32", "F64"} | {f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64")}
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _OUTSIDE = {EMBEDDING: ("vocabulary", "hidden"), HEAD: ("vocabulary", "hidden"), NORM: ("hidden",)}
-_COMPUTED = "self_attn.rotary_emb"  # old checkpoints contain its frequencies, which no program reads
+# old checkpoints contain its frequencies, which no program reads
+_COMPUTED = "self_attn.rotary_emb"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +87,8 @@ class LayerWidths:
         return len(self.query_heads_per_kv_head)
 
     def num_units(self, unit: str, expert: int = 0) -> int:
-        """Return the number of kept units of a kind (key of `tensors.BLOCK_OF`); expert channels are of one expert."""
+        """Return the number of kept units of a kind (key of `tensors.BLOCK_OF`); expert channels
+        are of one expert."""
         if unit == "expert_channel":
             return (self.expert_intermediate_sizes or ())[expert]
         counts = {
@@ -91,9 +99,9 @@ class LayerWidths:
     def splits_over(self, num_ranks: int) -> bool:
         """Return whether tensor parallelism over `num_ranks` devices requires no padding.
 
-        Then every device has the same number of channels and of whole KV heads, each with the same number of query
-        heads; or devices share one KV head and divide its query heads. Experts may have any width. One device supports
-        all widths.
+        Then every device has the same number of channels and of whole KV heads, each with the same
+        number of query heads; or devices share one KV head and divide its query heads. Experts may
+        have any width. One device supports all widths.
         """
         if num_ranks == 1 or self.num_kv_heads == 0:
             return self.intermediate_size % num_ranks == 0
@@ -168,7 +176,8 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
 
 
 def check_sizes(config: Mapping[str, Any], *more: str) -> None:
-    """Refuse a config whose sizes are not positive integers or far above any model, and other impossible values.
+    """Refuse a config whose sizes are not positive integers or far above any model, and other
+    impossible values.
 
     more: sizes that are required in addition to those that always are. Raises: WidthsError.
     """
@@ -196,7 +205,8 @@ def check_sizes(config: Mapping[str, Any], *more: str) -> None:
 
 
 def _objects(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a config and its objects for rotary embeddings, with the prefix of their names. Raises: WidthsError."""
+    """Yield a config and its objects for rotary embeddings, with the prefix of their names.
+    Raises: WidthsError."""
     yield "", config
     for key in _ROPE:
         if (rope := config.get(key)) is not None:
@@ -212,7 +222,8 @@ def _fault(name: str, value: Any) -> str:
         return "" if isinstance(value, bool) else "not true or false"
     if name in _NAMES:
         known = _NAMES[name]
-        text = str(value).removeprefix("torch.")  # transformers' configs contain the torch.dtype itself
+        # transformers' configs contain the torch.dtype itself
+        text = str(value).removeprefix("torch.")
         fits = isinstance(value, str) if known is None else text in known
         return "" if fits else f"not {'a name' if known is None else ' or '.join(known)}"
     low, high = _NUMBERS[name]
@@ -242,7 +253,8 @@ def _relations(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 def lengths_of(config: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the lengths that `tensors.SHAPES` names.
 
-    0: the model has no such module. None: the config does not state the length, so it is not checked.
+    0: the model has no such module. None: the config does not state the length, so it is not
+        checked.
     """
 
     def stated(key: str) -> int | None:
@@ -270,10 +282,11 @@ def lengths_of(config: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def check_routing(config: Mapping[str, Any]) -> None:
-    """Refuse a mixture of experts with an impossible number of experts per token, or with quantized weights.
+    """Refuse a mixture of experts with an impossible number of experts per token, or with quantized
+    weights.
 
-    A layer may keep fewer experts than `num_experts_per_tok`: the router scores all experts of the dense model, and
-    removed experts add nothing. Raises: WidthsError.
+    A layer may keep fewer experts than `num_experts_per_tok`: the router scores all experts of the
+    dense model, and removed experts add nothing. Raises: WidthsError.
     """
     chosen, num_experts = config.get("num_experts_per_tok"), count_experts(config)
     if isinstance(chosen, bool) or not isinstance(chosen, int) or not 1 <= chosen <= num_experts:
@@ -349,7 +362,8 @@ def _integers(values: Any, where: str, low: int, high: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWidths:
-    """The widths of all layers and the family's table, from which the shape of every tensor follows."""
+    """The widths of all layers and the family's table, from which the shape of every tensor
+    follows."""
 
     table: TensorTable
     layers: tuple[LayerWidths, ...]
@@ -364,11 +378,13 @@ class ModelWidths:
     biased: frozenset[str] = frozenset()
     """Modules of a layer that have a bias."""
     is_quantized: bool = False
-    """Weights may have other shapes, dtypes and additional tensors, which vLLM's quantization method checks."""
+    """Weights may have other shapes, dtypes and additional tensors, which vLLM's quantization
+    method checks."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModelWidths":
-        """Read the fields of a pruned config. Raises: WidthsError as `parse_layers`, also for an unknown family."""
+        """Read the fields of a pruned config. Raises: WidthsError as `parse_layers`, also for an
+        unknown family."""
         table = TABLES.get(dense_type(config))
         if table is None:
             raise WidthsError(f"config.json: model_type {config.get('model_type')!r} is unknown; update ddp-vllm")
@@ -385,9 +401,11 @@ class ModelWidths:
         )
 
     def expected(self, name: str) -> tuple[int, int] | None:
-        """Return the axis of a tensor that pruning shortens and its length, or None for an unchanged tensor.
+        """Return the axis of a tensor that pruning shortens and its length, or None for an
+        unchanged tensor.
 
-        name: as on disk, such as `model.layers.3.self_attn.q_proj.weight`. Tensors of removed blocks have length 0.
+        name: as on disk, such as `model.layers.3.self_attn.q_proj.weight`. Tensors of removed
+            blocks have length 0.
         Raises: WidthsError for a layer or expert that the widths do not contain.
         """
         match = _TENSOR.fullmatch(name)
@@ -407,8 +425,8 @@ class ModelWidths:
     def checked(self, tensors: Iterable[tuple[str, Sequence[int], str]]) -> Iterator[str]:
         """Yield each tensor's name after checking its shape.
 
-        tensors: name, shape and dtype, as safetensors or torch write it. Packed quantized weights, with several numbers
-            per byte, may have any shape: vLLM's quantization method checks it.
+        tensors: name, shape and dtype, as safetensors or torch write it. Packed quantized weights,
+            with several numbers per byte, may have any shape: vLLM's quantization method checks it.
         Raises: WidthsError, naming the tensor, its length and the required length.
         """
         for name, shape, dtype in tensors:
@@ -440,7 +458,8 @@ class ModelWidths:
     def _check_shape(self, name: str, shape: Sequence[int], length: int | None) -> None:
         """Refuse a tensor whose shape contradicts the config. Raises: WidthsError.
 
-        length: of the axis that pruning shortens, or None. Of a quantized model only vectors are checked.
+        length: of the axis that pruning shortens, or None. Of a quantized model only vectors are
+            checked.
         """
         match = _TENSOR.fullmatch(name)
         lengths = {**self.lengths, "vocabulary": self.vocab_size, "hidden": self.hidden_size}
@@ -460,12 +479,14 @@ class ModelWidths:
             )
 
     def check_complete(self, names: Iterable[str]) -> None:
-        """Refuse a checkpoint in which a layer lacks a module of the table, or a module of similar layers.
+        """Refuse a checkpoint in which a layer lacks a module of the table, or a module of similar
+        layers.
 
         names: of all tensors, as on disk. Raises: WidthsError, naming the first layer and module.
         """
         present: list[set[str]] = [set() for _ in self.layers]
-        alike: dict[bool, set[str]] = {True: set(), False: set()}  # modules of layers with and without routed experts
+        # modules of layers with and without routed experts
+        alike: dict[bool, set[str]] = {True: set(), False: set()}
         outside = {EMBEDDING, NORM} | (set() if self.is_tied else {HEAD}) if self.hidden_size else set()
         for name in names:
             outside.discard(name)
@@ -473,7 +494,8 @@ class ModelWidths:
                 module = f"{match[2]}.bias" if match[3] == "bias" else match[2]
                 present[int(match[1])].add(module)
                 routed = self.layers[int(match[1])].expert_intermediate_sizes is not None
-                if match[3] in ("weight", "bias") and ".experts." not in module:  # quantization adds others
+                # quantization adds others
+                if match[3] in ("weight", "bias") and ".experts." not in module:
                     alike[routed].add(module)
         if outside:
             raise WidthsError(f"tensor {min(outside)} is missing; copy the whole folder, or run ddp-vllm apply again")

@@ -1,9 +1,11 @@
 """Serves narrower MLPs and experts in vLLM's own model classes, whatever the family.
 
-vLLM asks a quantization config for the method of every linear layer and every set of routed experts, before the layer
-allocates its weights. Ours sets the sizes of a pruned MLP's layers to that MLP's width and lets vLLM's own method do
-the rest; routed experts get `moe_layer.RaggedExpertsMethod`. Model class, loader, activation and attention are vLLM's.
-With `--quantization fp8_per_channel` and the like, vLLM's methods that quantize while they load are narrowed instead.
+vLLM asks a quantization config for the method of every linear layer and every set of routed
+experts, before the layer allocates its weights. Ours sets the sizes of a pruned MLP's layers to
+that MLP's width and lets vLLM's own method do the rest; routed experts get
+`moe_layer.RaggedExpertsMethod`. Model class, loader, activation and attention are vLLM's. With
+`--quantization fp8_per_channel` and the like, vLLM's methods that quantize while they load are
+narrowed instead.
 """
 
 import re
@@ -45,7 +47,8 @@ class WidthsConfig(QuantizationConfig):
         self.experts = self._outputs(widths.experts)
 
     def _outputs(self, block: Block | None) -> dict[str, int]:
-        """Return the output projection of each layer's block, in vLLM's names, and the layer's index."""
+        """Return the output projection of each layer's block, in vLLM's names, and the layer's
+        index."""
         names = (f"{self.widths.layers_module}.{index}." for index in range(len(self.widths.layers)))
         return {name + block.output.format(0): index for index, name in enumerate(names)} if block else {}
 
@@ -55,14 +58,16 @@ class WidthsConfig(QuantizationConfig):
 
     @property
     def online_quantization_config(self) -> None:
-        """None: otherwise vLLM would replace our methods by those of this config, at the dense sizes."""
+        """None: otherwise vLLM would replace our methods by those of this config, at the dense
+        sizes."""
 
     @online_quantization_config.setter
     def online_quantization_config(self, config: Any) -> None:
         self.online = config
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Check the tensors of a local folder before vLLM starts its workers. Raises: WidthsError."""
+        """Check the tensors of a local folder before vLLM starts its workers.
+        Raises: WidthsError."""
         warn_of_new_vllm()
         self.pad_channels_to = getattr(hf_config, "ddp_pad_channels_to", None)
         if any(Path(model_name).glob(WEIGHTS)):
@@ -94,15 +99,18 @@ class WidthsConfig(QuantizationConfig):
         return None if index is None else self.widths.layers[index].expert_intermediate_sizes
 
     def _width(self, prefix: str) -> int | None:
-        """Return the width of the pruned MLP that a linear layer belongs to; None for any other layer."""
+        """Return the width of the pruned MLP that a linear layer belongs to; None for any other
+        layer."""
         index_of = {name.rpartition(".")[0]: index for name, index in self.mlps.items()}
         index = index_of.get(prefix.rpartition(".")[0])
         return None if index is None else self.widths.layers[index].intermediate_size
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Drop the masks: --load-format runai_streamer reads every safetensors file of the folder."""
-        masks = WeightsMapper(orig_to_new_regex={re.compile(f"^{MASK.pattern}$"): None})  # it searches in names
+        """Drop the masks: --load-format runai_streamer reads every safetensors file of the
+        folder."""
+        # it searches in names
+        masks = WeightsMapper(orig_to_new_regex={re.compile(f"^{MASK.pattern}$"): None})
         return QuantizationConfig.get_checkpoint_weight_mapper() | masks
 
     def get_name(self) -> Any:
@@ -128,7 +136,8 @@ class WidthsConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> Any:
-        """Accept `--quantization` with the methods that quantize while loading. Raises: SettingError for others."""
+        """Accept `--quantization` with the methods that quantize while loading.
+        Raises: SettingError for others."""
         if hf_quant_cfg.get("quant_method") != METHOD or user_quant in (None, METHOD):
             return None
         from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES  # not in old vLLM
@@ -142,11 +151,12 @@ class WidthsConfig(QuantizationConfig):
 
 
 def narrow(method: Any, block: Block, width: int, pad_to: int | None, *, is_output: bool) -> None:
-    """Let a method create a layer's weights at the width of its MLP, and zero-pad the tensors that it loads.
+    """Let a method create a layer's weights at the width of its MLP, and zero-pad the tensors that
+    it loads.
 
     block: the dense MLP. pad_to: `ddp_pad_channels_to` of the config.
-    is_output: whether the channels are the layer's inputs; otherwise they are its outputs, of gate and up together or
-        of one of them.
+    is_output: whether the channels are the layer's inputs; otherwise they are its outputs, of gate
+        and up together or of one of them.
     """
     create = method.create_weights
     has_lora = get_current_vllm_config().lora_config is not None
@@ -208,9 +218,11 @@ def narrow(method: Any, block: Block, width: int, pad_to: int | None, *, is_outp
 
 
 def check_adapters() -> None:
-    """Let vLLM refuse adapters of other widths, which it would copy into a part of a buffer; safe to call again.
+    """Let vLLM refuse adapters of other widths, which it would copy into a part of a buffer; safe
+    to call again.
 
-    A model class of ours would override the attribute that vLLM assigns its LoRA manager to. Here the class is vLLM's.
+    A model class of ours would override the attribute that vLLM assigns its LoRA manager to. Here
+    the class is vLLM's.
     """
     from vllm.lora.model_manager import LoRAModelManager
 
@@ -239,9 +251,11 @@ def check_adapters() -> None:
 
 
 def padding_loader(load: Loader, width: int, padded: int, parts: int, *, axis: int, name: str) -> Loader:
-    """Return a loader that zero-pads a tensor from `width` to `padded` channels along `axis` and then calls `load`.
+    """Return a loader that zero-pads a tensor from `width` to `padded` channels along `axis` and
+    then calls `load`.
 
-    parts: 2 if the layer holds gate and up. A tensor of both, without a shard id, is padded part by part.
+    parts: 2 if the layer holds gate and up. A tensor of both, without a shard id, is padded part by
+        part.
     Raises: CheckpointError for a tensor of another length.
     """
 

@@ -1,8 +1,8 @@
 """Builds dense models for vLLM whose decoder layers have different widths, from vLLM's own layers.
 
-One mechanism serves every family. The stock model is built without decoder layers. Then the family's own layer class
-builds each layer from a copy of the config with that layer's widths. A removed block is replaced by one that adds
-nothing. A family is one class at the end of this file.
+One mechanism serves every family. The stock model is built without decoder layers. Then the
+family's own layer class builds each layer from a copy of the config with that layer's widths. A
+removed block is replaced by one that adds nothing. A family is one class at the end of this file.
 """
 
 import copy
@@ -36,7 +36,8 @@ from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.tensors import TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
 
-ONLINE = "online"  # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
+# vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
+ONLINE = "online"
 logger = init_logger("vllm.ddp_plugins.dense")  # vLLM prints only its own loggers' records
 
 
@@ -48,7 +49,8 @@ class RemovedBlock(nn.Module):
 
 
 class RemovedNorm(nn.Module):
-    """Replaces the norm of a removed block and returns the residual stream as vLLM's fused norms do."""
+    """Replaces the norm of a removed block and returns the residual stream as vLLM's fused norms
+    do."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         return x if residual is None else (x, x + residual)
@@ -57,8 +59,9 @@ class RemovedNorm(nn.Module):
 class UnevenHeads(Attention):
     """Attention whose KV heads serve different numbers of query heads.
 
-    The kernel requires the same number for every KV head. So the last query head of a KV head with fewer is repeated
-    before the kernel, and the repeated outputs are dropped after it. The projections stay compact.
+    The kernel requires the same number for every KV head. So the last query head of a KV head with
+    fewer is repeated before the kernel, and the repeated outputs are dropped after it. The
+    projections stay compact.
     """
 
     padded: torch.Tensor
@@ -77,12 +80,14 @@ class UnevenHeads(Attention):
             kept += [kv_head * queries_per_kv + head for head in range(count)]
             start += count
         for name, heads in (("padded", torch.tensor(padded)), ("kept", torch.tensor(kept))):
-            set_weight_attrs(heads, {"weight_loader_numel": 0})  # nothing to load when vLLM reloads a layer
+            # nothing to load when vLLM reloads a layer
+            set_weight_attrs(heads, {"weight_loader_numel": 0})
             attention.register_buffer(name, heads, persistent=False)
         attention.__class__ = cls
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query and result: `[tokens, query heads * head_dim]`; key, value: `[tokens, KV heads * head_dim]`."""
+        """query and result: `[tokens, query heads * head_dim]`; key, value: `[tokens, KV heads *
+        head_dim]`."""
         heads = query.unflatten(-1, (-1, self.head_size)).index_select(1, self.padded)
         output = super().forward(heads.flatten(1), key, value)
         return output.unflatten(-1, (-1, self.head_size)).index_select(1, self.kept).flatten(1)
@@ -91,13 +96,15 @@ class UnevenHeads(Attention):
 def build_layer(
     layer_type: type[nn.Module], vllm_config: VllmConfig, widths: ModelWidths, block: int, prefix: str
 ) -> Any:
-    """Build one decoder layer of the stock `layer_type` with its own widths. block: as in `padding.fit`."""
+    """Build one decoder layer of the stock `layer_type` with its own widths. block: as in
+    `padding.fit`."""
     config, num_ranks = vllm_config.model_config.hf_config, get_tensor_model_parallel_world_size()
     kept = widths.layers[extract_layer_index(prefix)]
     fitted = fit(kept, num_ranks, block)
     own = copy.copy(config)
     own.head_dim = widths.head_dim  # stock layers would derive it from the number of heads
-    # a removed block is built and then dropped: tiny, but at its dense width where quantized kernels require multiples
+    # a removed block is built and then dropped: tiny, but at its dense width where quantized
+    # kernels require multiples
     if fitted.num_kv_heads or vllm_config.quant_config is None:
         own.num_key_value_heads = fitted.num_kv_heads or num_ranks
         own.num_attention_heads = fitted.num_query_heads or num_ranks
@@ -114,7 +121,8 @@ def build_layer(
 
 
 def keep_projections_compact(attention: Any, widths: LayerWidths, vllm_config: VllmConfig, prefix: str) -> None:
-    """Rebuild an attention block's projections without padded query heads; only its kernel call keeps them."""
+    """Rebuild an attention block's projections without padded query heads; only its kernel call
+    keeps them."""
     num_heads, size = widths.num_query_heads, attention.head_dim
     hidden_size, quant_config = attention.qkv_proj.input_size, vllm_config.quant_config
     attention.num_heads = attention.total_num_heads = num_heads
@@ -168,7 +176,8 @@ def log_padding(widths: ModelWidths, block: int) -> None:
 
 @contextmanager
 def no_layers(config: Any) -> Iterator[None]:
-    """Build a stock model without decoder layers, so that none is ever allocated at its dense width."""
+    """Build a stock model without decoder layers, so that none is ever allocated at its dense
+    width."""
     num_layers, partition = config.num_hidden_layers, os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
     config.num_hidden_layers = 0
     try:
@@ -180,7 +189,8 @@ def no_layers(config: Any) -> Iterator[None]:
 
 
 class NonUniform(CheckedAdapters, CheckedLoading):
-    """Mixin for vLLM's model class: decoder layers of different widths, padding, and checks of adapters and weights."""
+    """Mixin for vLLM's model class: decoder layers of different widths, padding, and checks of
+    adapters and weights."""
 
     decoder_layer: type[nn.Module]
     model: Any
@@ -199,7 +209,8 @@ class NonUniform(CheckedAdapters, CheckedLoading):
             can_pad=can_grow and vllm_config.lora_config is None,
             on_cpu=current_platform.is_cpu(),
         )
-        config.ddp_pad_channels_to = self.block  # shapes depend on it, and vLLM keys compiled graphs by the config
+        # shapes depend on it, and vLLM keys compiled graphs by the config
+        config.ddp_pad_channels_to = self.block
         log_padding(widths, self.block)
 
         def build(prefix: str) -> Any:
@@ -241,7 +252,8 @@ class DDPMistralForCausalLM(NonUniform, MistralForCausalLM):
 
 
 class Qwen2DecoderLayer(LlamaDecoderLayer):
-    """Llama's layer with q, k, v biases. vLLM's own Qwen2 layer derives `head_dim` from the number of heads."""
+    """Llama's layer with q, k, v biases. vLLM's own Qwen2 layer derives `head_dim` from the number
+    of heads."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str, config: Any) -> None:
         config.qkv_bias = True
@@ -276,7 +288,8 @@ class NoRotation(nn.Module):
 
 
 class SmolLM3DecoderLayer(LlamaDecoderLayer):
-    """Llama's layer, without rotary embedding in every few layers. vLLM has no SmolLM3 model of its own."""
+    """Llama's layer, without rotary embedding in every few layers. vLLM has no SmolLM3 model of its
+    own."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str, config: Any) -> None:
         super().__init__(vllm_config, prefix, config)

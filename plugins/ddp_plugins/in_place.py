@@ -1,8 +1,10 @@
-"""Opens models that other tools pruned as they are: vLLM gets the config of a pruned model for theirs.
+"""Opens models that other tools pruned as they are: vLLM gets the config of a pruned model for
+theirs.
 
-vLLM reads config.json by a parser per format. Ours for Hugging Face's format differs from vLLM's in one case: where
-config.json states that layers of a supported family differ (`conversion/formats.py`). vLLM has a class of its own for
-Nemotron-NAS, whose config requires --trust-remote-code: with this flag vLLM's class is used.
+vLLM reads config.json by a parser per format. Ours for Hugging Face's format differs from vLLM's in
+one case: where config.json states that layers of a supported family differ
+(`conversion/formats.py`). vLLM has a class of its own for Nemotron-NAS, whose config requires
+--trust-remote-code: with this flag vLLM's class is used.
 """
 
 from pathlib import Path
@@ -37,7 +39,8 @@ class ConfigParser(HFConfigParser):
                 return pruned, config
         except (OSError, ValueError, DdpError) as error:  # vLLM says what is wrong, or has a class of its own for it
             if isinstance(error, DdpError) and any(raw.get(key) for key in DROPPED):
-                raise  # vLLM does not read these lists and would serve the model with the dropped blocks
+                # vLLM does not read these lists and would serve the model with the dropped blocks
+                raise
             logger.warning_once("ddp-vllm does not open %s: %s", str(model), " ".join(str(error).split()))
         return super().parse(model, trust_remote_code, revision=revision, **kwargs)
 

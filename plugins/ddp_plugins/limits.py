@@ -1,7 +1,7 @@
 """Refuses vLLM settings and LoRA adapters that a pruned model cannot be served with.
 
-vLLM calls `Limits` for our dense architectures while it builds its configuration, before any worker starts or weights
-are read. `CheckedAdapters` checks every adapter, of mixtures too.
+vLLM calls `Limits` for our dense architectures while it builds its configuration, before any worker
+starts or weights are read. `CheckedAdapters` checks every adapter, of mixtures too.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,8 @@ logger = init_logger("vllm.ddp_plugins.limits")
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """Return the fields of a transformers config as in `config.json`, with the model type, a class attribute."""
+    """Return the fields of a transformers config as in `config.json`, with the model type, a class
+    attribute."""
     return vars(config) | {"model_type": config.model_type}
 
 
@@ -44,7 +45,8 @@ def warn_of_new_vllm() -> None:
 
 
 class Limits(VerifyAndUpdateConfig):
-    """vLLM's hook to verify a configuration. Raises: SettingError, naming the setting and one that works."""
+    """vLLM's hook to verify a configuration. Raises: SettingError, naming the setting and one that
+    works."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -53,7 +55,8 @@ class Limits(VerifyAndUpdateConfig):
         check_tensor_parallel(num_ranks, config)
         layers = [on_a_rank(layer, num_ranks) for layer in parse_layers(config)]
         check_stages(vllm_config.parallel_config.pipeline_parallel_size, layers)
-        if not any(layer.num_kv_heads for layer in layers):  # then there is nothing to cache, and vLLM would stop
+        # then there is nothing to cache, and vLLM would stop
+        if not any(layer.num_kv_heads for layer in layers):
             vllm_config.cache_config.enable_prefix_caching = False
         check_head_scales(config, parse_layers(config))
         check_planning(vllm_config, config, layers)
@@ -75,7 +78,8 @@ def on_a_rank(widths: LayerWidths, num_ranks: int) -> LayerWidths:
 
 
 def check_stages(num_stages: int, layers: Sequence[LayerWidths]) -> None:
-    """Refuse a pipeline stage without a KV cache, whose size vLLM cannot plan. Raises: SettingError, naming it."""
+    """Refuse a pipeline stage without a KV cache, whose size vLLM cannot plan.
+    Raises: SettingError, naming it."""
     for stage in range(num_stages) if num_stages > 1 else ():
         start, stop = get_pp_indices(len(layers), stage, num_stages)
         if not any(layer.num_kv_heads for layer in layers[start:stop]):
@@ -87,7 +91,8 @@ def check_stages(num_stages: int, layers: Sequence[LayerWidths]) -> None:
 
 
 def check_head_scales(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
-    """Refuse KV-cache scales per head where a layer lacks heads, because vLLM divides them by the dense head counts.
+    """Refuse KV-cache scales per head where a layer lacks heads, because vLLM divides them by the
+    dense head counts.
 
     Raises: SettingError, naming the layer and another strategy.
     """
@@ -104,12 +109,14 @@ def check_head_scales(config: Mapping[str, Any], layers: Sequence[LayerWidths]) 
 
 
 def check_planning(vllm_config: Any, config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
-    """Refuse FlashAttention 3 on vLLM's V1 model runner where layers with equal KV heads differ in query heads.
+    """Refuse FlashAttention 3 on vLLM's V1 model runner where layers with equal KV heads differ in
+    query heads.
 
-    V1 makes one plan for all layers with the same KV cache, and FlashAttention 3 takes the number of query heads from
-    the plan. V2, vLLM's default, makes a plan per number of query heads. Models that mix sliding windows and full
-    attention are not planned. Source: vLLM 0.32, `_build_attn_group_metadata` in v1/worker/gpu_model_runner.py; not
-    run on a GPU. Raises: SettingError, naming the widths and the flag.
+    V1 makes one plan for all layers with the same KV cache, and FlashAttention 3 takes the number
+    of query heads from the plan. V2, vLLM's default, makes a plan per number of query heads. Models
+    that mix sliding windows and full attention are not planned. Source: vLLM 0.32,
+    `_build_attn_group_metadata` in v1/worker/gpu_model_runner.py; not run on a GPU.
+    Raises: SettingError, naming the widths and the flag.
     """
     if getattr(vllm_config, "use_v2_model_runner", True) or not current_platform.is_cuda():
         return
@@ -152,10 +159,12 @@ def check_connectors(transfer: Any, num_kv_heads: int, layers: Iterable[LayerWid
 
 
 def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
-    """Warn where vLLM pads the KV cache of narrower layers to the widest, and name the flag that avoids it.
+    """Warn where vLLM pads the KV cache of narrower layers to the widest, and name the flag that
+    avoids it.
 
-    In a model that mixes sliding windows and full attention, vLLM gives all layers pages of one size. Layers whose
-    number of KV heads divides the largest store more tokens per page; the cache of any other layer is padded.
+    In a model that mixes sliding windows and full attention, vLLM gives all layers pages of one
+    size. Layers whose number of KV heads divides the largest store more tokens per page; the cache
+    of any other layer is padded.
     """
     numbers = {layer.num_kv_heads for layer in layers} - {0}
     kinds = {kind for kind, layer in _kinds(config, layers) if layer.num_kv_heads}
@@ -171,7 +180,8 @@ def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths
 
 
 def _kinds(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> Iterable[tuple[str, LayerWidths]]:
-    """Pair each layer with its kind of attention; families with only one kind have no `layer_types`."""
+    """Pair each layer with its kind of attention; families with only one kind have no
+    `layer_types`."""
     return zip(config.get("layer_types") or [""] * len(layers), layers, strict=True)
 
 
@@ -182,7 +192,8 @@ def _listed(numbers: Iterable[int]) -> str:
 class CheckedAdapters:
     """Mixin for vLLM's model class that checks every LoRA adapter.
 
-    vLLM would silently copy a narrower tensor into part of a buffer, and ignore parts for modules without LoRA.
+    vLLM would silently copy a narrower tensor into part of a buffer, and ignore parts for modules
+    without LoRA.
     """
 
     widths: ModelWidths
@@ -212,12 +223,15 @@ def check_adapter(loras: Mapping[str, Any], widths: ModelWidths, is_adapted: Cal
 
     loras: by module, as vLLM reads them from disk: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
     is_adapted: whether vLLM applies LoRA to a module, or another pipeline stage has it.
-    Raises: SettingError, naming the tensor, its shape and the required shape; WidthsError for an unknown layer.
+    Raises: SettingError, naming the tensor, its shape and the required shape; WidthsError for an
+        unknown layer.
     """
     for stated, lora in loras.items():
-        name = f"model.{stated}" if stated.startswith("layers.") else stated  # of a model trained without its head
+        # of a model trained without its head
+        name = f"model.{stated}" if stated.startswith("layers.") else stated
         if isinstance(lora.lora_b, list) or not lora.lora_b.any():
-            continue  # adds nothing: vLLM's warm-up adapters, which are packed or already cut to one rank
+            # adds nothing: vLLM's warm-up adapters, which are packed or already cut to one rank
+            continue
         axis, length = widths.expected(f"{name}.weight") or (0, None)
         if length == 0:
             raise SettingError(f"the adapter changes {name}, a block that was pruned away; {RETRAIN}")

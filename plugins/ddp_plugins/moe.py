@@ -1,7 +1,9 @@
-"""Builds mixtures of experts for vLLM whose routed experts have different widths, from vLLM's own models.
+"""Builds mixtures of experts for vLLM whose routed experts have different widths, from vLLM's own
+models.
 
-vLLM builds its stock model; `moe_layer.py` replaces the storage and the kernel of the routed experts only. This file
-refuses unsupported settings and checks every tensor. A family is one class at the end of this file.
+vLLM builds its stock model; `moe_layer.py` replaces the storage and the kernel of the routed
+experts only. This file refuses unsupported settings and checks every tensor. A family is one class
+at the end of this file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,8 @@ from ddp_plugins.moe_layer import ONLINE, RaggedExpertsConfig, check_experts, un
 from ddp_vllm.remote_code.widths import ModelWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
-# vLLM's fused parameters and the tensors on disk they consist of; vLLM's own tables omit shared experts
+# vLLM's fused parameters and the tensors on disk they consist of; vLLM's own tables omit shared
+# experts
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -59,7 +62,8 @@ def ragged_experts(vllm_config: VllmConfig, config: Mapping[str, Any]) -> Iterat
 
 
 class NonUniformExperts(CheckedAdapters, CheckedLoading):
-    """Mixin for vLLM's model class: routed experts of different widths, and checks of settings and weights."""
+    """Mixin for vLLM's model class: routed experts of different widths, and checks of settings and
+    weights."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = plain_config(vllm_config.model_config.hf_config)
@@ -80,7 +84,8 @@ class NonUniformExperts(CheckedAdapters, CheckedLoading):
                             yield f"{on_disk}.{expert}.{part}"
 
     def needed_names(self) -> Iterator[str]:
-        """Yield the names on disk of all tensors of this rank: for these models vLLM reports no missing tensor."""
+        """Yield the names on disk of all tensors of this rank: for these models vLLM reports no
+        missing tensor."""
         yield from (f"{name}.weight" for name in self.expert_projections())
         seen: set[int] = set()  # a tied head is the embedding, and not on disk
         for module_name, module in self.named_modules():
@@ -90,7 +95,8 @@ class NonUniformExperts(CheckedAdapters, CheckedLoading):
             own = {name: value for name, value in module.named_parameters(recurse=False) if id(value) not in seen}
             seen.update(map(id, own.values()))
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
-                own = {name: value for name, value in own.items() if name in ("weight", "bias")}  # vLLM adds the scales
+                # vLLM adds the scales
+                own = {name: value for name, value in own.items() if name in ("weight", "bias")}
             for name in own:
                 for part in FUSED.get(last, (last,)):
                     yield ".".join(filter(None, (parent, part, name)))

@@ -1,9 +1,11 @@
-"""Runs experts of different widths on a CPU: with our C++ kernel, or in a PyTorch loop over the experts.
+"""Runs experts of different widths on a CPU: with our C++ kernel, or in a PyTorch loop over the
+experts.
 
-With AVX-512 BF16, `moe_cpu_rows` runs bfloat16 experts in one call over the packed rows. The loop serves every other
-processor and dtype.
+With AVX-512 BF16, `moe_cpu_rows` runs bfloat16 experts in one call over the packed rows. The loop
+serves every other processor and dtype.
 
-Letters: T tokens, H hidden size, K experts per token. A position is an expert's index in `ExpertLayout.order`.
+Letters: T tokens, H hidden size, K experts per token. A position is an expert's index in
+    `ExpertLayout.order`.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from ddp_vllm.huge_pages import on_huge_pages
 
 
 def finish_weights(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights in huge pages; compile the kernel now, or log why the loop runs instead."""
+    """Return the weights in huge pages; compile the kernel now, or log why the loop runs
+    instead."""
     moe_cpu_rows.serves(w2)
     return on_huge_pages(w13), on_huge_pages(w2)
 
@@ -36,12 +39,14 @@ def loop_over_experts(
     expert_map: torch.Tensor | None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. The sum over K is float32, rounded once.
+    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. The sum over K is float32, rounded
+    once.
 
     FP8 weights are dequantized to float32, expert by expert, at every call.
     """
     ids_TK = topk_ids_TK if expert_map is None else torch.where(topk_ids_TK < 0, -1, expert_map[topk_ids_TK])
-    positions_TK = torch.where(ids_TK < 0, -1, layout_3E[0, ids_TK])  # reading at -1 is harmless: the result is masked
+    # reading at -1 is harmless: the result is masked
+    positions_TK = torch.where(ids_TK < 0, -1, layout_3E[0, ids_TK])
     _, offsets, widths = layout_3E.tolist()
     y_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
     for position in positions_TK.unique().tolist():

@@ -1,9 +1,10 @@
 """Compiles and calls our kernel for experts of different widths on a CPU with AVX-512 BF16.
 
-`moe_cpu_rows.cpp` describes the kernel. It is compiled on the machine it runs on, in seconds, by `$CXX` (GCC 11 or
-newer) or else g++, which vLLM on a CPU requires anyway, and cached. It reads the packed rows directly, so its time is
-proportional to their bytes. Where it does not run (other processors and dtypes, no compiler) `moe_cpu` loops over the
-experts. The loop also runs on processors with Intel's AMX, whose tiles PyTorch uses and this kernel does not.
+`moe_cpu_rows.cpp` describes the kernel. It is compiled on the machine it runs on, in seconds, by
+`$CXX` (GCC 11 or newer) or else g++, which vLLM on a CPU requires anyway, and cached. It reads the
+packed rows directly, so its time is proportional to their bytes. Where it does not run (other
+processors and dtypes, no compiler) `moe_cpu` loops over the experts. The loop also runs on
+processors with Intel's AMX, whose tiles PyTorch uses and this kernel does not.
 """
 
 import contextlib
@@ -62,10 +63,12 @@ def ragged_moe(
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`, packed rows for which `serves` is true.
+    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`, packed rows for which `serves` is
+    true.
 
-    All sums, including the sum over a token's experts, are float32 and rounded once. The result does not depend on the
-    number of threads. Raises: IndexError for an expert id out of range; MemoryError.
+    All sums, including the sum over a token's experts, are float32 and rounded once. The result
+    does not depend on the number of threads. Raises: IndexError for an expert id out of range;
+    MemoryError.
     """
     run = kernel()
     assert run is not None
@@ -88,7 +91,8 @@ def ragged_moe(
 
 @cache
 def kernel() -> Callable[..., Any] | None:
-    """Return the compiled kernel, or None where the processor lacks AVX-512 BF16, has AMX, or compiling fails."""
+    """Return the compiled kernel, or None where the processor lacks AVX-512 BF16, has AMX, or
+    compiling fails."""
     if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         _warn_of_loop("the kernel is for processors with AVX-512 BF16 and without AMX")
         return None
@@ -107,10 +111,11 @@ def _warn_of_loop(reason: str) -> None:
 
 
 def _load() -> ctypes.CDLL:
-    """Load the shared library, from the cache if the same source was compiled with the same compiler and flags.
+    """Load the shared library, from the cache if the same source was compiled with the same
+    compiler and flags.
 
-    The library links to no OpenMP of its own and so uses torch's, which is global in the process: a second OpenMP
-    would start additional threads. Raises: OSError, OutputError, ValueError.
+    The library links to no OpenMP of its own and so uses torch's, which is global in the process: a
+    second OpenMP would start additional threads. Raises: OSError, OutputError, ValueError.
     """
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     key = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
@@ -118,7 +123,8 @@ def _load() -> ctypes.CDLL:
     library = folder / f"{SOURCE.stem}-{key}.so"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    private = folder.is_dir() and is_own(folder)  # a folder of another user may contain foreign code
+    # a folder of another user may contain foreign code
+    private = folder.is_dir() and is_own(folder)
     if private and library.is_file() and is_own(library):
         with contextlib.suppress(OSError):  # compiled for another C library: compile again
             return ctypes.CDLL(str(library))
@@ -132,7 +138,8 @@ def _load() -> ctypes.CDLL:
 
 
 def _compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
-    """Compile and load the library, which stays loaded when its file is renamed or removed. Raises: OSError."""
+    """Compile and load the library, which stays loaded when its file is renamed or removed.
+    Raises: OSError."""
     with tempfile.TemporaryDirectory() as work:
         unlinked = Path(work) / "kernel.o"
         _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unlinked)])

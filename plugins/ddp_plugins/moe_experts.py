@@ -1,15 +1,16 @@
 """Packs routed experts of different widths in memory and defines the one operator that runs them.
 
-Each channel is one row: gate, up and the *transposed* down projection of an expert are blocks of rows. So every row
-has H numbers, whatever the width, and starts aligned. Widths are zero-padded to multiples of 16, which adds nothing.
-Experts are stored widest first, so that a launch starts its longest work first. An expert of width 0 has no rows and
-adds nothing to the tokens routed to it.
+Each channel is one row: gate, up and the *transposed* down projection of an expert are blocks of
+rows. So every row has H numbers, whatever the width, and starts aligned. Widths are zero-padded to
+multiples of 16, which adds nothing. Experts are stored widest first, so that a launch starts its
+longest work first. An expert of width 0 has no rows and adds nothing to the tokens routed to it.
 
-Weights may be FP8 (float8_e4m3fn) with a float32 scale per output of each matrix: per channel of gate and up, per
-hidden unit of down. All kernels multiply FP8 weights by unquantized inputs and then scale the product.
+Weights may be FP8 (float8_e4m3fn) with a float32 scale per output of each matrix: per channel of
+gate and up, per hidden unit of down. All kernels multiply FP8 weights by unquantized inputs and
+then scale the product.
 
-Letters of the shape suffixes: T tokens, H hidden size, K experts per token (top-k), E experts on this rank,
-S rows of all experts together, w the width of one expert.
+Letters of the shape suffixes: T tokens, H hidden size, K experts per token (top-k), E experts on
+this rank, S rows of all experts together, w the width of one expert.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +87,8 @@ class ExpertLayout:
 def empty_weights(
     layout: ExpertLayout, hidden_size: int, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return zeros: `w13 [2, S, H]` (gate rows, then up rows) and `w2 [S, H]` (down, transposed)."""
+    """Return zeros: `w13 [2, S, H]` (gate rows, then up rows) and `w2 [S, H]` (down,
+    transposed)."""
     w13 = torch.zeros(2, layout.num_rows, hidden_size, dtype=dtype, device=device)
     return w13, torch.zeros(layout.num_rows, hidden_size, dtype=dtype, device=device)
 
@@ -117,9 +119,11 @@ def pack_expert(
 def quantize_weights(
     layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor, *, per_tensor: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round packed weights to the nearest FP8 number; return w13, w2 and the float32 scales of their outputs.
+    """Round packed weights to the nearest FP8 number; return w13, w2 and the float32 scales of
+    their outputs.
 
-    The scales of w13 are `[2, S]`, those of w2 `[E, H]` with rows in the order of `ExpertLayout.order`.
+    The scales of w13 are `[2, S]`, those of w2 `[E, H]` with rows in the order of
+    `ExpertLayout.order`.
     per_tensor: all outputs of one expert's matrix have the same scale.
     """
     quantized = empty_weights(layout, w2.shape[1], FP8, w2.device)
@@ -145,8 +149,8 @@ def quantize_weights(
 def finish_weights(layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Prepare the packed weights for `ragged_moe`; call it once, after loading all experts.
 
-    Returns the same tensors on a GPU, copies in huge pages on a CPU. Padding rows are set to zero, because vLLM
-    reloads weights into uninitialized memory.
+    Returns the same tensors on a GPU, copies in huge pages on a CPU. Padding rows are set to zero,
+    because vLLM reloads weights into uninitialized memory.
     """
     for start, width, padded in zip(layout.offsets, layout.widths, layout.padded, strict=True):
         w13[:, start + width : start + padded] = 0
@@ -164,16 +168,18 @@ def ragged_moe(
     expert_map: torch.Tensor | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
-    """Run the experts of each token: `y_TH` = Σ over its experts of weight · down(silu(gate x) · up x).
+    """Run the experts of each token: `y_TH` = Σ over its experts of weight · down(silu(gate x) · up
+    x).
 
     x_TH: bf16, fp16 or fp32, rows contiguous.
     w13, w2: packed, of the same dtype or FP8; faster on a CPU after `finish_weights`.
     topk_weights_TK: float32.
     topk_ids_TK: int32 or int64; an id of -1 adds nothing.
-    expert_map: int32 `[global experts]`, the id on this rank or -1; None: the ids are this rank's own.
+    expert_map: int32 `[global experts]`, the id on this rank or -1; None: the ids are this rank's
+        own.
     scales: of w13 and w2 in FP8, as from `quantize_weights`.
-    Matrix products and the sum over K are computed in float32. As in vLLM's own kernels, the terms of the sum over K
-    are rounded to x's dtype; the kernel of `moe_cpu_rows` does not round them.
+    Matrix products and the sum over K are computed in float32. As in vLLM's own kernels, the terms
+    of the sum over K are rounded to x's dtype; the kernel of `moe_cpu_rows` does not round them.
     """
     table = layout.table(x_TH.device)
     return torch.ops.ddp_vllm.ragged_moe(
@@ -195,7 +201,8 @@ def _launch(
 ) -> torch.Tensor:
     """Check the kernels' assumptions and choose the implementation; arguments as in `ragged_moe`.
 
-    layout_3E: `ExpertLayout.table`. max_width: `ExpertLayout.max_width`, known without reading the table.
+    layout_3E: `ExpertLayout.table`. max_width: `ExpertLayout.max_width`, known without reading the
+        table.
     """
     assert x_TH.ndim == 2 and x_TH.stride(1) == 1, (x_TH.shape, x_TH.stride())
     assert w13.dtype == w2.dtype == (x_TH.dtype if w2_scale is None else FP8), (w13.dtype, w2.dtype, x_TH.dtype)
@@ -233,9 +240,11 @@ torch.library.register_fake("ddp_vllm::ragged_moe", _fake, lib=LIBRARY)
 
 
 def build_experts(experts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Run:
-    """Pack experts (gate `[w, H]`, up `[w, H]`, down `[H, w]`) and return a function of x, weights and ids.
+    """Pack experts (gate `[w, H]`, up `[w, H]`, down `[H, w]`) and return a function of x, weights
+    and ids.
 
-    The entry point `ddp_vllm.moe_kernels` names this function, so that benchmarks find it without importing this part.
+    The entry point `ddp_vllm.moe_kernels` names this function, so that benchmarks find it without
+    importing this part.
     """
     layout = ExpertLayout.of([len(gate) for gate, _, _ in experts])
     like = experts[0][0]

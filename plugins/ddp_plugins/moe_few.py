@@ -1,11 +1,15 @@
-"""Runs experts on few (token, slot) pairs in two launches instead of four, because launches dominate there.
+"""Runs experts on few (token, slot) pairs in two launches instead of four, because launches
+dominate there.
 
-1. `gate_up_few`: as `moe_kernel.gate_up`, but each program compares all pairs with each other instead of reading a
+1. `gate_up_few`: as `moe_kernel.gate_up`, but each program compares all pairs with each other
+    instead of reading a
    sorted list.
-2. `down_few`: as `moe_kernel.down`, but the program that writes the last term of a token also sums the token's terms,
+2. `down_few`: as `moe_kernel.down`, but the program that writes the last term of a token also sums
+    the token's terms,
    always in the order of its slots. So the same input produces the same bits.
 
-Letters as in `moe_kernel.py`. The first pair with a position stands for all pairs with it: it has all of their tiles.
+Letters as in `moe_kernel.py`. The first pair with a position stands for all pairs with it: it has
+all of their tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -21,7 +25,8 @@ MOST_PAIRS = 64  # they are compared with each other in registers
 
 @triton.jit
 def _group(ids_ptr, position_ptr, expert_map_ptr, num_pairs, HAS_MAP: tl.constexpr, MOST: tl.constexpr):
-    """Position of each pair, and the numbers of earlier pairs and of all pairs with the same position."""
+    """Position of each pair, and the numbers of earlier pairs and of all pairs with the same
+    position."""
     pair = tl.arange(0, MOST)
     ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
     position = position_of(ids, position_ptr, expert_map_ptr, HAS_MAP)
@@ -32,7 +37,8 @@ def _group(ids_ptr, position_ptr, expert_map_ptr, num_pairs, HAS_MAP: tl.constex
 
 @triton.jit
 def _find_tile(tile, tiles, position, earlier, count, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, MOST: tl.constexpr):
-    """The position a tile belongs to, its pairs, which of its rows are in use, its block of columns and its columns."""
+    """The position a tile belongs to, its pairs, which of its rows are in use, its block of columns
+    and its columns."""
     pair = tl.arange(0, MOST)
     ends = tl.cumsum(tiles)
     first = tl.sum((ends <= tile).to(tl.int32))
@@ -74,7 +80,8 @@ def gate_up_few(
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Each program computes every n-th tile of pairs × channels; an expert's tiles end at its own width."""
+    """Each program computes every n-th tile of pairs × channels; an expert's tiles end at its own
+    width."""
     start_after_the_launch_before(DEPENDENT)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_counts = num_pairs // NUM_SLOTS * NUM_BLOCKS
@@ -122,7 +129,8 @@ def down_few(
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Each program computes every n-th tile of pairs × hidden units, and sums the tokens that it completes."""
+    """Each program computes every n-th tile of pairs × hidden units, and sums the tokens that it
+    completes."""
     start_after_the_launch_before(DEPENDENT)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     position, earlier, count = _group(ids_ptr, position_ptr, expert_map_ptr, num_pairs, HAS_MAP, MOST)

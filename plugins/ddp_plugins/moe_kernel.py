@@ -1,4 +1,5 @@
-"""Runs experts of different widths on a GPU in four Triton launches whose grids depend on shapes only.
+"""Runs experts of different widths on a GPU in four Triton launches whose grids depend on shapes
+only.
 
 With few pairs, `moe_few.py` does the same in two.
 
@@ -7,12 +8,13 @@ With few pairs, `moe_few.py` does the same in two.
 3. `down`: projects back to the hidden size, a ragged sum over channels, times the routing weight.
 4. `add_slots`: sums over a token's K experts, always in the same order.
 
-No tile map is stored. Every program of 2 and 3 reads the number of pairs of each expert, computes prefix sums of the
-experts' tiles and so finds its own tiles, from the widest expert to the narrowest. Nothing is copied to the host and
-no number is added atomically, so the same input produces the same bits, also inside a CUDA graph.
+No tile map is stored. Every program of 2 and 3 reads the number of pairs of each expert, computes
+prefix sums of the experts' tiles and so finds its own tiles, from the widest expert to the
+narrowest. Nothing is copied to the host and no number is added atomically, so the same input
+produces the same bits, also inside a CUDA graph.
 
-Letters: T tokens, H hidden size, K experts per token, P = T·K pairs, E experts, S packed rows, W rows of the widest
-expert. A position is an expert's index in `ExpertLayout.order`.
+Letters: T tokens, H hidden size, K experts per token, P = T·K pairs, E experts, S packed rows, W
+rows of the widest expert. A position is an expert's index in `ExpertLayout.order`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -31,7 +33,8 @@ from ddp_plugins.moe_experts import FP8
 from ddp_plugins.moe_few import MOST_PAIRS, down_few, gate_up_few
 from ddp_plugins.moe_products import multiply_down, multiply_gate_up, position_of, start_after_the_launch_before
 
-SORT_BLOCK, WIDE_SORT_BLOCK = 1024, 8192  # pairs per block: all pairs of a decode step, many of a prefill
+# pairs per block: all pairs of a decode step, many of a prefill
+SORT_BLOCK, WIDE_SORT_BLOCK = 1024, 8192
 SUM_BLOCK = 256
 
 
@@ -44,7 +47,8 @@ class Tiles:
     columns: int
     """Channels per tile of `gate_up`, both of gate and of up."""
     down_columns: int
-    """Hidden units per tile of `down`: twice `columns` in large tiles, so that both launches read as much per step."""
+    """Hidden units per tile of `down`: twice `columns` in large tiles, so that both launches read
+    as much per step."""
     depth: int
     """Numbers per step of the inner sum."""
     warps: int
@@ -53,14 +57,16 @@ class Tiles:
     """Maximum number of programs per multiprocessor."""
 
 
-# Sized to fit Hopper: accumulators in registers, the stages of all programs in shared memory. Chosen by compiling and
-# by the model of benchmarks/moe_traffic.py; neither run on a GPU nor tuned.
+# Sized to fit Hopper: accumulators in registers, the stages of all programs in shared memory.
+# Chosen by compiling and by the model of benchmarks/moe_traffic.py; neither run on a GPU nor tuned.
 FEW = Tiles(pairs=16, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=4)
 SOME = Tiles(pairs=64, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=2)
 MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages=4, programs=1)
-# More and narrower tiles occupy the whole GPU with one token. Two of these programs fit the shared memory of any GPU.
+# More and narrower tiles occupy the whole GPU with one token. Two of these programs fit the shared
+# memory of any GPU.
 NARROW = Tiles(pairs=16, columns=32, down_columns=32, depth=128, warps=4, stages=3, programs=4)
-# Only the tensor cores of Hopper and B200 read shared memory; other GPUs need registers for the operands too.
+# Only the tensor cores of Hopper and B200 read shared memory; other GPUs need registers for the
+# operands too.
 SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, down_columns=128, depth=32, warps=4, stages=4, programs=2)
 MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, down_columns=128, depth=32, warps=8, stages=4, programs=1)
 # FP8 weights take registers while they are converted, and half of the shared memory.
@@ -68,15 +74,17 @@ FOR_FP8 = {NARROW: replace(NARROW, programs=3), FEW: replace(FEW, down_columns=6
 # for float32, which only tests use: no tensor cores
 EXACT = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=4, stages=2, programs=4)
 NARROW_PAIRS = 8  # pairs in all up to which NARROW is chosen on Hopper and B200
-# The mean number of pairs per expert up to which tiles are chosen. A tile of 16 rows reads the weights again for every
-# 16 pairs: with more than 8, random routing gives many experts a second tile, and the reads from L2 take longer than
-# those from HBM. The limits of other GPUs were not modeled.
+# The mean number of pairs per expert up to which tiles are chosen. A tile of 16 rows reads the
+# weights again for every 16 pairs: with more than 8, random routing gives many experts a second
+# tile, and the reads from L2 take longer than those from HBM. The limits of other GPUs were not
+# modeled.
 HOPPER_TILES = ((8, FEW), (48, SOME), (math.inf, MANY))
 OTHER_TILES = ((24, NARROW), (96, SOME_IN_REGISTERS), (math.inf, MANY_IN_REGISTERS))
 
 
 def tiles_of(dtype: torch.dtype, major: int) -> tuple[tuple[float, Tiles], ...]:
-    """Return all tiles of a GPU for products of many pairs, each with the pairs per expert up to which it is chosen.
+    """Return all tiles of a GPU for products of many pairs, each with the pairs per expert up to
+    which it is chosen.
 
     dtype: of the weights. major: the first number of the GPU's compute capability.
     """
@@ -89,8 +97,8 @@ def tiles_of(dtype: torch.dtype, major: int) -> tuple[tuple[float, Tiles], ...]:
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: int) -> Tiles:
     """Choose tile sizes by the mean number of pairs per expert.
 
-    With few pairs per expert, every tile size reads the weights once, and narrow tiles occupy the whole GPU. With many,
-    wide tiles reuse the weights they read. dtype, major: as in `tiles_of`.
+    With few pairs per expert, every tile size reads the weights once, and narrow tiles occupy the
+    whole GPU. With many, wide tiles reuse the weights they read. dtype, major: as in `tiles_of`.
     """
     if major in (9, 10) and num_pairs <= NARROW_PAIRS and dtype != torch.float32:
         return FOR_FP8[NARROW] if dtype == FP8 else NARROW
@@ -110,7 +118,8 @@ def sort_pairs(
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per position: count its pairs and the pairs of earlier positions, then list its own in order."""
+    """One program per position: count its pairs and the pairs of earlier positions, then list its
+    own in order."""
     start_after_the_launch_before(DEPENDENT)
     mine = tl.program_id(0)
     before = 0
@@ -145,7 +154,8 @@ def _ends_of_tiles(count_ptr, columns, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.co
 
 @triton.jit
 def _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The position a tile belongs to, its slots in `order`, which slots are in use, and its columns."""
+    """The position a tile belongs to, its slots in `order`, which slots are in use, and its
+    columns."""
     position = tl.sum((ends <= tile).to(tl.int32))
     within = tile - tl.sum(tl.where(ends <= tile, tiles, 0))
     count = tl.load(count_ptr + position)
@@ -161,7 +171,8 @@ def gate_up(
     x_ptr,  # [T, H]
     w13_ptr,  # [2, S, H]
     w13_scale_ptr,  # [2, S] float32, or None where the weights have no scales
-    hidden_ptr,  # out: [P, W], rows sorted as `order`; columns beyond an expert's width are not written
+    # out: [P, W], rows sorted as `order`; columns beyond an expert's width are not written
+    hidden_ptr,
     offset_ptr,  # [E] int32, by position
     width_ptr,  # [E] int32, by position
     order_ptr,
@@ -180,7 +191,8 @@ def gate_up(
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Each program computes every n-th tile of pairs × channels; an expert's tiles end at its own width."""
+    """Each program computes every n-th tile of pairs × channels; an expert's tiles end at its own
+    width."""
     start_after_the_launch_before(DEPENDENT)
     every = tl.arange(0, EXPERTS)
     widths = tl.load(width_ptr + every, mask=every < NUM_EXPERTS, other=0)
@@ -203,7 +215,8 @@ def down(
     hidden_ptr,  # [P, W]
     w2_ptr,  # [S, H]
     w2_scale_ptr,  # [E, H] float32, by position, or None
-    terms_ptr,  # out: [P, H], rows by pair index; pairs without an expert on this rank are not written
+    # out: [P, H], rows by pair index; pairs without an expert on this rank are not written
+    terms_ptr,
     weight_ptr,  # [P] float32
     offset_ptr,
     width_ptr,
@@ -220,7 +233,8 @@ def down(
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Each program computes every n-th tile of pairs × hidden units; the inner sum ends at the expert's width."""
+    """Each program computes every n-th tile of pairs × hidden units; the inner sum ends at the
+    expert's width."""
     start_after_the_launch_before(DEPENDENT)
     tiles, ends = _ends_of_tiles(count_ptr, (H + COLUMNS - 1) // COLUMNS, NUM_EXPERTS, EXPERTS, PAIRS)
     for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
@@ -250,7 +264,8 @@ def add_slots(
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token and block of hidden units: sum the written terms in float32, in the order of the slots."""
+    """One program per token and block of hidden units: sum the written terms in float32, in the
+    order of the slots."""
     start_after_the_launch_before(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -292,7 +307,8 @@ def ragged_moe(
     mapping = position if expert_map is None else expert_map
     has_map = expert_map is not None
     hidden_PW, terms_PH = x_TH.new_empty(num_pairs, max_width), x_TH.new_empty(num_pairs, hidden_size)
-    pair_blocks = min(num_pairs, num_pairs // tiles.pairs + num_experts)  # upper bound for any routing
+    # upper bound for any routing
+    pair_blocks = min(num_pairs, num_pairs // tiles.pairs + num_experts)
     machine, num_blocks = multiprocessors * tiles.programs, triton.cdiv(hidden_size, tiles.down_columns)
     gate_up_grid = (min(machine, pair_blocks * triton.cdiv(max_width, tiles.columns)),)
     down_grid = (min(machine, pair_blocks * num_blocks),)

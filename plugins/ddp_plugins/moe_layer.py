@@ -1,10 +1,12 @@
 """Runs routed experts of different widths inside vLLM's own MoE blocks.
 
-vLLM asks a quantization config for the method of each layer. Ours returns a method for routed experts only, with packed
-weights and one kernel call. Router, shared experts, dispatch and all-reduce stay vLLM's. If vLLM quantizes the model to
-FP8, its own config decides about all other layers, and whether the experts are FP8 too.
+vLLM asks a quantization config for the method of each layer. Ours returns a method for routed
+experts only, with packed weights and one kernel call. Router, shared experts, dispatch and
+all-reduce stay vLLM's. If vLLM quantizes the model to FP8, its own config decides about all other
+layers, and whether the experts are FP8 too.
 
-Shape letters: S packed rows (channels of all experts on this rank), H hidden size, T tokens, K experts per token.
+Shape letters: S packed rows (channels of all experts on this rank), H hidden size, T tokens, K
+experts per token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,8 +40,10 @@ from ddp_plugins.padding import share_channels
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
 
-ONLINE = "online"  # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
-CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"  # older CPU routers run only vLLM's own experts
+# vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
+ONLINE = "online"
+# older CPU routers run only vLLM's own experts
+CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 Scales = Literal["tensor", "channel"]
 """FP8 weights have a scale per matrix or per output."""
 
@@ -48,11 +52,13 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
     """Stores, loads and runs the routed experts of one layer."""
 
     def __init__(self, moe: FusedMoEConfig, widths: Sequence[int], scales: Scales | None = None) -> None:
-        """widths: kept channels of each of the model's experts, by expert id. scales: None for unquantized weights."""
+        """widths: kept channels of each of the model's experts, by expert id. scales: None for
+        unquantized weights."""
         super().__init__(moe)
         self.widths = widths
         self.scales = scales
-        self.uses_meta_device = scales is not None  # vLLM's sign for weights quantized while they load
+        # vLLM's sign for weights quantized while they load
+        self.uses_meta_device = scales is not None
 
     def create_weights(
         self,
@@ -63,7 +69,8 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Register packed weights on `layer`: w13 `[2, S, H]` and w2 `[S, H]`, zero where rows are padding."""
+        """Register packed weights on `layer`: w13 `[2, S, H]` and w2 `[S, H]`, zero where rows are
+        padding."""
         if layer.activation is not MoEActivation.SILU or layer.apply_router_weight_on_input:
             raise CheckpointError(f"{layer.layer_name}: experts are served with hidden_act=silu only")
         local = [expert for expert in range(len(self.widths)) if layer.expert_map_manager.is_local_expert(expert)]
@@ -76,7 +83,8 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         layout_3E = self.layout.table(torch.empty(0).device)
         set_weight_attrs(layout_3E, {"weight_loader_numel": 0})
         layer.register_buffer("layout_3E", layout_3E, persistent=False)
-        for name, weight in (("w13_weight", w13), ("w2_weight", w2)):  # vLLM's loaders look for these names
+        # vLLM's loaders look for these names
+        for name, weight in (("w13_weight", w13), ("w2_weight", w2)):
             parameter = nn.Parameter(weight, requires_grad=False)
             # vLLM finishes reloading a layer after this many numbers; padding is never loaded
             num_loaded = weight.numel() // max(1, self.layout.num_rows) * sum(self.layout.widths)
@@ -87,7 +95,8 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
                 initialize_online_processing,
             )  # not in old vLLM
 
-            initialize_online_processing(layer)  # vLLM allocates, loads and processes the layer when it has all tensors
+            # vLLM allocates, loads and processes the layer when it has all tensors
+            initialize_online_processing(layer)
 
     def _load(
         self,
@@ -98,9 +107,11 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """Copy this rank's channels of one tensor into the packed weights; report failure for experts of other ranks.
+        """Copy this rank's channels of one tensor into the packed weights; report failure for
+        experts of other ranks.
 
-        loaded_weight: compact, as on disk: gate (w1) and up (w3) `[width, H]`, down (w2) `[H, width]`.
+        loaded_weight: compact, as on disk: gate (w1) and up (w3) `[width, H]`, down (w2) `[H,
+            width]`.
         """
         if expert_id not in self.shares:
             return False if return_success else None
@@ -108,7 +119,8 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         axis = 1 if shard_id == "w2" else 0
         part = loaded_weight.narrow(axis, share.start, len(share))
         matrix = {"w1": "gate_wH", "w3": "up_wH", "w2": "down_Hw"}[shard_id]
-        pack_expert(self.layout, param.data, param.data, local_id, **{matrix: part})  # param is w13 or w2
+        # param is w13 or w2
+        pack_expert(self.layout, param.data, param.data, local_id, **{matrix: part})
         return True if return_success else None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
@@ -120,9 +132,11 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             for name, scale in zip(("w13", "w2"), scales, strict=True):
                 layer.register_parameter(f"{name}_weight_scale", nn.Parameter(scale, requires_grad=False))
         w13, w2 = finish_weights(self.layout, w13, w2)
-        layer.w13_weight.data, layer.w2_weight.data = w13, w2  # vLLM's replace_parameter would copy out of huge pages
+        # vLLM's replace_parameter would copy out of huge pages
+        layer.w13_weight.data, layer.w2_weight.data = w13, w2
         if w2.device.type == "cuda":
-            from ddp_plugins.moe_kernel import warm_up  # Triton is not installed with every CPU version of torch
+            # Triton is not installed with every CPU version of torch
+            from ddp_plugins.moe_kernel import warm_up
 
             num_slots = self.moe.experts_per_token
             shared = (w13, w2, layer.layout_3E, self.layout.max_width, num_slots, layer.expert_map)
@@ -143,7 +157,8 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x and result: `[T, H]`; topk_weights, topk_ids: `[T, K]`, ids of the whole model's experts."""
+        """x and result: `[T, H]`; topk_weights, topk_ids: `[T, K]`, ids of the whole model's
+        experts."""
         if not self.layout.num_rows:
             return torch.zeros_like(x)
         return torch.ops.ddp_vllm.ragged_moe(
@@ -184,7 +199,8 @@ def check_experts(vllm_config: VllmConfig) -> None:
         )
     if parallel.enable_eplb:
         raise SettingError("--enable-eplb moves experts of one width only; serve pruned experts without it")
-    if parallel.data_parallel_size > 1:  # vLLM gathers the tokens of all ranks, but masks only one rank's
+    # vLLM gathers the tokens of all ranks, but masks only one rank's
+    if parallel.data_parallel_size > 1:
         raise SettingError(
             f"data_parallel_size={parallel.data_parallel_size}: experts of different widths do not support data "
             "parallelism; start a server for each replica, or use --tensor-parallel-size with --enable-expert-parallel"
@@ -199,7 +215,8 @@ def scales_of(online: Any, layer: RoutedExperts, prefix: str) -> Scales | None:
     """
     if online is None:
         return None
-    from vllm.model_executor.layers.quantization.utils.quant_utils import (  # an older vLLM lacks them
+    # an older vLLM lacks them
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
         kFp8StaticChannelSym,
         kFp8StaticTensorSym,
     )
@@ -222,7 +239,8 @@ class RaggedExpertsConfig(QuantizationConfig):
     """Returns the method of a layer to vLLM: ours for routed experts, vLLM's for all others."""
 
     def __init__(self, layers: Sequence[LayerWidths], vllms: QuantizationConfig | None = None) -> None:
-        """vllms: vLLM's own config, which decides about all other layers; None for an unquantized model."""
+        """vllms: vLLM's own config, which decides about all other layers; None for an unquantized
+        model."""
         super().__init__()
         self.layers = layers
         self.vllms = vllms

@@ -1,4 +1,5 @@
-"""The parts that all Triton kernels for experts share: an expert's position, and the product of one tile.
+"""The parts that all Triton kernels for experts share: an expert's position, and the product of one
+tile.
 
 Letters as in `moe_kernel.py`. A row of a tile is a pair, a column a channel or a hidden unit.
 """
@@ -12,9 +13,11 @@ import triton.language as tl
 
 @triton.jit
 def start_after_the_launch_before(DEPENDENT: tl.constexpr):
-    """Let the next launch start up meanwhile, and wait until the launch before has written its results.
+    """Let the next launch start up meanwhile, and wait until the launch before has written its
+    results.
 
-    DEPENDENT: whether this is a programmatic dependent launch. Nothing may be read or written before.
+    DEPENDENT: whether this is a programmatic dependent launch. Nothing may be read or written
+        before.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -23,7 +26,8 @@ def start_after_the_launch_before(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def position_of(ids, position_ptr, expert_map_ptr, HAS_MAP: tl.constexpr):
-    """Position of each expert id; -1 for an id of -1, an expert of another rank or one without rows."""
+    """Position of each expert id; -1 for an id of -1, an expert of another rank or one without
+    rows."""
     if HAS_MAP:
         ids = tl.load(expert_map_ptr + ids, mask=ids >= 0, other=-1)
     return tl.load(position_ptr + ids, mask=ids >= 0, other=-1)
@@ -31,7 +35,8 @@ def position_of(ids, position_ptr, expert_map_ptr, HAS_MAP: tl.constexpr):
 
 @triton.jit
 def _multiply(a, b, sum_, UPCAST: tl.constexpr):
-    """sum + a @ b in float32, without rounding float32 operands. An FP8 number of `b` is exact in the type of `a`.
+    """sum + a @ b in float32, without rounding float32 operands. An FP8 number of `b` is exact in
+    the type of `a`.
 
     UPCAST: for Triton's interpreter, which multiplies the bits of bfloat16 as integers.
     """
@@ -96,7 +101,8 @@ def multiply_down(
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The product of a tile with the transposed down projection, in float32; the sum ends at the expert's width."""
+    """The product of a tile with the transposed down projection, in float32; the sum ends at the
+    expert's width."""
     depth = tl.arange(0, DEPTH)
     h_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * hidden_stride + depth[None, :]
     w_ptrs = w2_ptr + (first + depth).to(tl.int64)[:, None] * H + column[None, :]

@@ -1,4 +1,5 @@
-"""Computes experts of different widths in plain PyTorch without packing: the oracle of every kernel test.
+"""Computes experts of different widths in plain PyTorch without packing: the oracle of every kernel
+test.
 
 Letters: T tokens, H hidden size, K experts per token, w the width of one expert.
 """
@@ -13,7 +14,8 @@ Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def round_to_fp8(matrix: torch.Tensor, *, per_tensor: bool) -> torch.Tensor:
-    """Return the matrix, `[outputs, inputs]`, rounded to float8_e4m3fn times a float32 scale per output, in float64.
+    """Return the matrix, `[outputs, inputs]`, rounded to float8_e4m3fn times a float32 scale per
+    output, in float64.
 
     The largest number of an output, or of the matrix, becomes the largest FP8 number.
     """
@@ -27,9 +29,11 @@ def round_to_fp8(matrix: torch.Tensor, *, per_tensor: bool) -> torch.Tensor:
 def ragged_moe_reference(
     x_TH: torch.Tensor, experts: Sequence[Expert], topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Return Σ_k weight · down(silu(gate x) · up x) for each token, in float64 for inputs of any dtype.
+    """Return Σ_k weight · down(silu(gate x) · up x) for each token, in float64 for inputs of any
+    dtype.
 
-    An id of -1 or an expert of width 0 adds nothing (Eq. 18, arXiv:2603.08065, with the gates folded in).
+    An id of -1 or an expert of width 0 adds nothing (Eq. 18, arXiv:2603.08065, with the gates
+    folded in).
     """
     x = x_TH.double()
     y_TH = torch.zeros_like(x)

@@ -1,10 +1,12 @@
-"""Zero-pads the compact tensors of a checkpoint to widths that vLLM can run, and divides experts among the ranks.
+"""Zero-pads the compact tensors of a checkpoint to widths that vLLM can run, and divides experts
+among the ranks.
 
-vLLM gives every rank the same number of KV heads, query heads and MLP channels. Widths that cannot be divided are
-zero-padded. The padding adds nothing: a zero query head meets zero columns of `o_proj`, a zero channel a zero column
-of `down_proj`. Matrix libraries also run faster on aligned rows and few distinct widths, so MLP channels are padded to
-whole blocks on one rank too. Attention heads are aligned already. Routed experts use our own storage and kernel, so
-ranks may own different shares of them.
+vLLM gives every rank the same number of KV heads, query heads and MLP channels. Widths that cannot
+be divided are zero-padded. The padding adds nothing: a zero query head meets zero columns of
+`o_proj`, a zero channel a zero column of `down_proj`. Matrix libraries also run faster on aligned
+rows and few distinct widths, so MLP channels are padded to whole blocks on one rank too. Attention
+heads are aligned already. Routed experts use our own storage and kernel, so ranks may own different
+shares of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +19,20 @@ from ddp_vllm.remote_code.tensors import LAYERS
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
 
 CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
-CPU_CHANNEL_BLOCK = 128  # oneDNN compiles a kernel per width and batch size, so fewer widths shorten the first batches
-MIN_WIDTH = 1024  # of a rank's share of the dense width; in smaller models the padding costs more than it saves
+# oneDNN compiles a kernel per width and batch size, so fewer widths shorten the first batches
+CPU_CHANNEL_BLOCK = 128
+# of a rank's share of the dense width; in smaller models the padding costs more than it saves
+MIN_WIDTH = 1024
 
 
 def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool, on_cpu: bool) -> int:
-    """Choose the block size: each rank's MLP channels are padded to a multiple of it, and 1 disables padding.
+    """Choose the block size: each rank's MLP channels are padded to a multiple of it, and 1
+    disables padding.
 
-    config: the checkpoint's fields. Its `ddp_pad_channels_to` (`--hf-overrides`) overrides our choice.
-    can_pad: whether the weights may grow; weights quantized on disk and weights with adapters may not.
+    config: the checkpoint's fields. Its `ddp_pad_channels_to` (`--hf-overrides`) overrides our
+        choice.
+    can_pad: whether the weights may grow; weights quantized on disk and weights with adapters may
+        not.
     Raises: SettingError for a block that is not a positive integer.
     """
     block = config.get("ddp_pad_channels_to")
@@ -40,7 +47,8 @@ def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool, o
 def fit(widths: LayerWidths, num_ranks: int, block: int = 1) -> LayerWidths:
     """Return the smallest widths, at least `widths`, that vLLM can divide among `num_ranks` ranks.
 
-    Every KV head then serves equally many query heads. block: each rank's number of channels is a multiple of it.
+    Every KV head then serves equally many query heads. block: each rank's number of channels is a
+    multiple of it.
     """
     num_kv_heads, queries_per_kv = widths.num_kv_heads, max(widths.query_heads_per_kv_head, default=0)
     if num_kv_heads >= num_ranks:
@@ -62,7 +70,8 @@ def round_up(number: int, multiple: int) -> int:
 def pad(name: str, tensor: torch.Tensor, widths: ModelWidths, num_ranks: int, block: int = 1) -> torch.Tensor:
     """Zero-pad a tensor from its compact shape to the shape its layer has in memory.
 
-    On one rank attention stays compact: only the kernel requires even heads there (`dense.UnevenHeads`).
+    On one rank attention stays compact: only the kernel requires even heads there
+    (`dense.UnevenHeads`).
     name: as on disk. tensor: compact, with a shape that `widths` has checked. block: as in `fit`.
     """
     expected = widths.expected(name)
@@ -96,11 +105,13 @@ def _padded_indices(unit: str, layer: LayerWidths, fitted: LayerWidths) -> Seque
 
 
 def _spread(units: torch.Tensor, axis: int, indices: Sequence[int], length: int) -> torch.Tensor:
-    """Scatter the units along `axis` to `indices` among `length` zeros, then merge `axis` and the next axis."""
+    """Scatter the units along `axis` to `indices` among `length` zeros, then merge `axis` and the
+    next axis."""
     shape = list(units.shape)
     shape[axis] = length
     wide = units.new_zeros(shape)
-    chosen = slice(len(indices)) if isinstance(indices, range) else list(indices)  # copying a slice is much faster
+    # copying a slice is much faster
+    chosen = slice(len(indices)) if isinstance(indices, range) else list(indices)
     wide.movedim(axis, 0)[chosen] = units.movedim(axis, 0)
     return wide.flatten(axis, axis + 1)
 
@@ -108,8 +119,9 @@ def _spread(units: torch.Tensor, axis: int, indices: Sequence[int], length: int)
 def share_channels(widths: Sequence[int], rank: int, num_ranks: int, block: int) -> list[range]:
     """Return the channels of each routed expert that one rank owns.
 
-    Channels are divided in blocks of the kernel's alignment, so all ranks together pad as few rows as one rank would.
-    Remaining blocks are given to the ranks in turn: their numbers of blocks differ by at most one.
+    Channels are divided in blocks of the kernel's alignment, so all ranks together pad as few rows
+    as one rank would. Remaining blocks are given to the ranks in turn: their numbers of blocks
+    differ by at most one.
     """
     shares, first = [], 0  # first: the rank that receives the next remaining block
     for width in widths:

@@ -1,7 +1,7 @@
 """The plugin's entry point, which vLLM calls in each of its processes before it reads a model.
 
-Importing this file imports neither torch nor vLLM. `register` names model classes by strings, so that vLLM imports a
-class only for a checkpoint that uses it, after it has set up its devices.
+Importing this file imports neither torch nor vLLM. `register` names model classes by strings, so
+that vLLM imports a class only for a checkpoint that uses it, after it has set up its devices.
 """
 
 import logging
@@ -11,7 +11,8 @@ logger = logging.getLogger("vllm.ddp_plugins.register")  # vLLM prints only its 
 
 
 def model_class(config: type) -> str:
-    """Return the import path, `module:class`, of the vLLM model class for a pruned model's configuration."""
+    """Return the import path, `module:class`, of the vLLM model class for a pruned model's
+    configuration."""
     module = "moe" if hasattr(config, "num_experts_per_tok") else "dense"
     return f"ddp_plugins.{module}:{config.__name__.removesuffix('Config')}ForCausalLM"
 
@@ -19,8 +20,8 @@ def model_class(config: type) -> str:
 def register() -> None:
     """Register pruned models with transformers and vLLM; safe to call again.
 
-    vLLM calls this function in every process, whichever model it serves, and an exception here would stop vLLM. So a
-    failure is logged as a warning and other models are still served.
+    vLLM calls this function in every process, whichever model it serves, and an exception here
+    would stop vLLM. So a failure is logged as a warning and other models are still served.
     """
     try:
         register_models()
@@ -34,15 +35,18 @@ def register() -> None:
 
 
 def with_dense_heads(convertor: type) -> type:
-    """Return a subclass of vLLM's config convertor that reports the dense model's heads for all layers.
+    """Return a subclass of vLLM's config convertor that reports the dense model's heads for all
+    layers.
 
-    Our layers set their own head counts. The config also offers counts per layer, for a vLLM without the plugin.
+    Our layers set their own head counts. The config also offers counts per layer, for a vLLM
+    without the plugin.
     """
     return type(convertor.__name__, (convertor,), {"get_per_layer_hf_configs": lambda self: None})
 
 
 def register_models() -> None:
-    """Register the configurations of pruned models with transformers and their architectures with vLLM."""
+    """Register the configurations of pruned models with transformers and their architectures with
+    vLLM."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
@@ -60,7 +64,8 @@ def register_models() -> None:
     from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX
 
     class LatentAttention(ModelArchConfigConvertorBase):
-        """Enable DeepSeek's latent KV cache (MLA), which vLLM otherwise uses only for its own list of model types."""
+        """Enable DeepSeek's latent KV cache (MLA), which vLLM otherwise uses only for its own list
+        of model types."""
 
         def is_deepseek_mla(self) -> bool:
             return self.hf_text_config.kv_lora_rank is not None
@@ -80,7 +85,8 @@ def register_models() -> None:
         architecture = path.partition(":")[2]
         if path.startswith("ddp_plugins.dense:"):
             MODELS_CONFIG_MAP[architecture] = Limits
-        ModelRegistry.register_model(architecture, path)  # last, so that no model is served without its limits
+        # last, so that no model is served without its limits
+        ModelRegistry.register_model(architecture, path)
     register_parser()
 
     from ddp_plugins.any_model import WidthsConfig  # last: an older vLLM may lack what it imports

@@ -1,1 +1,2 @@
-"""Language models: find, check, load, evaluate and write them. This package knows nothing of gates or budgets."""
+"""Language models: find, check, load, evaluate and write them. This package knows nothing of gates
+or budgets."""

@@ -1,4 +1,5 @@
-"""Evaluates the dense, pruned and recovered model: perplexity on held-out text, and answers to ten fixed prompts."""
+"""Evaluates the dense, pruned and recovered model: perplexity on held-out text, and answers to ten
+fixed prompts."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,8 @@ BOS_GAIN = 0.05  # nats per token; models that rely on BOS lose far more without
 
 
 class Evaluation:
-    """The losses, the agreement with the first model and the samples of one model after the other."""
+    """The losses, the agreement with the first model and the samples of one model after the
+    other."""
 
     def __init__(
         self,
@@ -59,7 +61,8 @@ class Evaluation:
         self.first: tuple[OutputHead, dict[str, list[torch.Tensor]]] | None = None
 
     def evaluate(self, who: str, model: Any) -> None:
-        """Compute the losses and samples of a model, in its dtype and with the attention that serving uses."""
+        """Compute the losses and samples of a model, in its dtype and with the attention that
+        serving uses."""
         num_blocks = sum(map(len, self.texts.values()))
         self.print_line(f"evaluating the {who} model: {num_blocks:,} held-out sequences, {len(PROMPTS)} answers")
         checkpoint_layers(model, False)
@@ -85,18 +88,21 @@ class Evaluation:
             pairs = zip(states, first_hidden[name], strict=True)
             sums = [agreement(here, head, first.to(first_head.weight), first_head) for here, first in pairs]
             divergence, agreed = (sum(values) / sum(map(len, states)) for values in zip(*sums, strict=True))
-            kl = math.inf if math.isnan(divergence) else max(0.0, divergence)  # as in `perplexity_of`
+            # as in `perplexity_of`
+            kl = math.inf if math.isnan(divergence) else max(0.0, divergence)
             self.agreements[name][who] = {"kl": kl, "top1": agreed}
 
     def divergences(self, model: Any) -> dict[str, float]:
-        """Return the KL divergence of a model from the first one on each text, in nats per token; nothing is kept."""
+        """Return the KL divergence of a model from the first one on each text, in nats per token;
+        nothing is kept."""
         self.evaluate_texts("tried", model)
         for losses in self.losses.values():
             del losses["tried"]
         return {name: agreement.pop("tried")["kl"] for name, agreement in self.agreements.items()}
 
     def perplexity(self, text: str) -> dict[str, Any]:
-        """Return each model's perplexity on a text, its losses by block, and its agreement with the first model."""
+        """Return each model's perplexity on a text, its losses by block, and its agreement with the
+        first model."""
         losses, block_tokens = self.losses[text], self.block_tokens[text]
         metrics: dict[str, Any] = {who: perplexity_of(values, block_tokens) for who, values in losses.items()}
         metrics |= {"tokens": self.num_tokens[text], "block_losses": losses, "block_tokens": block_tokens}
@@ -113,7 +119,8 @@ class Evaluation:
         return f"perplexity on held-out text of {text}: {values}"
 
     def recovery_summary(self) -> Iterator[str]:
-        """Yield a line per text with the perplexities, and a warning if recovery made the model worse on it."""
+        """Yield a line per text with the perplexities, and a warning if recovery made the model
+        worse on it."""
         for name, losses in self.losses.items():
             block_tokens = self.block_tokens[name]
             dense, pruned, recovered = (mean_loss(losses[who], block_tokens)[0] for who in STAGES)
@@ -131,9 +138,11 @@ class Evaluation:
 
 @torch.no_grad()
 def losses_of(model: Any, blocks: torch.Tensor, loss_mask: torch.Tensor) -> tuple[list[float], list[torch.Tensor]]:
-    """Return a model's mean loss on each block in nats per token, and the hidden states of the predicted tokens.
+    """Return a model's mean loss on each block in nats per token, and the hidden states of the
+    predicted tokens.
 
-    blocks: int64 [num_blocks, seq_len]. loss_mask: bool [num_blocks, seq_len − 1]: the predicted tokens to evaluate.
+    blocks: int64 [num_blocks, seq_len]. loss_mask: bool [num_blocks, seq_len − 1]: the predicted
+        tokens to evaluate.
     """
     head, losses, hidden = OutputHead.of(model), list[float](), list[torch.Tensor]()
     for tokens, mask in zip(blocks.to(head.weight.device), loss_mask.to(head.weight.device), strict=True):
@@ -145,10 +154,11 @@ def losses_of(model: Any, blocks: torch.Tensor, loss_mask: torch.Tensor) -> tupl
 
 @torch.no_grad()
 def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> str:
-    """Return a warning if the tokenizer omits the BOS token of the model's config and the model needs it; else "".
+    """Return a warning if the tokenizer omits the BOS token of the model's config and the model
+    needs it; else "".
 
-    name: of the model. blocks: held-out text, int64 [num_blocks, seq_len]; with and without BOS, the same
-    tokens are predicted.
+    name: of the model. blocks: held-out text, int64 [num_blocks, seq_len]; with and without BOS,
+    the same tokens are predicted.
     """
     bos = model.config.get_text_config().bos_token_id
     head, kept = OutputHead.of(model), blocks[:BOS_BLOCKS, :-1]
@@ -172,7 +182,8 @@ def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> 
 
 
 def sample(model: Any, tokenizer: Any) -> list[str]:
-    """Return a model's greedy answers to PROMPTS, which are rendered by the chat template if there is one."""
+    """Return a model's greedy answers to PROMPTS, which are rendered by the chat template if there
+    is one."""
     prompts, is_rendered = list(PROMPTS), False
     if tokenizer.chat_template:
         template = ChatTemplate(tokenizer)
@@ -188,15 +199,18 @@ def generate(
     model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, *, add_special_tokens: bool = True
 ) -> list[str]:
     """Return a model's greedy continuation of each prompt."""
-    tokenizer.pad_token = tokenizer.eos_token  # the model may have no embedding for its own padding token
+    # the model may have no embedding for its own padding token
+    tokenizer.pad_token = tokenizer.eos_token
     options = {"add_special_tokens": add_special_tokens, "padding": True, "padding_side": "left"}
     tokens = tokenizer(list(prompts), return_tensors="pt", **options).to(model.device)
     ends = model.generation_config.eos_token_id or []
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    model.generation_config = GenerationConfig(  # the model's own may set penalties, beams or sampling
+    # the model's own may set penalties, beams or sampling
+    model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
     )
-    # the slice of the last tokens is not contiguous, for which a CPU would copy the head's weight once per prompt
+    # the slice of the last tokens is not contiguous, for which a CPU would copy the head's weight
+    # once per prompt
     with model.get_output_embeddings().register_forward_pre_hook(lambda _, states: (states[0].contiguous(),)):
         output = model.generate(**tokens)[:, tokens["input_ids"].shape[1] :]
     return list(tokenizer.batch_decode(output, skip_special_tokens=True))

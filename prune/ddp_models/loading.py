@@ -1,8 +1,9 @@
 """Loads the model of a run, frozen and in eval mode: whole, or sharded over all processes.
 
-With `shard`, FSDP2 shards the decoder layers by rows, and each layer is gathered just before it is used. Every
-process holds the weights outside the layers whole, because each chunk of the loss uses the output head
-(`ddp_training/loss.py`); accelerate's own FSDP2 plugin would shard them too, and does not support CPUs.
+With `shard`, FSDP2 shards the decoder layers by rows, and each layer is gathered just before it is
+used. Every process holds the weights outside the layers whole, because each chunk of the loss uses
+the output head (`ddp_training/loss.py`); accelerate's own FSDP2 plugin would shard them too, and
+does not support CPUs.
 """
 
 import gc
@@ -23,7 +24,8 @@ from ddp_vllm.errors import ModelError, SettingError, reading
 
 
 def check_sharding(recipe: TrainingSettings, num_processes: int) -> None:
-    """Refuse `shard` with one process, or with a batch that the processes cannot divide. Raises: SettingError."""
+    """Refuse `shard` with one process, or with a batch that the processes cannot divide.
+    Raises: SettingError."""
     if not recipe.shard:
         return
     if num_processes == 1:
@@ -52,7 +54,8 @@ def load(source: Source, recipe: TrainingSettings, accelerator: Accelerator) -> 
 
 @torch.no_grad()
 def check_head(source: Source, model: Any) -> None:
-    """Refuse a model whose logits are computed otherwise than `OutputHead` computes them. Raises: ModelError."""
+    """Refuse a model whose logits are computed otherwise than `OutputHead` computes them.
+    Raises: ModelError."""
     head = OutputHead.of(model)
     tokens = torch.arange(1, min(9, len(head.weight)), device=head.weight.device)[None]
     computed, stock = head.logits(final_hidden(model, tokens)), model(tokens, use_cache=False).logits[0, :-1].float()
@@ -64,7 +67,8 @@ def check_head(source: Source, model: Any) -> None:
 
 
 def load_teacher(source: Source, recipe: TrainingSettings, accelerator: Accelerator, student: Any) -> Any:
-    """Load the dense model again, as a teacher that shares the frozen embeddings and output head with `student`."""
+    """Load the dense model again, as a teacher that shares the frozen embeddings and output head
+    with `student`."""
     teacher = load(source, recipe, accelerator)
     share_frozen_weights(teacher, student)
     return teacher
@@ -77,11 +81,13 @@ def share_frozen_weights(teacher: Any, student: Any) -> None:
 
 
 def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
-    """Return dtype, attention and, of a quantized model, the config for loading the model on `device` (None: a CPU).
+    """Return dtype, attention and, of a quantized model, the config for loading the model on
+    `device` (None: a CPU).
 
-    `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish. GPUs older than Ampere lack
-    bfloat16, so `auto` is float32 there. Gemma-2 requires eager attention: transformers' fused attention omits the
-    soft-cap on scores, which the model was trained with and vLLM applies. Raises: ModelError if the config is broken.
+    `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish. GPUs
+    older than Ampere lack bfloat16, so `auto` is float32 there. Gemma-2 requires eager attention:
+    transformers' fused attention omits the soft-cap on scores, which the model was trained with and
+    vLLM applies. Raises: ModelError if the config is broken.
     """
     from transformers import AutoConfig
 
@@ -100,7 +106,8 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
     if source.text_config.get("attn_logit_softcapping"):
         options["attn_implementation"] = "eager"
     if source.structure is None and source.config.get("quantization_config"):
-        config.quantization_config["run_compressed"] = False  # plain weights; activations are rounded all the same
+        # plain weights; activations are rounded all the same
+        config.quantization_config["run_compressed"] = False
         options["config"] = config
     return options
 
@@ -108,7 +115,8 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
 def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:
     """Load the stock transformers model, frozen and in eval mode, straight to `device`.
 
-    Raises: ModelError if weights are missing or have another shape; transformers would initialize them at random.
+    Raises: ModelError if weights are missing or have another shape; transformers would initialize
+        them at random.
     """
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -136,7 +144,8 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
 
 
 def check_complete(source: Source, lacking: Collection[str]) -> None:
-    """Refuse a checkpoint that lacks weights, given by their names in transformers. Raises: ModelError."""
+    """Refuse a checkpoint that lacks weights, given by their names in transformers.
+    Raises: ModelError."""
     if lacking:
         raise ModelError(
             f"{source.folder} lacks {min(lacking)}, or has it in another shape than config.json states "
@@ -145,10 +154,11 @@ def check_complete(source: Source, lacking: Collection[str]) -> None:
 
 
 def load_sharded(source: Source, dtype: str, device: torch.device, num_processes: int) -> Any:
-    """Load the stock transformers model, frozen, in eval mode, with its decoder layers sharded over all processes.
+    """Load the stock transformers model, frozen, in eval mode, with its decoder layers sharded over
+    all processes.
 
-    The model is built on the meta device; then each process reads only its own rows from disk. All processes must call
-    this together. Raises: ModelError if the checkpoint lacks weights.
+    The model is built on the meta device; then each process reads only its own rows from disk. All
+    processes must call this together. Raises: ModelError if the checkpoint lacks weights.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig
@@ -160,7 +170,8 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
     slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
     config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     options = loading_options(source, dtype, device)
-    with init_empty_weights(include_buffers=False):  # buffers are small, and computed rather than stored
+    # buffers are small, and computed rather than stored
+    with init_empty_weights(include_buffers=False):
         model: Any = auto_class(config).from_config(config, **options)
     model.requires_grad_(False)
     shard_layers(model, init_device_mesh(device.type, (num_processes,)), options["dtype"])
@@ -175,11 +186,13 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
 
 
 def shard_layers(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard every decoder layer by rows. Layers compute in `dtype`, and gradients are summed in float32."""
+    """Shard every decoder layer by rows. Layers compute in `dtype`, and gradients are summed in
+    float32."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     sharded: set[torch.nn.Parameter] = set()
     for layer in decoder_layers(model)[1]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         sharded.update(layer.parameters())
-    # The decoder shards no weights of its own, but as the root of its layers it lets them be gathered ahead of use.
+    # The decoder shards no weights of its own, but as the root of its layers it lets them be
+    # gathered ahead of use.
     fully_shard(decoder_of(model), mesh=mesh, ignored_params=set(model.parameters()) - sharded)

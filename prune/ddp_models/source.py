@@ -1,4 +1,5 @@
-"""Finds the model of a run on disk and checks it before it is loaded: a local folder, or a snapshot of a hub name.
+"""Finds the model of a run on disk and checks it before it is loaded: a local folder, or a snapshot
+of a hub name.
 
 The model is dense or, for recovery, a pruned one.
 """
@@ -41,7 +42,8 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken", "tekken.json", "merges*")
 FORMATS = ("BF16", "F16", "F32")
 AGAIN = "download the model again, or update transformers"
-COPIES = ["consolidated*", "original/*"]  # further copies of the weights, in the publisher's own format
+# further copies of the weights, in the publisher's own format
+COPIES = ["consolidated*", "original/*"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,8 @@ class Source:
     sizes: Dimensions
     """Of the dense model."""
     shapes: Mapping[str, list[int]]
-    """Shape of every weight on disk; tied embeddings are listed once, and stacked experts one by one."""
+    """Shape of every weight on disk; tied embeddings are listed once, and stacked experts one by
+    one."""
     structure: "Structure | None" = None
     """What can be pruned in a model without a row in `FAMILIES`."""
 
@@ -66,7 +69,8 @@ class Source:
 
     @property
     def memory_shapes(self) -> Mapping[str, list[int]]:
-        """Shapes of the loaded weights, by names as in the families; those outside of decoder layers as embeddings."""
+        """Shapes of the loaded weights, by names as in the families; those outside of decoder
+        layers as embeddings."""
         if not self.structure:
             return self.shapes
         layers, shapes = f"{self.structure.widths.layers_module}.", dict[str, list[int]]()
@@ -85,7 +89,8 @@ class Source:
         return dimensions_of(self.config).blocks
 
     def describe_rest(self, print_line: Callable[[str], None]) -> None:
-        """Print in one line what is not pruned, because this architecture or the user does not allow it."""
+        """Print in one line what is not pruned, because this architecture or the user does not
+        allow it."""
         mlps = f"the MLPs of {len(self.sizes.mlp_layers)} layers (--prune mlp,experts)" if self.structure else "MLPs"
         labels = {"attn": "attention", "mlp": mlps, "experts": "routed experts"}
         rest = [*(self.structure.left_alone if self.structure else ())]
@@ -94,7 +99,8 @@ class Source:
             print_line(f"not pruned: {', '.join(rest)}")
 
     def with_blocks(self, chosen: Collection[str]) -> "Source":
-        """Return the source with gates on these module types only. Raises: SettingError for one that has none."""
+        """Return the source with gates on these module types only. Raises: SettingError for one
+        that has none."""
         if lacking := sorted(set(chosen) - set(self.prunable)):
             raise SettingError(
                 f"prune is {','.join(BLOCK_NAMES[kind] for kind in chosen)}, but {BLOCK_NAMES[lacking[0]]} of "
@@ -106,7 +112,8 @@ class Source:
 
 
 def open_source(model: str, *, load: bool = True) -> Source:
-    """Find the dense model, check it as `read_source`, and prepare transformers for its family. Raises: ModelError."""
+    """Find the dense model, check it as `read_source`, and prepare transformers for its family.
+    Raises: ModelError."""
     source = read_source(model, load=load)
     _prepare_transformers(source.config)
     warn_of_foreign_code(model, source.config)
@@ -114,7 +121,8 @@ def open_source(model: str, *, load: bool = True) -> Source:
 
 
 def check_model(model: str, *, with_tokenizer: bool = True) -> None:
-    """Refuse a model that cannot be pruned, before torch is imported. A hub model must be cached or within reach.
+    """Refuse a model that cannot be pruned, before torch is imported. A hub model must be cached or
+    within reach.
 
     with_tokenizer: whether the model's own tokenizer is read. Raises: ModelError.
     """
@@ -136,17 +144,21 @@ def check_model(model: str, *, with_tokenizer: bool = True) -> None:
 
 
 def read_source(model: str, *, load: bool = True) -> Source:
-    """Find the dense model and check from its headers that it can be pruned, without torch for a local folder.
+    """Find the dense model and check from its headers that it can be pruned, without torch for a
+    local folder.
 
-    load: whether the model will be loaded; otherwise only the headers of a hub model's weights are downloaded.
-    Raises: ModelError if the folder is unknown, or its weights are unreadable, incomplete or of an unsupported family.
+    load: whether the model will be loaded; otherwise only the headers of a hub model's weights are
+        downloaded.
+    Raises: ModelError if the folder is unknown, or its weights are unreadable, incomplete or of an
+        unsupported family.
     """
     is_local = Path(model).is_dir()
     folder = Path(model) if is_local else _download(model, WEIGHTS if load else ())
     config = read_config(folder)
     headers = _headers(folder) if is_local or load else _hub_headers(model)
     try:
-        if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):  # which `check_dense` refuses
+        # which `check_dense` refuses
+        if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):
             check_states_no_widths(config)
         check_dense(config)
         if config.get("model_type") not in FAMILIES:
@@ -160,7 +172,8 @@ def read_source(model: str, *, load: bool = True) -> Source:
         widths = ModelWidths.of(pruned_config(config, dense_layers(config)))
         widths.check_complete(widths.checked((name, shape, FORMATS[0]) for name, shape in shapes.items()))
     except WidthsError as error:
-        fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")  # config.json states the dense widths
+        # config.json states the dense widths
+        fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")
         raise ModelError(f"{folder}: {fault}; download the model again, as published") from None
     return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
 
@@ -196,7 +209,8 @@ def _read_any(folder: Path, config: Mapping[str, Any], headers: Iterable["Header
 def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     """Return a pruned checkpoint as a source, which transformers will load by our own classes.
 
-    Raises: CheckpointError if it is quantized; ModelError if it was not pruned from a model like `dense`.
+    Raises: CheckpointError if it is quantized; ModelError if it was not pruned from a model like
+        `dense`.
     """
     folder, config = checkpoint.folder, checkpoint.config
     if states_widths(config) and dense.structure:
@@ -221,7 +235,8 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
 
 
 def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
-    """Return a pruned checkpoint of a stock class. Raises: ModelError if it was pruned from another model."""
+    """Return a pruned checkpoint of a stock class. Raises: ModelError if it was pruned from another
+    model."""
     assert dense.structure
     widths, stated = ModuleWidths.of(checkpoint.config), dense.structure.widths
     pairs = {
@@ -256,9 +271,11 @@ def check_index(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a dense checkpoint that transformers reads. Raises: ModelError.
+    """Return the safetensors files of a dense checkpoint that transformers reads.
+    Raises: ModelError.
 
-    `model.safetensors` has precedence over the files in the index; without either, all files are returned.
+    `model.safetensors` has precedence over the files in the index; without either, all files are
+    returned.
     """
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -270,11 +287,13 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(str(error)) from error
 
 
-Header = tuple[Path | str, list[tuple[str, list[int], str]]]  # a file, and the name, shape and dtype of its tensors
+# a file, and the name, shape and dtype of its tensors
+Header = tuple[Path | str, list[tuple[str, list[int], str]]]
 
 
 def _headers(folder: Path) -> Iterator[Header]:
-    """Yield the header of every weight file. Raises: ModelError if one cannot be read, or if there is none."""
+    """Yield the header of every weight file. Raises: ModelError if one cannot be read, or if there
+    is none."""
     files = weight_files(folder)
     if not files:
         raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
@@ -286,7 +305,8 @@ def _headers(folder: Path) -> Iterator[Header]:
 
 
 def _hub_headers(model: str) -> Iterator[Header]:
-    """Yield the header of every weight file of a hub model, without the weights. Raises: ModelError."""
+    """Yield the header of every weight file of a hub model, without the weights.
+    Raises: ModelError."""
     from huggingface_hub import get_safetensors_metadata
 
     with _downloading(model):

@@ -1,12 +1,14 @@
-"""Finds what can be pruned in a model of any architecture: by structure and by computing with it, never by name.
+"""Finds what can be pruned in a model of any architecture: by structure and by computing with it,
+never by name.
 
-An MLP is a module of a decoder layer whose linear layers are one projection back to the hidden size, and one or two
-projections to its input: gate and up, both in one tensor, or one before an activation. Routed experts are modules of
-transformers' experts interface. Both are recognized by a trial: a copy with a few channels and random weights must
-compute the same with a channel masked as with that channel cut out. Everything else of the model is left as it is.
+An MLP is a module of a decoder layer whose linear layers are one projection back to the hidden
+size, and one or two projections to its input: gate and up, both in one tensor, or one before an
+activation. Routed experts are modules of transformers' experts interface. Both are recognized by a
+trial: a copy with a few channels and random weights must compute the same with a channel masked as
+    with that channel cut out. Everything else of the model is left as it is.
 
-Names on disk differ from those in transformers (towers of other modalities, one tensor per expert). transformers' own
-rules for loading give the one for the other.
+Names on disk differ from those in transformers (towers of other modalities, one tensor per expert).
+transformers' own rules for loading give the one for the other.
 """
 
 import copy
@@ -57,28 +59,33 @@ class Structure:
     """What can be pruned in a model, by its names in transformers and on disk."""
 
     widths: ModuleWidths
-    """The dense widths and the names on disk; layers whose blocks are left as they are state no widths."""
+    """The dense widths and the names on disk; layers whose blocks are left as they are state no
+    widths."""
     tensors: TensorTable
     """The projections by their names in transformers."""
     experts: str
     """Module of routed experts in transformers, relative to its layer; "" if there are none."""
     stacked: Mapping[str, tuple[str, ...]]
-    """Tensor on disk, relative to its layer, that holds all experts of a layer -> the modules of one expert in it."""
+    """Tensor on disk, relative to its layer, that holds all experts of a layer -> the modules of
+    one expert in it."""
     left_alone: tuple[str, ...]
     """What is not pruned, in words."""
     loaded: frozenset[str]
-    """Tensors on disk that transformers loads; towers of other modalities and prediction heads are left on disk."""
+    """Tensors on disk that transformers loads; towers of other modalities and prediction heads are
+    left on disk."""
     text: Mapping[str, Any]
     """The sizes of the language model, which config.json may leave to the defaults of its class."""
 
     def singles(self, name: str) -> tuple[str, list[str]]:
-        """Return the layer of a tensor that stacks experts, and the modules of one expert in it; none for others."""
+        """Return the layer of a tensor that stacks experts, and the modules of one expert in it;
+        none for others."""
         layers = f"{self.widths.layers_module}."
         number, _, rest = name.removeprefix(layers).partition(".")
         return f"{layers}{number}", [*self.stacked.get(rest, ())] if name.startswith(layers) else []
 
     def unstacked(self, name: str, shape: Sequence[int]) -> dict[str, list[int]]:
-        """Return the shapes of the experts in a tensor by the names of single ones; other tensors as they are."""
+        """Return the shapes of the experts in a tensor by the names of single ones; other tensors
+        as they are."""
         layer, modules = self.singles(name)
         if not modules:
             return {name: list(shape)}
@@ -99,7 +106,8 @@ class Structure:
 def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structure:
     """Return what can be pruned in the model of a folder.
 
-    shapes: of its tensors on disk. Raises: ModelError, which names the modules that were not recognized.
+    shapes: of its tensors on disk. Raises: ModelError, which names the modules that were not
+        recognized.
     """
     from transformers import AutoConfig
 
@@ -158,7 +166,8 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def _most_common(candidates: Sequence[Any]) -> Any:
-    """Return the block that most layers have; other layers are left as they are, because a folder states one form."""
+    """Return the block that most layers have; other layers are left as they are, because a folder
+    states one form."""
     return next((block for block, _ in Counter(filter(None, candidates)).most_common(1)), None)
 
 
@@ -192,7 +201,8 @@ def _find_mlp(layer: nn.Module, hidden_size: int) -> Mlp | None:
     routed = [name.rpartition(".")[0] for name, module in modules.items() if _is_experts(module)]
     recognized = []
     for name, module in modules.items():
-        inside = any(part and f"{name}.".startswith(f"{part}.") for part in routed)  # shared experts
+        # shared experts
+        inside = any(part and f"{name}.".startswith(f"{part}.") for part in routed)
         if name and not inside and (parts := _linear_parts(module, hidden_size)) and _masks_like_a_cut(module, parts):
             recognized.append(
                 parts._replace(inputs=tuple(f"{name}.{part}" for part in parts.inputs), output=f"{name}.{parts.output}")
@@ -201,7 +211,8 @@ def _find_mlp(layer: nn.Module, hidden_size: int) -> Mlp | None:
 
 
 def _linear_parts(module: nn.Module, hidden_size: int) -> Mlp | None:
-    """Return the projections of a module if they can be those of an MLP, by their sizes; names relative to it."""
+    """Return the projections of a module if they can be those of an MLP, by their sizes; names
+    relative to it."""
     linear = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
     if not 2 <= len(linear) <= 3:
         return None
@@ -220,13 +231,15 @@ def _linear_parts(module: nn.Module, hidden_size: int) -> Mlp | None:
 
 @torch.no_grad()
 def _masks_like_a_cut(module: nn.Module, parts: Mlp) -> bool:
-    """Tell whether a small copy of an MLP computes the same with channels masked as with these channels cut out."""
+    """Tell whether a small copy of an MLP computes the same with channels masked as with these
+    channels cut out."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor(SCALES)
     kept = scales > 0
     x = torch.randn(1, TOKENS, HIDDEN, generator=generator)
     results = []
-    with suppress(Exception):  # a module that takes other arguments, or has other parameters, is no MLP
+    # a module that takes other arguments, or has other parameters, is no MLP
+    with suppress(Exception):
         linear = {
             name: _small_copy(getattr(module, name), name == parts.output, 1 + parts.is_fused, generator)
             for name in (*parts.inputs, parts.output)
@@ -256,7 +269,8 @@ def _small_copy(linear: nn.Linear, is_output: bool, rows: int, generator: torch.
 
 
 def _with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a copy of a module that has other children of these names, and some value in every other parameter.
+    """Return a copy of a module that has other children of these names, and some value in every
+    other parameter.
 
     The value decides nothing: activations with parameters treat all channels alike.
     """
@@ -283,7 +297,8 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _find_experts(layer: nn.Module) -> Experts | None:
-    """Return the routed experts of a layer; None if there are none, more than one, or of a form that has no gates."""
+    """Return the routed experts of a layer; None if there are none, more than one, or of a form
+    that has no gates."""
     modules = [(name, module) for name, module in layer.named_modules() if _is_experts(module)]
     if len(modules) != 1:
         return None
@@ -297,8 +312,9 @@ def _find_experts(layer: nn.Module) -> Experts | None:
 
 @torch.no_grad()
 def _gates_like_weights(module: Any) -> bool:
-    """Tell whether a small copy of experts with its gates folded into the down projection computes what
-    `ddp_prune.experts` computes with gates, and whether closed channels have no other effect."""
+    """Tell whether a small copy of experts with its gates folded into the down projection computes
+    what `ddp_prune.experts` computes with gates, and whether closed channels have no other
+    effect."""
     generator = torch.Generator().manual_seed(0)
     masks_EC = torch.tensor(SCALES) * torch.tensor([[1.0], [0.5], [2.0]])
     x_TH = torch.randn(TOKENS, HIDDEN, generator=generator)
@@ -325,7 +341,8 @@ def _gates_like_weights(module: Any) -> bool:
 
 
 def _stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return the name in transformers of every tensor on disk, by transformers' own rules for loading."""
+    """Return the name in transformers of every tensor on disk, by transformers' own rules for
+    loading."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -347,7 +364,8 @@ def _split(name: str, layer: int) -> tuple[str, str]:
 
 
 def _mlp_on_disk(stored: Mapping[str, str], prefix: str, layer: int, mlp: Mlp) -> tuple[str, Block]:
-    """Return the module of the layers on disk, and the MLP by its names there. Raises: ModelError."""
+    """Return the module of the layers on disk, and the MLP by its names there.
+    Raises: ModelError."""
     names, where = [], ""
     for module in (*mlp.inputs, mlp.output):
         tensors = _on_disk(stored, f"{prefix}.{layer}.{module}.weight")
@@ -367,9 +385,11 @@ def _experts_on_disk(
     layer: int,
     experts: Experts,
 ) -> tuple[str, Block, dict[str, tuple[str, ...]]]:
-    """Return the module of the layers on disk, the experts by their names there, and tensors that stack all experts.
+    """Return the module of the layers on disk, the experts by their names there, and tensors that
+    stack all experts.
 
-    Stacked experts are described by the names of single ones that transformers would write. Raises: ModelError.
+    Stacked experts are described by the names of single ones that transformers would write.
+    Raises: ModelError.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -378,7 +398,8 @@ def _experts_on_disk(
         name = f"{prefix}.{layer}.{experts.module}.{part}"
         tensors = _on_disk(stored, name)
         weight = model.get_parameter(name)
-        written = list(revert_weight_conversion(model, {name: weight}))  # gate before up, as in the weight
+        # gate before up, as in the weight
+        written = list(revert_weight_conversion(model, {name: weight}))
         patterns = list(dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.{}.", name) for name in written))
         if len(patterns) != parts or "{}" not in patterns[0]:
             raise ModelError(f"{name} is stored as {_listed(written)}, not as one tensor per expert; {AGAIN}")

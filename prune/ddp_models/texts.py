@@ -39,6 +39,7 @@ def load_text(
 def load_watched(
     names: Sequence[str], recipe: TrainingSettings, tokenizer: Any, model: str, vocabulary: int
 ) -> dict[str, Blocks]:
-    """Load each text that is only evaluated; its held-out blocks are of interest. Raises: as `load_text`."""
+    """Load each text that is only evaluated; its held-out blocks are of interest. Raises: as
+    `load_text`."""
     sizes = {"train_blocks": 1, "min_train_blocks": 0}
     return {name: load_text(name, recipe, tokenizer, model, vocabulary, **sizes) for name in names}

@@ -1,6 +1,7 @@
 """Writes a checkpoint: weights in shards, config, tokenizer and code.
 
-Tensors are read and written one by one, so memory holds about one output shard, however large the model is.
+Tensors are read and written one by one, so memory holds about one output shard, however large the
+model is.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,14 +34,15 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def write_model(
     folder: Path, source: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write weights and config, and copy the tokenizer and other data files of `source`. A pruned model also gets the
-    code that loads it."""
+    """Write weights and config, and copy the tokenizer and other data files of `source`. A pruned
+    model also gets the code that loads it."""
     write_model_files(folder, source, config)
     write_weights(tensors, folder)
 
 
 def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write named tensors into shards of at most MAX_SHARD_BYTES, one in memory at a time, and their index."""
+    """Write named tensors into shards of at most MAX_SHARD_BYTES, one in memory at a time, and
+    their index."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
 
@@ -60,12 +62,14 @@ def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> 
         written = (folder / f"shard-{number}.tmp").rename(folder / file)
         total_size += written.stat().st_size
         weight_map |= dict.fromkeys(names, file)
-    # even one shard gets an index: without it vLLM loads every safetensors file, the masks among them
+    # even one shard gets an index: without it vLLM loads every safetensors file, the masks among
+    # them
     write_json({"metadata": {"total_size": total_size}, "weight_map": weight_map}, folder / INDEX_FILE)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file. Raises: OSError, also where safetensors raises an error of its own."""
+    """Write a safetensors file. Raises: OSError, also where safetensors raises an error of its
+    own."""
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:
@@ -73,7 +77,8 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the config of a checkpoint for a new copy of it; the only code that it names is ours."""
+    """Return the config of a checkpoint for a new copy of it; the only code that it names is
+    ours."""
     if checkpoint.stock or states_widths(checkpoint.config):
         return dict(checkpoint.stock or checkpoint.config)
     return pruned_config({**checkpoint.config, "model_type": dense_type(checkpoint.config)}, checkpoint.layers)

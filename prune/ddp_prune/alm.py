@@ -1,4 +1,5 @@
-"""The paper's search, `controller = "alm"`: AdamW on z, a surrogate that sharpens, and multipliers for the budget.
+"""The paper's search, `controller = "alm"`: AdamW on z, a surrogate that sharpens, and multipliers
+for the budget.
 
 Equations are those of arXiv:2603.08065.
 Legend: L layers, U units of a layer; G groups that share a budget, N units of a group.
@@ -38,7 +39,8 @@ def gate(z_LU: torch.Tensor) -> torch.Tensor:
 
 
 def retention_score(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
-    """Return s = clamp(σ((z − μ)·C0/μ)(r − l) + l, 0, 1), straight-through at the clamp (Eq. 12); values in [0, 1].
+    """Return s = clamp(σ((z − μ)·C0/μ)(r − l) + l, 0, 1), straight-through at the clamp (Eq. 12);
+    values in [0, 1].
 
     s(0) = 0, s(2μ) = 1, and s tends to the step function of z as μ falls.
     """
@@ -59,7 +61,8 @@ def learning_rate(step: int, run: Run, base: float) -> float:
 
 
 class AugmentedLagrangian(nn.Module):
-    """The paper's penalty (Eq. 13 and 15). Its multipliers start at 0 and move by gradient ascent; one set per pool.
+    """The paper's penalty (Eq. 13 and 15). Its multipliers start at 0 and move by gradient ascent;
+    one set per pool.
 
     A pool's budget holds in every group, and the penalty is the mean over groups (Eq. 19).
     """
@@ -72,7 +75,8 @@ class AugmentedLagrangian(nn.Module):
         self.lambda3 = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in keep_ratio})
 
     def forward(self, scores: Mapping[str, torch.Tensor], costs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return Σ over pools of λ1(s̄−ρ) + λ2(s̄−ρ)² + λ3·mean s(1−s); a scalar that λ ascends and z descends.
+        """Return Σ over pools of λ1(s̄−ρ) + λ2(s̄−ρ)² + λ3·mean s(1−s); a scalar that λ ascends and
+        z descends.
 
         Means weight each unit by its cost; scores and costs are [G, N].
         """
@@ -158,7 +162,8 @@ class AlmTrainer(Trainer):
         return sharpness_at(self.progress(step), self.recipe.alm.mu_start, self.recipe.alm.mu_end)
 
     def _cost(self, pool: Pool) -> torch.Tensor:
-        """Return the cost of each unit of a pool, float32 [G, N], scaled to at most 1: only ratios matter."""
+        """Return the cost of each unit of a pool, float32 [G, N], scaled to at most 1: only ratios
+        matter."""
         cost_GN = pool.joined_costs()
         return (cost_GN / cost_GN.max()).float().to(self.accelerator.device)
 

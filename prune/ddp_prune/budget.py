@@ -1,11 +1,12 @@
 """Budgets: a pool is a set of units under one constraint on their cost, and chooses the kept ones.
 
-The paper's budget, `units`, has one `Pool` per module type, in which each unit costs 1. Every other budget has one pool
-over all module types: in `params`, `flops` and `kv-bytes` units have prices, in `latency` measured times
-(`LatencyPool`). Whole experts have a pool of their own (`WholeExpertPool`).
+The paper's budget, `units`, has one `Pool` per module type, in which each unit costs 1. Every other
+budget has one pool over all module types: in `params`, `flops` and `kv-bytes` units have prices, in
+`latency` measured times (`LatencyPool`). Whole experts have a pool of their own
+(`WholeExpertPool`).
 
-Legend: L layers, U units of a layer, E experts, C channels; G budget groups (the model, its layers or its experts), N
-units of a group; R rows of U units, B blocks of a row.
+Legend: L layers, U units of a layer, E experts, C channels; G budget groups (the model, its layers
+or its experts), N units of a group; R rows of U units, B blocks of a row.
 """
 
 import math
@@ -47,17 +48,20 @@ MOST_BLOCKS = 256  # per layer in the table of measured costs
 
 
 def keep_schedule(progress: float, keep_ratio: float, start: float = 1.0) -> float:
-    """Return the keep ratio at `progress` in [0, 1]: `start` at 0, ρ from 0.85 on, quadratic in between.
+    """Return the keep ratio at `progress` in [0, 1]: `start` at 0, ρ from 0.85 on, quadratic in
+    between.
 
-    As in gradual pruning (arXiv:1710.01878), most gates close early, while the remaining ones can still adapt. The
-    cubic schedule of that paper closes too many before enough tokens have shown which gates matter.
+    As in gradual pruning (arXiv:1710.01878), most gates close early, while the remaining ones can
+    still adapt. The cubic schedule of that paper closes too many before enough tokens have shown
+    which gates matter.
     """
     left = max(0.0, 1.0 - progress / 0.85)
     return keep_ratio + (start - keep_ratio) * left**2
 
 
 def kept_share(score_GN: torch.Tensor, cost_GN: torch.Tensor) -> torch.Tensor:
-    """Return Σ c·s / Σ c of each budget group, [G]; the plain mean (Eq. 6) where all costs are equal."""
+    """Return Σ c·s / Σ c of each budget group, [G]; the plain mean (Eq. 6) where all costs are
+    equal."""
     return (score_GN * cost_GN).sum(-1) / cost_GN.sum(-1)
 
 
@@ -74,18 +78,22 @@ class Pool:
     costs: Mapping[str, torch.Tensor]
     """float64 [L] per module type: the cost of one unit of each layer."""
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """float64 [L] per module type with a fixed cost, which a row of units has as long as any of them is kept."""
+    """float64 [L] per module type with a fixed cost, which a row of units has as long as any of
+    them is kept."""
     kept: float
     """The budget: the highest cost of the kept units."""
     scope: str
-    """Whether the budget holds for the whole model (`global`), for each `layer` or for each `expert`."""
+    """Whether the budget holds for the whole model (`global`), for each `layer` or for each
+    `expert`."""
     blocks: Mapping[str, int]
-    """How many units the final selection keeps or removes together, per module type; 1 if it is not listed."""
+    """How many units the final selection keeps or removes together, per module type; 1 if it is not
+    listed."""
     queries_per_kv: int = 1
     """How many attention units share a KV head; 1 if each unit is a whole KV head."""
 
     def unit_costs(self, kind: str) -> torch.Tensor:
-        """Return the cost of every unit in the shape of the masks, including its share of the fixed cost of its row."""
+        """Return the cost of every unit in the shape of the masks, including its share of the fixed
+        cost of its row."""
         shape, cost_L = self.shapes[kind], self.costs[kind]
         if kind in self.fixed:
             shares_kv = kind == "attn" and self.queries_per_kv > 1
@@ -97,7 +105,8 @@ class Pool:
         return {}
 
     def joined_costs(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the cost of every unit, float64 [G, N]; it stays on the device, because every step asks for it."""
+        """Return the cost of every unit, float64 [G, N]; it stays on the device, because every step
+        asks for it."""
         costs, device = self._costs_by_device, torch.device(device)
         if device not in costs:
             costs[device] = self.join({kind: self.unit_costs(kind).to(device) for kind in self.shapes})
@@ -126,7 +135,8 @@ class Pool:
         return {kind: part.reshape(shape) for part, (kind, shape) in zip(parts, self.shapes.items(), strict=True)}
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
-        """Return which open units (bool) the search keeps open, for at most `keep_ratio` of the cost of all units."""
+        """Return which open units (bool) the search keeps open, for at most `keep_ratio` of the
+        cost of all units."""
         open_GN = self.join(is_open)
         cost_GN = self.joined_costs(open_GN.device)
         budget_G = keep_ratio * cost_GN.sum(-1)
@@ -134,7 +144,8 @@ class Pool:
         return self.split(kept_GN & open_GN)
 
     def choose(self, importance: Masks, is_open: Masks) -> Masks:
-        """Return the units to keep at the end (bool, shaped as the masks): most important per cost, in whole blocks.
+        """Return the units to keep at the end (bool, shaped as the masks): most important per cost,
+        in whole blocks.
 
         Units that the search left open rank before those that it closed.
         """
@@ -146,17 +157,21 @@ class Pool:
         return self._shaped(best_support(rows, keep_ratio * self.joined_costs().sum(-1)), importance)
 
     def _ranked(self, importance: Masks, is_open: Masks) -> Masks:
-        """Return the importance, float64 on the CPU, such that per cost every open unit ranks before closed ones."""
+        """Return the importance, float64 on the CPU, such that per cost every open unit ranks
+        before closed ones."""
         cost_GN = self.joined_costs()
         scale_GN = torch.where(cost_GN > 0, cost_GN, 1.0)
         ratio_GN = rank_open_first(self.join(importance).cpu().double() / scale_GN, self.join(is_open).cpu())
         return self.split(ratio_GN * scale_GN)
 
     def _rows(self, kind: str, importance: torch.Tensor, block: int) -> Rows:
-        """Cut the units of a module type into rows: one per layer or expert, or per KV head if it has a fixed cost."""
+        """Cut the units of a module type into rows: one per layer or expert, or per KV head if it
+        has a fixed cost."""
         importance_RU, order_RU, fixed_L = importance.flatten(0, -2), None, self.fixed.get(kind)
         if kind == "attn" and self.queries_per_kv > 1:
-            if block > 1:  # tensor parallelism requires that every KV head of a layer keeps equally many query heads
+            # tensor parallelism requires that every KV head of a layer keeps equally many query
+            # heads
+            if block > 1:
                 order_RU = rank_evenly_per_kv_head(importance_RU, self.queries_per_kv)
                 fixed_L = None if fixed_L is None else fixed_L * (importance_RU.shape[1] // self.queries_per_kv)
             elif fixed_L is not None:
@@ -171,12 +186,14 @@ class Pool:
         )
 
     def _shaped(self, supports: Sequence[torch.Tensor], like: Masks) -> Masks:
-        """Return the supports, one per module type, in the shapes of the masks and on the device of `like`."""
+        """Return the supports, one per module type, in the shapes of the masks and on the device of
+        `like`."""
         pairs = zip(self.shapes.items(), supports, strict=True)
         return {kind: support.reshape(shape).to(like[kind].device) for (kind, shape), support in pairs}
 
     def check(self, align: int, tp: int) -> None:
-        """Refuse a budget that keeps everything or nothing, and blocks that do not fit. Raises: SettingError."""
+        """Refuse a budget that keeps everything or nothing, and blocks that do not fit.
+        Raises: SettingError."""
         for kind, block in self.blocks.items():
             if not self._can_keep(kind, block):
                 shape, limits = self.shapes[kind], {"align": 1 if kind == "attn" else align, "tp": tp}
@@ -206,7 +223,8 @@ class Pool:
 
 
 class WholeExpertPool(Pool):
-    """Whole experts, equally many of every layer; the units are their channels, which are kept or removed together."""
+    """Whole experts, equally many of every layer; the units are their channels, which are kept or
+    removed together."""
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
         return self._choose_experts(importance["experts"].double(), is_open["experts"], keep_ratio)
@@ -229,21 +247,24 @@ class WholeExpertPool(Pool):
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyPool(Pool):
-    """A budget in measured time, in microseconds per step; attention blocks and MLPs have a fixed cost."""
+    """A budget in measured time, in microseconds per step; attention blocks and MLPs have a fixed
+    cost."""
 
     tables: Mapping[str, torch.Tensor]
-    """float64 [L, B + 1] per module type: the measured cost of a layer that keeps 0, 1, … blocks of units (of routed
-    experts, 0, 1, … blocks per expert on average)."""
+    """float64 [L, B + 1] per module type: the measured cost of a layer that keeps 0, 1, … blocks of
+    units (of routed experts, 0, 1, … blocks per expert on average)."""
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
-        """As `Pool.close`; a whole block of a layer can close at once, which saves its fixed cost."""
+        """As `Pool.close`; a whole block of a layer can close at once, which saves its fixed
+        cost."""
         if not self.fixed:
             return super().close(importance, is_open, keep_ratio)
         kept = self._choose_rows(importance, is_open, keep_ratio, blocks={})
         return {kind: kept[kind] & is_open[kind] for kind in kept}
 
     def choose(self, importance: Masks, is_open: Masks) -> Masks:
-        """Return the kept units of most importance at the measured cost of whole blocks (`choose_counts`).
+        """Return the kept units of most importance at the measured cost of whole blocks
+        (`choose_counts`).
 
         The experts of a layer share its row of the table, so their blocks are ranked together.
         """
@@ -251,7 +272,8 @@ class LatencyPool(Pool):
         for kind, values in self._ranked(importance, is_open).items():
             num_blocks = self.tables[kind].shape[1] - 1
             blocks.append(cut_rows(values.flatten(0, -2), block=self.blocks[kind], num_blocks=num_blocks))
-            blocks_LM = blocks[-1].importance.view(len(values), -1)  # one block per step, or one of each expert
+            # one block per step, or one of each expert
+            blocks_LM = blocks[-1].importance.view(len(values), -1)
             steps.append(cut_rows(blocks_LM, block=blocks_LM.shape[1] // num_blocks))
         sums_LB = [torch.nn.functional.pad(rows.importance.cumsum(1), (1, 0)) for rows in steps]
         most = max(sums.shape[1] for sums in sums_LB)
@@ -277,7 +299,8 @@ class LatencyPool(Pool):
 def make_checked_pools(
     recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
 ) -> tuple[str, Sequence[Pool]]:
-    """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not suit each other."""
+    """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not
+    suit each other."""
     longest = source.text_config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} takes {longest:,}; lower --seq-len")
@@ -306,11 +329,14 @@ def make_pools(
     recipe: Recipe,
     profile: Profile | None = None,
 ) -> Sequence[Pool]:
-    """Return the pools of a recipe for a dense model, given by its config and the shapes of its tensors.
+    """Return the pools of a recipe for a dense model, given by its config and the shapes of its
+    tensors.
 
-    profile: the latency profile that the budget `latency` requires, checked by `ddp_vllm.speed.find_profile`.
+    profile: the latency profile that the budget `latency` requires, checked by
+        `ddp_vllm.speed.find_profile`.
 
-    Raises: SettingError for a budget, a target or a tensor-parallel size that this model cannot meet.
+    Raises: SettingError for a budget, a target or a tensor-parallel size that this model cannot
+        meet.
     """
     units = unit_shapes(sizes, head_unit)
     if recipe.attention_sparsity and "attn" not in units:
@@ -336,7 +362,8 @@ def make_pools(
         pools = [_latency_pool(profile, recipe, layout)]
     else:
         pools = [_priced_pool(config, shapes, sizes, recipe, layout)]
-    if recipe.whole_experts:  # as many as the budget allows; + 1 undoes its rounding down to a channel
+    # as many as the budget allows; + 1 undoes its rounding down to a channel
+    if recipe.whole_experts:
         num_kept = math.floor(sizes.num_experts * (pools[0].kept + 1) / pools[0].total)
         fewer_experts(config, num_kept)
         num_channels = num_kept * sizes.expert_intermediate_size * len(sizes.routed_layers)
@@ -365,8 +392,8 @@ def _priced_pool(
     recipe: Recipe,
     layout: dict[str, Any],
 ) -> Pool:
-    """Return the pool of the budget params, flops or kv-bytes; it may spend a share of the prunable cost, or the target
-    without the cost that cannot be pruned."""
+    """Return the pool of the budget params, flops or kv-bytes; it may spend a share of the prunable
+    cost, or the target without the cost that cannot be pruned."""
     layers, budget = prices(recipe.budget, config, shapes, recipe.context_length), recipe.budget
     shares_kv = layout["queries_per_kv"] > 1
     heads_per_unit = 1 if shares_kv else sizes.queries_per_kv
@@ -398,7 +425,8 @@ def _priced_pool(
 
 
 def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> LatencyPool:
-    """Return the pool of a budget in measured time, in microseconds. Raises: SettingError if it cannot be met."""
+    """Return the pool of a budget in measured time, in microseconds. Raises: SettingError if it
+    cannot be met."""
     if layout["queries_per_kv"] > 1:
         raise SettingError("removing single query heads saves no measurable time; leave head_unit out")
     times = profile.times(recipe.workload)
@@ -408,7 +436,8 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         curve, align, is_routed = curves[kind], layout["blocks"].get(kind, 1), kind == "experts"
         assert curve
         per_layer = torch.full((shape[0],), 1e6, dtype=torch.float64)
-        costs[kind] = per_layer * curve.unit / math.prod(shape[1:-1])  # an expert has a share in its layer
+        # an expert has a share in its layer
+        costs[kind] = per_layer * curve.unit / math.prod(shape[1:-1])
         if not is_routed:  # removing routed experts never saves their fixed cost
             fixed[kind] = per_layer * curve.fixed
         steps[kind], widths = _table_widths(shape[-1], align, EXPERT_BLOCK if is_routed else curve.multiple)
@@ -433,7 +462,8 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
 
 
 def _table_widths(units: int, align: int, multiple: int) -> tuple[int, list[int]]:
-    """Return the number of units per block of a latency table, and the width of each of its entries, 0, 1, … blocks."""
+    """Return the number of units per block of a latency table, and the width of each of its
+    entries, 0, 1, … blocks."""
     step = math.lcm(align, multiple)
     while step * MOST_BLOCKS < units:
         step *= 2
@@ -444,7 +474,8 @@ def _table_widths(units: int, align: int, multiple: int) -> tuple[int, list[int]
 def _blocks(
     units: Mapping[str, Any], sizes: Dimensions, config: Mapping[str, Any], recipe: Recipe, queries_per_kv: int
 ) -> dict[str, int]:
-    """Return the block sizes that `align` and `tp` require; module types that are not listed are cut unit by unit.
+    """Return the block sizes that `align` and `tp` require; module types that are not listed are
+    cut unit by unit.
 
     Raises: SettingError for a tensor-parallel size over which no layer could split.
     """
@@ -453,12 +484,14 @@ def _blocks(
     if recipe.tp > 1 and not states_widths(config):
 
         def could_split(num_ranks: int) -> list[LayerWidths]:
-            is_whole = queries_per_kv > 1 or "attn" not in units  # a layer keeps all KV heads, or none
+            # a layer keeps all KV heads, or none
+            is_whole = queries_per_kv > 1 or "attn" not in units
             heads = sizes.num_kv_heads if is_whole else min(num_ranks, sizes.num_kv_heads)
             return [LayerWidths(query_heads_per_kv_head=(sizes.queries_per_kv,) * heads, intermediate_size=0)]
 
         check_tensor_parallel(recipe.tp, config, could_split)
         if "attn" in units:
-            copies = max(1, recipe.tp // sizes.num_kv_heads)  # ranks with the same KV head share its query heads
+            # ranks with the same KV head share its query heads
+            copies = max(1, recipe.tp // sizes.num_kv_heads)
             blocks["attn"] = sizes.num_kv_heads * copies if queries_per_kv > 1 else min(recipe.tp, sizes.num_kv_heads)
     return {kind: block for kind, block in blocks.items() if block > 1}

@@ -34,7 +34,9 @@ TARGETS = {  # budget -> help text of its option
     "flops": "FLOPs per token of the whole model after pruning, at --context-length. Replaces --sparsity.",
     "kv-bytes": "Bytes of KV cache per token after pruning, at 16 bits. Replaces --sparsity.",
 }
-INSTEAD = {  # field -> the options in its place: an argument, one per budget, a table, a setting for research only
+# field -> the options in its place: an argument, one per budget, a table, a setting for research
+# only
+INSTEAD = {
     "model": (), "alm": (), "masks_every": (),
     "target": [click.option(f"--target-{budget}", metavar="N", help=text) for budget, text in TARGETS.items()],
 }  # fmt: skip
@@ -63,7 +65,8 @@ def end_command() -> None:
 
 
 def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the fields `budget` and `target` in place of a --target option. Raises: SettingError."""
+    """Return settings with the fields `budget` and `target` in place of a --target option.
+    Raises: SettingError."""
     options = {budget: f"target_{budget.replace('-', '_')}" for budget in TARGETS}
     budgets = [budget for budget, option in options.items() if option in settings]
     if not budgets:
@@ -104,13 +107,14 @@ def prune(
     \b
     ddp-vllm prune MODEL --speedup 1.25 --data my_chats.jsonl --minutes 60 -o ./pruned
 
-    MODEL is a folder or a Hugging Face Hub name. Pruning trains a gate for every head and channel on text; units whose
-    gates close are removed. The remaining weights are distilled from the dense model at the same time; ddp-vllm
-    recover does that for longer. Several sizes, such as --sparsity 0.1,0.2,0.3, come from one search and are written to
-    one folder each. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm
-    prune …
+    MODEL is a folder or a Hugging Face Hub name. Pruning trains a gate for every head and channel
+    on text; units whose gates close are removed. The remaining weights are distilled from the dense
+    model at the same time; ddp-vllm recover does that for longer. Several sizes, such as --sparsity
+    0.1,0.2,0.3, come from one search and are written to one folder each. After an interruption, the
+    same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
     """
-    settings, is_main = _with_target(given(settings)), os.environ.get("RANK", "0") == "0"  # of several processes
+    # of several processes
+    settings, is_main = _with_target(given(settings)), os.environ.get("RANK", "0") == "0"
     if dry_run:
         with lines_to_stderr(as_json):
             plan = verbs.plan(
@@ -142,9 +146,9 @@ def prune(
 def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite: bool) -> None:
     """Prune MODEL by published masks; this requires no text and no training.
 
-    A masks file holds no weights. If weights were trained together with the masks (prune --train weights or lora) or
-    after them (recover), the written model has the dense model's weights instead and is worse; ddp-vllm recover trains
-    them.
+    A masks file holds no weights. If weights were trained together with the masks (prune --train
+    weights or lora) or after them (recover), the written model has the dense model's weights
+    instead and is worse; ddp-vllm recover trains them.
     """
     verbs.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
     provenance = read_provenance(masks)

@@ -1,10 +1,11 @@
-"""Gates on routed experts (Eq. 18): one implementation of transformers' experts interface, for all families.
+"""Gates on routed experts (Eq. 18): one implementation of transformers' experts interface, for all
+families.
 
-Every expert's intermediate activation is multiplied by its own gates before the down projection. Gates are not folded
-into the weights during training, because that would make a gradient as large as the weights. A layer keeps 4·C + H
-numbers per slot for backward.
-Legend: T tokens, K experts per token, S = T·K slots sorted by expert; E experts, C channels of an expert, I and O input
-and output features, L layers with experts.
+Every expert's intermediate activation is multiplied by its own gates before the down projection.
+Gates are not folded into the weights during training, because that would make a gradient as large
+as the weights. A layer keeps 4·C + H numbers per slot for backward.
+Legend: T tokens, K experts per token, S = T·K slots sorted by expert; E experts, C channels of an
+expert, I and O input and output features, L layers with experts.
 """
 
 from itertools import pairwise
@@ -26,13 +27,15 @@ class LayerGates(NamedTuple):
     mask: torch.Tensor | None = None
     """The gates of the computed units."""
     squares: torch.Tensor | None = None
-    """Float32 [U] or [E, C]; backward adds Σ over tokens (slots) of (∂loss/∂mask at that token)² to it."""
+    """Float32 [U] or [E, C]; backward adds Σ over tokens (slots) of (∂loss/∂mask at that token)² to
+    it."""
     counts: torch.Tensor | None = None
     """Int64 [E]; forward adds the number of slots of each expert to it; None: not counted."""
     kept: torch.Tensor | None = None
     """Int64: the computed heads or channels; None: all."""
     bundles: torch.Tensor | None = None
-    """Int64: the same in bundles of units that are computed together, such as a KV head with its query heads."""
+    """Int64: the same in bundles of units that are computed together, such as a KV head with its
+    query heads."""
     columns: int = 1
     """Inputs of the output projection per unit."""
     routed: torch.Tensor | None = None
@@ -40,10 +43,11 @@ class LayerGates(NamedTuple):
 
 
 class _ScaleExperts(torch.autograd.Function):
-    """y[s] = x[s] · mask[expert of s], with a gradient for the mask that sums over the slots of each expert.
+    """y[s] = x[s] · mask[expert of s], with a gradient for the mask that sums over the slots of
+    each expert.
 
-    Neither the mask of every slot nor its gradient is kept from forward to backward. The sums are deterministic: the
-    slots of an expert are neighbors, so no atomic additions are needed.
+    Neither the mask of every slot nor its gradient is kept from forward to backward. The sums are
+    deterministic: the slots of an expert are neighbors, so no atomic additions are needed.
     """
 
     @staticmethod
@@ -82,14 +86,17 @@ class _ScaleExperts(torch.autograd.Function):
 
 
 def _sums(rows_SC: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each expert's rows, [E, C]; `unsafe` skips checks that would synchronize a GPU."""
+    """Return the sum of each expert's rows, [E, C]; `unsafe` skips checks that would synchronize a
+    GPU."""
     return torch.segment_reduce(rows_SC, "sum", lengths=sizes_E, axis=0, unsafe=True, initial=0.0)
 
 
 def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Return the output of the routed experts, [T, H]; an implementation of transformers' experts interface.
+    """Return the output of the routed experts, [T, H]; an implementation of transformers' experts
+    interface.
 
-    experts: the family's module of stacked dense experts; its attribute `gates` holds the layer's `LayerGates`.
+    experts: the family's module of stacked dense experts; its attribute `gates` holds the layer's
+        `LayerGates`.
     ids_TK, weights_TK: the router's choices.
     """
     gates: LayerGates = experts.gates
@@ -114,14 +121,17 @@ def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weight
 
 
 def grouped_linear(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return [S, O]: each slot's row times its expert's weight. The slots of expert e end before ends_E[e]."""
+    """Return [S, O]: each slot's row times its expert's weight. The slots of expert e end before
+    ends_E[e]."""
     return (grouped if can_group(weight_EOI) else looped)(x_SI, weight_EOI, ends_E)
 
 
 def can_group(weight_EOI: torch.Tensor) -> bool:
-    """Tell whether torch has a kernel for this weight: bfloat16, rows of 16 bytes, compute capability 9 or 10.
+    """Tell whether torch has a kernel for this weight: bfloat16, rows of 16 bytes, compute
+    capability 9 or 10.
 
-    For other weights torch's grouped matmul is also a loop, but one that includes idle experts (GroupedMMUtils.h).
+    For other weights torch's grouped matmul is also a loop, but one that includes idle experts
+    (GroupedMMUtils.h).
     """
     return (
         weight_EOI.is_cuda
@@ -134,7 +144,8 @@ def can_group(weight_EOI: torch.Tensor) -> bool:
 def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """`grouped_linear` in one kernel.
 
-    On Blackwell its backward leaves the gradient of experts without slots uninitialized (pytorch issue 172439).
+    On Blackwell its backward leaves the gradient of experts without slots uninitialized (pytorch
+    issue 172439).
     """
     weight_EIO = weight_EOI.transpose(-2, -1)
     if weight_EIO.requires_grad:
@@ -157,9 +168,9 @@ def neutral_where_idle(saliency_LEC: torch.Tensor, counts_LE: torch.Tensor) -> t
     """Return the saliency; experts that no token was sent to get the mean of their layer.
 
     counts_LE: the slots of each expert so far.
-    Idle experts get no gradient, but they may matter on other text. With saliency 0 they would be removed first; if
-    they were always kept, busy experts would be removed instead. A few channels carry most of the mean, so a channel
-    of mean saliency is removed late.
+    Idle experts get no gradient, but they may matter on other text. With saliency 0 they would be
+    removed first; if they were always kept, busy experts would be removed instead. A few channels
+    carry most of the mean, so a channel of mean saliency is removed late.
     """
     active_LE1 = (counts_LE > 0).unsqueeze(-1)
     mean_L = (saliency_LEC * active_LE1).sum((1, 2)) / (active_LE1.sum((1, 2)) * saliency_LEC.shape[-1]).clamp_min(1)

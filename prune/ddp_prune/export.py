@@ -1,4 +1,5 @@
-"""From masks to a checkpoint: slice the dense weights, fold the gates into them, and write a Hugging Face folder.
+"""From masks to a checkpoint: slice the dense weights, fold the gates into them, and write a
+Hugging Face folder.
 
 The gates come from training, or from a published masks file (`apply_masks`).
 """
@@ -37,7 +38,8 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 Slice = Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]
-"""Takes the name and the value of a stored tensor, and returns its new name and kept part; None if none is kept."""
+"""Takes the name and the value of a stored tensor, and returns its new name and kept part; None if
+none is kept."""
 
 
 def export(
@@ -53,10 +55,11 @@ def export(
     transform: UpdatedWeights | None = None,
     finish: Callable[[Path, Path], Checkpoint] = write_card,
 ) -> Checkpoint:
-    """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card. Return it.
+    """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card.
+    Return it.
 
-    If whole experts are removed, it is a stock checkpoint with fewer experts, which requires no remote code. The output
-    appears whole or not at all.
+    If whole experts are removed, it is a stock checkpoint with fewer experts, which requires no
+    remote code. The output appears whole or not at all.
 
     gates: float32 of `unit_shapes`, 0 for removed units.
     head_unit: the unit of attention gates, or `expert` for whole experts.
@@ -65,8 +68,8 @@ def export(
     transform: updates weights that were trained together with the masks.
     finish: writes the pages of the folder that will become `output`.
 
-    Raises: OutputError if the output exists and `overwrite` is off; for whole experts as `kept_experts`, and
-        SettingError if too few are kept.
+    Raises: OutputError if the output exists and `overwrite` is off; for whole experts as
+        `kept_experts`, and SettingError if too few are kept.
     """
     if source.structure:
         slicer = ChannelSlicer(gates, source)
@@ -93,7 +96,8 @@ def export(
 def sliced_tensors(
     source: Source, slice_tensor: Slice, transform: UpdatedWeights | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was stored in."""
+    """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was
+    stored in."""
     for name, tensor in stored_tensors(source.folder):
         updated = transform(name, tensor) if transform else tensor
         for single, part in _singles(source, name, updated):
@@ -104,7 +108,8 @@ def sliced_tensors(
 
 
 def _singles(source: Source, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the experts in a tensor that stacks them, because they will differ in width; others as they are."""
+    """Yield the experts in a tensor that stacks them, because they will differ in width; others as
+    they are."""
     if source.structure and "experts" in source.sizes.blocks:
         yield from source.structure.unstack(name, tensor)
     else:
@@ -114,7 +119,8 @@ def _singles(source: Source, name: str, tensor: torch.Tensor) -> Iterator[tuple[
 def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
     """Return the gates of all layers by unit, float32 [L, U], or [L, E, C] for expert channels.
 
-    Key and value rows are not scaled: a KV head has scale 1 if a query head that reads it is kept, else 0.
+    Key and value rows are not scaled: a KV head has scale 1 if a query head that reads it is kept,
+    else 0.
     """
     if "experts" in gates:
         scales = gates["experts"].new_zeros(sizes.num_layers, *gates["experts"].shape[1:])
@@ -129,7 +135,8 @@ def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
 
 
 def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
-    """Return the kept widths of each layer of a model with a row in `FAMILIES`: the units whose gate is above 0."""
+    """Return the kept widths of each layer of a model with a row in `FAMILIES`: the units whose
+    gate is above 0."""
     kept = {unit: scales > 0 for unit, scales in unit_scales(gates, sizes).items()}
     if "experts" in gates:
         heads, widths_LE = (sizes.queries_per_kv,) * sizes.num_kv_heads, kept["expert_channel"].sum(-1).tolist()
@@ -147,14 +154,16 @@ def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
 
 
 class UnitSlicer:
-    """Slices tensors one by one: removes heads, channels and expert channels whose gate is 0, and emptied blocks."""
+    """Slices tensors one by one: removes heads, channels and expert channels whose gate is 0, and
+    emptied blocks."""
 
     def __init__(self, gates: Masks, source: Source) -> None:
         self.table, self.head_dim = source.family.tensors, source.sizes.head_dim
         self.scales = unit_scales(gates, source.sizes)
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Return the name and the kept part of a tensor, with gates folded in; None if nothing of it is kept."""
+        """Return the name and the kept part of a tensor, with gates folded in; None if nothing of
+        it is kept."""
         if (parsed := _parse_name(name)) is None:
             return name, tensor
         layer, module, kind = parsed
@@ -179,7 +188,8 @@ class UnitSlicer:
         return torch.cat(scales).repeat_interleave(projection.unit_size(self.head_dim))
 
     def _is_emptied(self, layer: int, module: str) -> bool:
-        """Tell whether a module without units, such as a norm, belongs to a block that keeps no unit."""
+        """Tell whether a module without units, such as a norm, belongs to a block that keeps no
+        unit."""
         blocks = {BLOCK_OF[unit] for unit, scales in self.scales.items() if not (scales[layer] > 0).any()}
         return any(
             module in self.table.norms[block]
@@ -189,7 +199,8 @@ class UnitSlicer:
 
 
 class ChannelSlicer:
-    """Slices the MLPs and routed experts that a model's config describes, and leaves all other tensors as they are."""
+    """Slices the MLPs and routed experts that a model's config describes, and leaves all other
+    tensors as they are."""
 
     def __init__(self, gates: Masks, source: Source) -> None:
         assert source.structure
@@ -197,7 +208,8 @@ class ChannelSlicer:
         self.rows: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for kind, values in gates.items():
             keep = values > 0
-            if kind == "mlp":  # a linear layer without inputs is not portable, so one channel of zeros stays
+            # a linear layer without inputs is not portable, so one channel of zeros stays
+            if kind == "mlp":
                 keep[:, 0] |= ~keep.any(-1)
             self.rows[kind] = dict(zip(sizes.layers_of(kind), zip(values, keep, strict=True), strict=True))
         kept: dict[str, dict[int, Any]] = {
@@ -236,7 +248,8 @@ class ChannelSlicer:
 def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
     """Return the numbers of the experts that each routed layer keeps, equally many in every layer.
 
-    Raises: CheckpointError for gates that keep a part of an expert, or more experts in one layer than in another.
+    Raises: CheckpointError for gates that keep a part of an expert, or more experts in one layer
+        than in another.
     """
     open_LEC = gates["experts"] > 0
     kept_LE = open_LEC.any(-1)
@@ -273,12 +286,14 @@ class WholeExpertSlicer:
 
 
 def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply the columns of a weight by gates, in float32 and rounded once to the weight's dtype."""
+    """Multiply the columns of a weight by gates, in float32 and rounded once to the weight's
+    dtype."""
     return (weight.float() * scale).to(weight.dtype).contiguous()
 
 
 def _parse_name(name: str) -> tuple[int, str, str] | None:
-    """Return layer, module and kind (weight or bias) of a tensor of a decoder layer; None for any other tensor."""
+    """Return layer, module and kind (weight or bias) of a tensor of a decoder layer; None for any
+    other tensor."""
     if not name.startswith(f"{LAYERS}."):
         return None
     layer, _, rest = name.removeprefix(f"{LAYERS}.").partition(".")
@@ -287,15 +302,17 @@ def _parse_name(name: str) -> tuple[int, str, str] | None:
 
 
 def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: int = 1, align: int = 1) -> Checkpoint:
-    """Prune a dense model by a masks file. The widths are those of the masks unless `align` changes them.
+    """Prune a dense model by a masks file. The widths are those of the masks unless `align` changes
+    them.
 
-    Raises: CheckpointError if the masks belong to a model of other sizes, or lack the scores that aligning needs;
-        SettingError if the kept units do not split over `tp` devices or are fewer than a block; else as `open_source`
-        and `export`.
+    Raises: CheckpointError if the masks belong to a model of other sizes, or lack the scores that
+        aligning needs; SettingError if the kept units do not split over `tp` devices or are fewer
+        than a block; else as `open_source` and `export`.
     """
     source = open_source(model)
     check_spares_source(output, source)
-    if (masks.parent / "config.json").exists():  # the folder of a model, possibly from an untrusted source
+    # the folder of a model, possibly from an untrusted source
+    if (masks.parent / "config.json").exists():
         check_links(masks.parent)
     gates, provenance = read_masks(masks)[0], local_provenance(masks)
     head_unit = provenance.get("head_unit", "kv-group")
@@ -307,7 +324,8 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
             "were made for another model"
         )
     scores = read_scores(masks)
-    outdated = {"recovery", "perplexity", "prompts", "answers", "latency"}  # they describe other weights or widths
+    # they describe other weights or widths
+    outdated = {"recovery", "perplexity", "prompts", "answers", "latency"}
     if align != 1:
         gates = _aligned(gates, scores, provenance, masks, align)
         outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}

@@ -21,7 +21,8 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]
     gradient_ptr, x_ptr, mask_ptr, out_ptr, sums_ptr, squares_ptr, num_tokens, width, num_units,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write gradient · mask, and of g·x per token and unit the sum and the sum of squares over the block's tokens."""
+    """Write gradient · mask, and of g·x per token and unit the sum and the sum of squares over the
+    block's tokens."""
     block, tile = tl.program_id(0), tl.program_id(1)
     if COLUMNS == 1:  # a program has WIDTH units
         columns = tile * WIDTH + tl.arange(0, WIDTH)
@@ -61,7 +62,8 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]
 def gate_backward(
     gradient: torch.Tensor, x: torch.Tensor, mask_U: torch.Tensor, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradient of x, that of the mask [U], and the sum over tokens of its squared per-token gradients [U].
+    """Return the gradient of x, that of the mask [U], and the sum over tokens of its squared
+    per-token gradients [U].
 
     gradient, x: [..., U·columns], of one dtype. mask_U: float32.
     """
@@ -86,7 +88,8 @@ def expert_gates_kernel(  # type: ignore[no-untyped-def]
     gradient_ptr, x_ptr, mask_ptr, ends_ptr, out_ptr, sums_ptr, squares_ptr, width, num_experts,
     BACKWARD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the slots of an expert by its gates; in backward, also sum g·x and its square over a part of them."""
+    """Multiply the slots of an expert by its gates; in backward, also sum g·x and its square over a
+    part of them."""
     expert, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = tile * WIDTH + tl.arange(0, WIDTH)
     inside = columns < width
@@ -116,14 +119,16 @@ def expert_gates_kernel(  # type: ignore[no-untyped-def]
 
 
 def scale_experts(x_SC: torch.Tensor, mask_EC: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return each slot times the gates of its expert. The slots of expert e end before ends_E[e]; float32 masks."""
+    """Return each slot times the gates of its expert. The slots of expert e end before ends_E[e];
+    float32 masks."""
     return _launch(x_SC, x_SC, mask_EC, ends_E, None, None)
 
 
 def expert_gates_backward(
     gradient_SC: torch.Tensor, x_SC: torch.Tensor, mask_EC: torch.Tensor, ends_E: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradient of x, that of the mask [E, C], and the sum over slots of its squares [E, C]."""
+    """Return the gradient of x, that of the mask [E, C], and the sum over slots of its squares [E,
+    C]."""
     sums_PEC, squares_PEC = torch.empty(2, SPLITS, *mask_EC.shape, device=x_SC.device).unbind()
     out_SC = _launch(gradient_SC, x_SC, mask_EC, ends_E, sums_PEC, squares_PEC)
     return out_SC, sums_PEC.sum(0), squares_PEC.sum(0)

@@ -1,8 +1,10 @@
-"""Gates on a stock model: its projections scale units, and leave out units whose gates closed for good.
+"""Gates on a stock model: its projections scale units, and leave out units whose gates closed for
+good.
 
-Legend of shape suffixes: T tokens, L layers, U units of a layer (heads, KV groups or channels); for mixtures of
-experts, L layers with routed experts, E experts of a layer, C channels of an expert. In `NarrowLayers`, N bundles of
-units that are computed or left out together (a KV head with its query heads, or a channel), K computed bundles.
+Legend of shape suffixes: T tokens, L layers, U units of a layer (heads, KV groups or channels); for
+mixtures of experts, L layers with routed experts, E experts of a layer, C channels of an expert. In
+`NarrowLayers`, N bundles of units that are computed or left out together (a KV head with its query
+heads, or a channel), K computed bundles.
 """
 
 import functools
@@ -25,16 +27,21 @@ from ddp_training.memory import fits_with_pass
 from ddp_vllm.families import ROUTER, WHOLE_EXPERT, Dimensions, Family, unit_shapes
 from ddp_vllm.remote_code.tensors import Projection
 
-Masks = dict[str, torch.Tensor]  # module type -> "attn" and "mlp" [L, U], "experts" [L, E, C]; some of these
-CHANNEL_BLOCK = 64  # narrow MLPs have multiples of this: kernels prefer them, and a CPU compiles a kernel per width
+# module type -> "attn" and "mlp" [L, U], "experts" [L, E, C]; some of these
+Masks = dict[str, torch.Tensor]
+# narrow MLPs have multiples of this: kernels prefer them, and a CPU compiles a kernel per width
+CHANNEL_BLOCK = 64
 DENSE_BLOCKS = ("attn", "mlp")
 
 
 class _Scale(torch.autograd.Function):
-    """x[t] · mask, where each entry of the mask scales `columns` neighbors; backward also squares per-token gradients.
+    """x[t] · mask, where each entry of the mask scales `columns` neighbors; backward also squares
+    per-token gradients.
 
-    The gradient of a mask is a sum over tokens, and its terms exist only in backward, which adds their squares to
-    `squares_U`: the diagonal of the empirical Fisher. `kept` are the units that x has; None means all units.
+    The gradient of a mask is a sum over tokens, and its terms exist only in backward, which adds
+    their squares to
+    `squares_U`: the diagonal of the empirical Fisher. `kept` are the units that x has; None means
+        all units.
     """
 
     @staticmethod
@@ -72,7 +79,8 @@ class _Scale(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """x at the distinct indices `kept` of an axis. Backward copies; the backward of indexing adds, which is slower."""
+    """x at the distinct indices `kept` of an axis. Backward copies; the backward of indexing adds,
+    which is slower."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: int, kept: torch.Tensor) -> torch.Tensor:
@@ -87,10 +95,11 @@ class _Select(torch.autograd.Function):
 
 
 class GatedProjection(nn.Module):
-    """Mixed into a linear layer: its input is scaled by gates, and it may compute a part of its rows or columns.
+    """Mixed into a linear layer: its input is scaled by gates, and it may compute a part of its
+    rows or columns.
 
-    The class of the model's own layer is replaced, so parameters keep their names. Outside of `GatedModel.masks` it is
-    the layer that it was.
+    The class of the model's own layer is replaced, so parameters keep their names. Outside of
+    `GatedModel.masks` it is the layer that it was.
     """
 
     weight: torch.Tensor
@@ -115,7 +124,8 @@ class GatedProjection(nn.Module):
         return y
 
     def weights_at(self, kept_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight and bias of the kept bundles. Gradients of trained weights flow back to all of them."""
+        """Return weight and bias of the kept bundles. Gradients of trained weights flow back to all
+        of them."""
         if self.narrow is not None and self.narrow[0] is kept_K:
             return self.narrow[1:]
         axis = self.projection.axis
@@ -133,17 +143,19 @@ class GatedProjection(nn.Module):
 
 @functools.cache
 def gated_class(kind: Any) -> type[nn.Module]:
-    """Return the class of a gated layer, for `nn.Linear` and its children, and for adapters of peft."""
+    """Return the class of a gated layer, for `nn.Linear` and its children, and for adapters of
+    peft."""
     return type(f"Gated{kind.__name__}", (GatedProjection, kind), {})
 
 
 class GatedModel:
     """A stock transformers model whose heads, channels or experts can be masked.
 
-    The projections that write to the residual stream scale their input by the current masks (`GatedProjection`). Routed
-    experts run through our implementation of transformers' experts interface (`experts.py`). When whole experts are
-    pruned, routers choose among the open ones. The weights are not changed and without masks nothing is scaled, so the
-    same model is the dense teacher.
+    The projections that write to the residual stream scale their input by the current masks
+    (`GatedProjection`). Routed experts run through our implementation of transformers' experts
+    interface (`experts.py`). When whole experts are pruned, routers choose among the open ones. The
+    weights are not changed and without masks nothing is scaled, so the same model is the dense
+    teacher.
     """
 
     def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
@@ -174,11 +186,13 @@ class GatedModel:
             if self.head_unit == WHOLE_EXPERT:
                 router: Any = layer.get_submodule(ROUTER)
                 router.gates = LayerGates()
-                router.forward = partial(_route, weakref.ref(router))  # a cycle would keep the weights in memory
+                # a cycle would keep the weights in memory
+                router.forward = partial(_route, weakref.ref(router))
                 rows[-1].append(router)
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
-        assert experts.config._experts_implementation == IMPLEMENTATION  # transformers fails silently
+        # transformers fails silently
+        assert experts.config._experts_implementation == IMPLEMENTATION
 
     def _gated(self, module: Any, projection: Projection) -> Any:
         """Let a projection compute with gates, and return it."""
@@ -186,7 +200,8 @@ class GatedModel:
             kind: Any = type(module)
             module.__class__ = gated_class(kind)
         size = projection.unit_size(self.sizes.head_dim)
-        queries = self.sizes.queries_per_kv  # query heads are computed or left out with their KV head
+        # query heads are computed or left out with their KV head
+        queries = self.sizes.queries_per_kv
         module.projection = projection
         module.bundle_sizes = tuple(size * (queries if unit == "query_head" else 1) for unit in projection.units)
         module.removes_bias = projection.axis == 1 and module.bias is not None and self.family.removes_blocks
@@ -199,7 +214,8 @@ class GatedModel:
         squares: Mapping[str, torch.Tensor] | None = None,
         narrow: "NarrowLayers | None" = None,
     ) -> Iterator[None]:
-        """Apply masks to every forward inside the block, and to backward, where checkpointed layers run again.
+        """Apply masks to every forward inside the block, and to backward, where checkpointed layers
+        run again.
 
         masks: of the shapes `self.shapes`, any float dtype; None is the dense model.
         squares: float32; backward adds the sum over tokens of (∂loss/∂mask at that token)².
@@ -233,7 +249,8 @@ class GatedModel:
         if self.head_unit == WHOLE_EXPERT:
             open_LE = (mask > 0).any(-1).cpu()  # a GPU is waited for once, not in every layer
             routed = [open_E.nonzero().flatten().to(mask.device) for open_E in open_LE]
-        # The mask is unbound once: a slice per layer would make a gradient as large as all layers in each of them.
+        # The mask is unbound once: a slice per layer would make a gradient as large as all layers
+        # in each of them.
         for row, scales in enumerate(mask.unbind()):
             kept = narrow.kept[block][row] if narrow else None
             yield LayerGates(
@@ -247,7 +264,8 @@ class GatedModel:
 
     @contextmanager
     def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:
-        """Inside `masks`: add to int64 `counts_LE`, if given, how often forwards in this block choose each expert."""
+        """Inside `masks`: add to int64 `counts_LE`, if given, how often forwards in this block
+        choose each expert."""
         modules = [] if counts_LE is None else [experts for experts, *_ in self.modules["experts"]]
         before = [experts.gates for experts in modules]
         for experts, counts_E in zip(modules, () if counts_LE is None else counts_LE, strict=True):
@@ -260,7 +278,8 @@ class GatedModel:
 
 
 def _route(router_of: Callable[[], Any], *args: Any) -> Any:
-    """Let a router choose among the open experts: in this call its weight has only their rows, as when exported."""
+    """Let a router choose among the open experts: in this call its weight has only their rows, as
+    when exported."""
     router = router_of()
     forward, open_E = partial(type(router).forward, router), router.gates.routed
     if open_E is None:
@@ -274,10 +293,11 @@ def _route(router_of: Callable[[], Any], *args: Any) -> Any:
 
 
 class NarrowLayers:
-    """Chooses the heads and channels that a gated model still computes; those of closed gates need not be.
+    """Chooses the heads and channels that a gated model still computes; those of closed gates need
+    not be.
 
-    A gate that closed for good has neither output nor gradient. The dense teacher computes all units, also where it is
-    the same model.
+    A gate that closed for good has neither output nor gradient. The dense teacher computes all
+    units, also where it is the same model.
     """
 
     def __init__(self, gated: GatedModel) -> None:
@@ -290,13 +310,15 @@ class NarrowLayers:
         self.kept: dict[str, list[torch.Tensor | None]] = {
             block: [None] * len(rows) for block, rows in self.modules.items()
         }
-        """The computed units, ascending, int64; one tensor per row of the masks, None where all units are computed."""
+        """The computed units, ascending, int64; one tensor per row of the masks, None where all
+        units are computed."""
         self.bundles: dict[str, list[torch.Tensor | None]] = {block: [*rows] for block, rows in self.kept.items()}
         """The same in bundles."""
         self._open: dict[str, torch.Tensor] = {}  # bool [L, N], bundles with an open unit
 
     def copied_bytes(self) -> int | None:
-        """Return the bytes of copies of all these projections; None if weights are sharded, or layers not plain."""
+        """Return the bytes of copies of all these projections; None if weights are sharded, or
+        layers not plain."""
         modules = [module for rows in self.modules.values() for row in rows for module in row]
         tensors = [tensor for module in modules for tensor in module.parameters()]
         plain = all(type(module) is gated_class(nn.Linear) for module in modules)
@@ -309,15 +331,18 @@ class NarrowLayers:
         for block in self.blocks:
             open_LN[block] = is_open[block].unflatten(1, (self.num_bundles[block], -1)).any(-1)
             changed_L = (open_LN[block] != self._open.get(block, True)).any(1)
-            rows.append(torch.where(changed_L, open_LN[block].sum(1), -1))  # -1: the layer has not changed
-        for block, counts in zip(open_LN, torch.stack(rows).tolist(), strict=True):  # the one wait for the device
+            # -1: the layer has not changed
+            rows.append(torch.where(changed_L, open_LN[block].sum(1), -1))
+        # the one wait for the device
+        for block, counts in zip(open_LN, torch.stack(rows).tolist(), strict=True):
             for row, num_open in enumerate(counts):
                 if num_open >= 0:
                     self._choose_computed(block, row, open_LN[block][row], num_open, is_open[block].shape[1])
         self._open = open_LN
 
     def _choose_computed(self, block: str, row: int, open_N: torch.Tensor, num_open: int, num_units: int) -> None:
-        """Choose the bundles of a layer to compute: the open ones, and closed ones up to the next multiple."""
+        """Choose the bundles of a layer to compute: the open ones, and closed ones up to the next
+        multiple."""
         multiple = {"attn": 1, "mlp": CHANNEL_BLOCK}[block]
         num_kept = max(1, -(-num_open // multiple)) * multiple
         if num_kept >= len(open_N):
@@ -332,9 +357,11 @@ class NarrowLayers:
 def narrow_layers(
     gated: GatedModel, accelerator: Accelerator, num_sequences: int, seq_len: int, optimizer: str
 ) -> NarrowLayers | None:
-    """Return narrow layers if their copies fit next to a pass; None for experts and sharded weights.
+    """Return narrow layers if their copies fit next to a pass; None for experts and sharded
+    weights.
 
-    A run that resumes with less memory may compute closed units again; then its sums round differently.
+    A run that resumes with less memory may compute closed units again; then its sums round
+    differently.
     """
     if "experts" in gated.shapes:
         return None

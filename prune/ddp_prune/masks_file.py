@@ -1,4 +1,5 @@
-"""The masks file, published alone or in a pruned folder: gates, the search results behind them, and provenance."""
+"""The masks file, published alone or in a pruned folder: gates, the search results behind them, and
+provenance."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,8 @@ SCORES = ("z", "saliency")  # the gates before rounding, and their importance: s
 
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
-    """Return the gates of a masks file, a tensor per module type, and its provenance. Raises: CheckpointError."""
+    """Return the gates of a masks file, a tensor per module type, and its provenance.
+    Raises: CheckpointError."""
     tensors, provenance = read_masks_file(path)
     kinds = [kind for kind in ("attn", "mlp", "experts") if f"{kind}.gates" in tensors]
     if not kinds:
@@ -51,8 +53,8 @@ def write_masks(
 ) -> None:
     """Write a masks file, which `read_masks` and `read_scores` read.
 
-    gates, scores: float32 per module type, as in `export`. provenance: how the masks were made. The file holds
-    the names of models and texts only; their paths are kept in this machine's cache.
+    gates, scores: float32 per module type, as in `export`. provenance: how the masks were made. The
+    file holds the names of models and texts only; their paths are kept in this machine's cache.
     """
     tensors = {f"{kind}.gates": values for kind, values in gates.items()}
     for name, masks in (scores or {}).items():

@@ -46,7 +46,8 @@ def suited_modes(recipe: Recipe) -> list[Mode]:
 
 
 def mode_bytes(recipe: Recipe, source: Source, mode: Mode, accelerator: Accelerator) -> int:
-    """Return the bytes per process of the models and of what training them keeps, without a forward pass."""
+    """Return the bytes per process of the models and of what training them keeps, without a forward
+    pass."""
     itemsize = loading_options(source, recipe.dtype, accelerator.device)["dtype"].itemsize
     return held_bytes(recipe, source, mode, itemsize, accelerator.num_processes if recipe.shard else 1)
 

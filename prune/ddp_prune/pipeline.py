@@ -37,7 +37,8 @@ from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.provenance import provenance_of
 from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
-FAMILY = ".family"  # name of a size family's own run, next to its sizes; the dot keeps it apart from any output
+# name of a size family's own run, next to its sizes; the dot keeps it apart from any output
+FAMILY = ".family"
 
 
 def prune(
@@ -49,12 +50,13 @@ def prune(
     console: Console,
     measure: Measure,
 ) -> list[Checkpoint]:
-    """Prune a model and write the checkpoint to `output`; several sizes are written into folders inside it.
+    """Prune a model and write the checkpoint to `output`; several sizes are written into folders
+    inside it.
 
     recipes: one per size, smallest cut first.
     measure: measures the latency profile that the budget `latency` requires, if there is none yet.
-    Returns the written checkpoints. Errors of the user are raised before the model is loaded. Raises: a child of
-    DdpError.
+    Returns the written checkpoints. Errors of the user are raised before the model is loaded.
+    Raises: a child of DdpError.
     """
     first, folders, family = recipes[0], folders_of(recipes, output), family_run(recipes, output)
     for folder in folders:
@@ -105,7 +107,8 @@ def family_run(recipes: Sequence[Recipe], output: Path) -> Path | None:
 
 
 def find_model(recipe: Recipe, output: Path, *, load: bool = True) -> Source:
-    """Return the dense model, to be loaded or only looked at; refuse an output that would replace it."""
+    """Return the dense model, to be loaded or only looked at; refuse an output that would replace
+    it."""
     source = open_source(recipe.model, load=load).with_blocks(recipe.blocks)
     check_spares_source(output, source)
     if load:
@@ -114,7 +117,8 @@ def find_model(recipe: Recipe, output: Path, *, load: bool = True) -> Source:
 
 
 def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile | None:
-    """Return the latency profile that the budget of a recipe requires, or None if it requires none."""
+    """Return the latency profile that the budget of a recipe requires, or None if it requires
+    none."""
     if recipe.budget != "latency":
         return None
     if source.structure or source.sizes.blocks != source.prunable:
@@ -130,10 +134,11 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
 def prune_family(
     inputs: Inputs, sizes: Sequence[tuple[Run, Sequence[Pool], Path]], family: Path, searched: int
 ) -> None:
-    """Prune one size after the other; the search of each starts at the end of the previous size's search.
+    """Prune one size after the other; the search of each starts at the end of the previous size's
+    search.
 
-    family: the output that names the family's own run. Its lock is held until all sizes are written, and its state is
-    the end of the search of the latest size.
+    family: the output that names the family's own run. Its lock is held until all sizes are
+    written, and its state is the end of the search of the latest size.
     searched: the steps of the search in the state that an interrupted command left; 0 without one.
     """
     last = sizes[-1][0]
@@ -151,7 +156,8 @@ def prune_family(
 
 
 def is_written(inputs: Inputs, run: Run, output: Path) -> bool:
-    """Tell whether `output` holds the result of this run on this text and these weights, and no run will replace it."""
+    """Tell whether `output` holds the result of this run on this text and these weights, and no run
+    will replace it."""
     provenance = provenance_of(output)
     if inputs.state(output, run).folder.exists() or "recovery" in provenance or "applied_to" in provenance:
         return False

@@ -1,4 +1,5 @@
-"""The dry run, `prune --dry-run`: what a run would remove, and the memory and time it would take. Text is not read."""
+"""The dry run, `prune --dry-run`: what a run would remove, and the memory and time it would take.
+Text is not read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ class Plan:
     lines: tuple[str, ...]
     """Description, as `prune --dry-run` prints it."""
     removed: tuple[float | None, ...]
-    """Removed share of the whole model, one per size: of its FLOPs or KV cache with these budgets, else of its
-    parameters. None for the budget `latency`, where it depends on the search."""
+    """Removed share of the whole model, one per size: of its FLOPs or KV cache with these budgets,
+    else of its parameters. None for the budget `latency`, where it depends on the search."""
     peak_bytes: float | None = None
     """Memory of training per device, in the mode that the run takes."""
     seconds: float | None = None
@@ -48,8 +49,8 @@ def plan(
 
     print_line: prints a line before steps are timed, which takes minutes on a CPU.
 
-    on: cards as `sizing.parse_cards` reads them; memory and time are then estimated for these, not for this machine,
-        and the weights of a hub model are not downloaded.
+    on: cards as `sizing.parse_cards` reads them; memory and time are then estimated for these, not
+        for this machine, and the weights of a hub model are not downloaded.
     """
     first, last = recipes[0], recipes[-1]
     if on:
@@ -110,7 +111,8 @@ def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
 
 
 def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> tuple[float | None, list[str]]:
-    """Return which share of the whole model is removed, and lines about it and the option that removes that share."""
+    """Return which share of the whole model is removed, and lines about it and the option that
+    removes that share."""
     config, layers = source.config, dense_layers(source.config)
     if recipe.budget not in ("units", "params"):
         share: float | None = None
@@ -145,7 +147,8 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
 
 
 def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, str]:
-    """Return the bytes that the weights and a forward and backward pass take, and a line that says so."""
+    """Return the bytes that the weights and a forward and backward pass take, and a line that says
+    so."""
     recipe, mode = run.recipe, Mode(run.train, run.optimizer)
     devices = Devices(accelerator.num_processes, accelerator.device.type, recipe.shard)
     has_teacher = run.train == "weights" and recipe.distillation > 0  # a second model

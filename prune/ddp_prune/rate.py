@@ -1,12 +1,15 @@
-"""Finds the learning rate of trained weights before a run: a few steps of the dense model at several rates.
+"""Finds the learning rate of trained weights before a run: a few steps of the dense model at
+several rates.
 
-The best rates of two small models differ twentyfold, 2e-4 for SmolLM2-135M and 1e-5 for Qwen2.5-Coder-0.5B, so no
-constant serves both. A rate that is too high does harm within ten steps, long before a higher rate pays: the loss on
-held-out text, cross-entropy + η·KL from the dense model, is higher than after ten steps at a lower rate. So rates are
-tried from a low one upwards, and a run takes the last one that is not harmful. Changes of the loss in ten steps of 512
-tokens, in nats: all weights of SmolLM2-135M -0.05 at 4e-5, -0.02 at 1.6e-4, +0.59 at 6.4e-4, and of Qwen2.5-Coder-0.5B
--0.18 at 1e-5, +0.20 at 4e-5; low-rank additions to SmolLM2 -0.07 at 1e-3, +0.10 at 4e-3, and to Qwen -0.22 at 2.5e-4,
--0.13 at 1e-3. Of these, 1e-3 is too high for Qwen: after a run of 40 steps KL is 0.46 instead of 0.41.
+The best rates of two small models differ twentyfold, 2e-4 for SmolLM2-135M and 1e-5 for
+Qwen2.5-Coder-0.5B, so no constant serves both. A rate that is too high does harm within ten steps,
+long before a higher rate pays: the loss on held-out text, cross-entropy + η·KL from the dense
+model, is higher than after ten steps at a lower rate. So rates are tried from a low one upwards,
+and a run takes the last one that is not harmful. Changes of the loss in ten steps of 512 tokens, in
+nats: all weights of SmolLM2-135M -0.05 at 4e-5, -0.02 at 1.6e-4, +0.59 at 6.4e-4, and of
+Qwen2.5-Coder-0.5B -0.18 at 1e-5, +0.20 at 4e-5; low-rank additions to SmolLM2 -0.07 at 1e-3, +0.10
+at 4e-3, and to Qwen -0.22 at 2.5e-4, -0.13 at 1e-3. Of these, 1e-3 is too high for Qwen: after a
+run of 40 steps KL is 0.46 instead of 0.41.
 """
 
 import math
@@ -49,11 +52,13 @@ def change(loss: float, dense: float) -> str:
 
 
 def trial_steps(run: Run) -> int:
-    """Return about how many steps the trials of a run take at most, with the evaluations of held-out text."""
+    """Return about how many steps the trials of a run take at most, with the evaluations of
+    held-out text."""
     if run.train == "masks" or run.recipe.distillation == 0 or run.recipe.learning_rate is not None:
         return 0
     trials = len(RATES[run.train][FIRST:])
-    # the dense model is evaluated too; two forward passes per block, where a step does about four per sequence
+    # the dense model is evaluated too; two forward passes per block, where a step does about four
+    # per sequence
     blocks = (trials + 1) * _num_blocks(run.recipe.seq_len)
     return trials * TRIAL_STEPS + blocks // (2 * run.recipe.batch_size)
 
@@ -63,14 +68,16 @@ def _num_blocks(seq_len: int) -> int:
 
 
 def find_rate(rates: Sequence[float], dense: float, trial: Callable[[float], float]) -> Found:
-    """Return the last of the rising rates before the first harmful one, or the lowest, which is not tried.
+    """Return the last of the rising rates before the first harmful one, or the lowest, which is not
+    tried.
 
     dense: loss of the dense model. trial: runs the trial of a rate and returns the loss after it.
     """
     losses, chosen = dict[float, float](), rates[0]
     for rate in rates[FIRST:]:
         losses[rate] = trial(rate)
-        if not losses[rate] <= min(dense, *losses.values()) + HARM:  # nor is a loss that is not a number
+        # nor is a loss that is not a number
+        if not losses[rate] <= min(dense, *losses.values()) + HARM:
             break
         chosen = rate
     return Found(chosen, dense, losses)
@@ -88,7 +95,8 @@ def run_trials(
 ) -> Found:
     """Find the learning rate of a run, and leave the weights as they were.
 
-    model: the dense model, whose `weights` are trained. heldout: int64 [num_blocks, seq_len]. eta: weight of the KL.
+    model: the dense model, whose `weights` are trained. heldout: int64 [num_blocks, seq_len]. eta:
+        weight of the KL.
     print_line: prints a line before and after each trial.
     """
     accelerator = batches.accelerator

@@ -1,9 +1,10 @@
 """Every setting of a pruning run and of a recovery, checked once.
 
-Defaults are the paper's (arXiv:2603.08065, appendix "Additional Implementation Details") except for the search itself,
-`controller` and `polish`. A recipe holds the settings that the user passed; a `Run` (run.py) holds the values that were
-resolved from them. Both are saved inside the run and inside the checkpoint, so a result can be reproduced. The options
-of the command line, their help texts and defaults are made from these fields.
+Defaults are the paper's (arXiv:2603.08065, appendix "Additional Implementation Details") except for
+the search itself, `controller` and `polish`. A recipe holds the settings that the user passed; a
+`Run` (run.py) holds the values that were resolved from them. Both are saved inside the run and
+inside the checkpoint, so a result can be reproduced. The options of the command line, their help
+texts and defaults are made from these fields.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,8 @@ from ddp_vllm.settings import Settings, check_known, read_settings, setting
 SIZES = ("sparsity", "target", "speedup")
 """Settings that state how much to remove; a recipe has one of them."""
 ALTERNATIVES = (SIZES, ("steps", "minutes"))
-WITH_WHOLE_EXPERTS = {  # the paper's search removes channels, and all layers keep equally many experts
+# the paper's search removes channels, and all layers keep equally many experts
+WITH_WHOLE_EXPERTS = {
     "controller": ("gradual",), "scope": ("global", "layer"), "budget": ("units", "params"), "align": (1,),
 }  # fmt: skip
 
@@ -37,7 +39,8 @@ class AlmSettings(Settings):
     lambda2_learning_rate: float = setting(4e-1, least=0)
     """Ascent rate of λ2; the paper uses 8e-1 at higher sparsity."""
     warmup: float = setting(0.05, is_fraction=True)
-    """Fraction of the search over which AdamW's rates rise linearly; the paper does not state its length."""
+    """Fraction of the search over which AdamW's rates rise linearly; the paper does not state its
+    length."""
     mu_start: float = 0.5
     """Sharpness μ0 of the surrogate at the start of the search (Eq. 14)."""
     mu_end: float = 0.05
@@ -45,9 +48,9 @@ class AlmSettings(Settings):
     gate_floor: float = 0.0
     """Lower bound of z. At 0, one step can reopen a closed gate; the authors' code uses −0.1."""
     raw_masks: bool = False
-    """Keep every gate above 0 at the end of the search with its scale, as in the paper, whatever the budget. Otherwise
-    the budget is met to a unit, and kept units have a scale of at least 0.05. `study` compares equal budgets and
-    ignores this setting."""
+    """Keep every gate above 0 at the end of the search with its scale, as in the paper, whatever
+    the budget. Otherwise the budget is met to a unit, and kept units have a scale of at least 0.05.
+    `study` compares equal budgets and ignores this setting."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,20 +68,22 @@ class Recipe(TrainingSettings):
     """Folder or Hugging Face Hub name of the dense model."""
 
     sparsity: float = 0.0
-    """Fraction of the prunable units to remove, between 0 and 1. It is 1 − ρ of Eq. 6. By default it applies to each
-    module type: heads and MLP channels, or the expert channels of a mixture of experts. Embeddings, norms and routers
-    are not prunable."""
+    """Fraction of the prunable units to remove, between 0 and 1. It is 1 − ρ of Eq. 6. By default
+    it applies to each module type: heads and MLP channels, or the expert channels of a mixture of
+    experts. Embeddings, norms and routers are not prunable."""
     attention_sparsity: float | None = setting(None, is_fraction=True)
-    """Fraction of the attention units to remove, if it differs from that of the MLP channels; 0 prunes MLPs only. It
-    requires the budget `units`."""
+    """Fraction of the attention units to remove, if it differs from that of the MLP channels; 0
+    prunes MLPs only. It requires the budget `units`."""
     target: float = 0.0
-    """Size of the whole model after pruning, embeddings included, in the unit of `budget`. Replaces `sparsity`."""
+    """Size of the whole model after pruning, embeddings included, in the unit of `budget`. Replaces
+    `sparsity`."""
     speedup: float = 0.0
-    """Target speedup of a step over the dense model on the serving machine, for example 1.25. Replaces `sparsity` and
-    implies the budget `latency`."""
+    """Target speedup of a step over the dense model on the serving machine, for example 1.25.
+    Replaces `sparsity` and implies the budget `latency`."""
     budget: str = setting("units", choices=("units", "params", "flops", "kv-bytes", "latency"))
-    """Quantity that the fraction is taken of: `units` of each module type as in the paper; or, over all types together,
-    `params`, `flops` (per token), `kv-bytes` (KV cache per token, at 16 bits) or `latency` (measured time per step)."""
+    """Quantity that the fraction is taken of: `units` of each module type as in the paper; or, over
+    all types together, `params`, `flops` (per token), `kv-bytes` (KV cache per token, at 16 bits)
+    or `latency` (measured time per step)."""
     context_length: int = setting(2048, least=1)
     """Tokens in the context; the budgets `flops` and `latency` depend on it."""
     concurrency: int = setting(8, least=1)
@@ -86,54 +91,61 @@ class Recipe(TrainingSettings):
     phase: str = setting("decode", choices=PHASES)
     """Step whose time the budget `latency` limits: `decode` or the `prefill` of prompts."""
     profile: str = ""
-    """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, this machine is
-    profiled first."""
+    """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, this
+    machine is profiled first."""
     other_machine: bool = False
     """Accept a latency profile from another machine, where the model will be served."""
     prune: str = ""
-    """Parts to prune, separated by commas: `attention`, `mlp`, `experts`. The default is attention and MLPs, or the
-    routed experts of a mixture of experts; the MLPs alone where attention cannot be pruned."""
+    """Parts to prune, separated by commas: `attention`, `mlp`, `experts`. The default is attention
+    and MLPs, or the routed experts of a mixture of experts; the MLPs alone where attention cannot
+    be pruned."""
     scope: str = setting("global", choices=("global", "layer", "expert"))
     """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
     whole_experts: bool = False
-    """Remove whole experts of a mixture of experts, equally many from every layer, and their rows of the router. The
-    result is a stock checkpoint that requires no plugin. It keeps as many experts as the budget allows."""
+    """Remove whole experts of a mixture of experts, equally many from every layer, and their rows
+    of the router. The result is a stock checkpoint that requires no plugin. It keeps as many
+    experts as the budget allows."""
     head_unit: str = setting("auto", choices=("auto", "kv-group", "query-head"))
     """Attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
     max_head_counts: int = setting(0, least=0)
-    """Most different numbers of attention units that layers keep, apart from none; 0: any. vLLM plans attention once
-    per step for each different number of heads, so fewer numbers save time at small batches and waste less KV cache."""
+    """Most different numbers of attention units that layers keep, apart from none; 0: any. vLLM
+    plans attention once per step for each different number of heads, so fewer numbers save time at
+    small batches and waste less KV cache."""
     align: int = setting(1, least=1)
-    """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit kernels and quantization.
-    The kept width is the largest multiple within the budget."""
+    """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit
+    kernels and quantization. The kept width is the largest multiple within the budget."""
     tp: int = setting(1, least=1)
-    """Make every layer split over this many devices without padding; the share of a device is a multiple of `align`."""
+    """Make every layer split over this many devices without padding; the share of a device is a
+    multiple of `align`."""
 
     steps: int = setting(1000, least=1)
     """Optimizer steps in total: search and polish."""
     minutes: float = setting(0.0, least=0)
-    """Minutes of training, without loading and evaluation. A step is timed first, and the number of steps that fit
-    replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. The numbers are saved with the run, so that an
-    interrupted run resumes with the same numbers."""
+    """Minutes of training, without loading and evaluation. A step is timed first, and the number of
+    steps that fit replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. The numbers
+    are saved with the run, so that an interrupted run resumes with the same numbers."""
 
     controller: str = setting("gradual", choices=("gradual", "alm"))
-    """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, in the
-    order of Fisher information times squared scale, while the other scales are trained; it is better in short runs.
-    `alm` is the paper's surrogate with multipliers, which requires about 1,000 steps."""
+    """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for
+    good, in the order of Fisher information times squared scale, while the other scales are
+    trained; it is better in short runs. `alm` is the paper's surrogate with multipliers, which
+    requires about 1,000 steps."""
     polish: float = setting(0.35, is_fraction=True)
-    """Last fraction of the steps, in which only the kept scales are fine-tuned; 0 disables it, as in the paper. The
-    default was not tuned."""
+    """Last fraction of the steps, in which only the kept scales are fine-tuned; 0 disables it, as
+    in the paper. The default was not tuned."""
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
     masks_every: int = setting(0, least=0)
-    """Steps between snapshots of the gates, stored in the masks file as `mlp.after_100` and so on; 0: none."""
+    """Steps between snapshots of the gates, stored in the masks file as `mlp.after_100` and so on;
+    0: none."""
 
     train: str = setting("auto", choices=("auto", "masks", "lora", "weights"))
-    """Training mode while units are removed: `masks` trains only masks, with frozen weights as in the paper; `weights`
-    also distills the remaining weights, except embeddings, from the dense model; `lora` distills into low-rank
-    additions to the projections, merged at the end. With its teacher, a second copy of the model, `weights` requires 20
-    bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`; `lora` requires little more than the 2 bytes of
-    `masks`. `auto` is the first of weights, lora and masks that memory holds, and `masks` for the controller `alm`."""
+    """Training mode while units are removed: `masks` trains only masks, with frozen weights as in
+    the paper; `weights` also distills the remaining weights, except embeddings, from the dense
+    model; `lora` distills into low-rank additions to the projections, merged at the end. With its
+    teacher, a second copy of the model, `weights` requires 20 bytes per 16-bit weight with `adamw`
+    and 8 with `adamw-8bit`; `lora` requires little more than the 2 bytes of `masks`. `auto` is the
+    first of weights, lora and masks that memory holds, and `masks` for the controller `alm`."""
 
     def __post_init__(self) -> None:
         if self.speedup and self.budget == "units":
@@ -169,7 +181,8 @@ class Recipe(TrainingSettings):
         return tuple(kind for kind in kinds.values() if kind in map(kinds.get, names))
 
     def _check_size(self) -> None:
-        """Refuse a recipe that does not state exactly once how much to remove. Raises: SettingError."""
+        """Refuse a recipe that does not state exactly once how much to remove.
+        Raises: SettingError."""
         if self.attention_sparsity is not None and not (self.sparsity and self.budget == "units"):
             raise SettingError("attention_sparsity requires a sparsity and the budget units; leave it out")
         if self.budget == "latency" and self.scope != "global":
@@ -191,7 +204,8 @@ class Recipe(TrainingSettings):
 
     @property
     def size_name(self) -> str:
-        """Name of the setting that states how much to remove, among those that may have several values."""
+        """Name of the setting that states how much to remove, among those that may have several
+        values."""
         return "speedup" if self.speedup else "sparsity"
 
     @property
@@ -205,7 +219,8 @@ class Recipe(TrainingSettings):
         return self.sparsity if attention is None else attention
 
     def changed(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults, as a recipe file would state them."""
+        """Return the settings that differ from their defaults, as a recipe file would state
+        them."""
         values = self.to_dict()
         implied = {"budget"} if self.speedup else set()
         changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
@@ -218,7 +233,8 @@ class Recipe(TrainingSettings):
 
 
 class RecipeKeywords(TrainingKeywords, total=False):
-    """The settings of a recipe, without its model, as keywords of `prune`, `prune_sizes` and `plan`."""
+    """The settings of a recipe, without its model, as keywords of `prune`, `prune_sizes` and
+    `plan`."""
 
     sparsity: float | Sequence[float]
     attention_sparsity: float | None
@@ -247,7 +263,8 @@ class RecipeKeywords(TrainingKeywords, total=False):
 
 
 def load_recipes(path: Path | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> list[Recipe]:
-    """Build one recipe per size, smallest cut first, as `load_recipe` does. Several sizes form a size family."""
+    """Build one recipe per size, smallest cut first, as `load_recipe` does. Several sizes form a
+    size family."""
     values = read_settings(path, settings, Recipe, ALTERNATIVES)
     name = "speedup" if values.get("speedup") else "sparsity"
     if not isinstance(sizes := values.get(name), list | tuple):
@@ -261,7 +278,8 @@ def load_recipes(path: Path | Mapping[str, Any] | None, settings: Mapping[str, A
 
 
 def load_recipe(path: Path | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> Recipe:
-    """Build a recipe from a TOML file or a mapping, overridden by settings of the command line (None: not given).
+    """Build a recipe from a TOML file or a mapping, overridden by settings of the command line
+    (None: not given).
 
     Raises: SettingError for an unreadable file, an unknown key or a value out of range.
     """
@@ -287,7 +305,8 @@ def load_recipe(path: Path | Mapping[str, Any] | None, settings: Mapping[str, An
 
 
 def parse_amount(text: str) -> float:
-    """Read a number such as 5.5B, 120M, 8G or 1e9; suffixes are powers of 1,000. Raises: SettingError."""
+    """Read a number such as 5.5B, 120M, 8G or 1e9; suffixes are powers of 1,000.
+    Raises: SettingError."""
     suffixes = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
     scale = suffixes.get(text[-1:].upper())
     try:

@@ -1,7 +1,8 @@
-"""Resolves everything that a recipe leaves open, before the first step: training mode, optimizer, steps and batch.
+"""Resolves everything that a recipe leaves open, before the first step: training mode, optimizer,
+steps and batch.
 
-Values of the interrupted run of the same command are kept. Otherwise the mode is chosen by the memory that it requires,
-and minutes become steps by timing a step.
+Values of the interrupted run of the same command are kept. Otherwise the mode is chosen by the
+memory that it requires, and minutes become steps by timing a step.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
 FEWEST_STEPS = 50  # a search in fewer steps closes too many gates at once
 FEWEST_TOKENS = 512  # per step
 SHORTEST, SHORTEST_OF_WEIGHTS = 256, 1024
-"""Tokens of a sequence, unless the recipe has shorter ones: weights get worse in contexts longer than they train on."""
+"""Tokens of a sequence, unless the recipe has shorter ones: weights get worse in contexts longer
+than they train on."""
 
 Shape = tuple[int, int, int]  # steps, batch size, sequence length
 
@@ -53,8 +55,8 @@ class Earlier(NamedTuple):
 def earlier_run(recipe: Recipe, folder: Path, family: Path | None) -> Earlier | None:
     """Return what the interrupted command with these settings had resolved; None if there is none.
 
-    folder: the output of one size. family: the output of the size family's own run, whose state remains until all
-    sizes are written; then a written size holds the values.
+    folder: the output of one size. family: the output of the size family's own run, whose state
+    remains until all sizes are written; then a written size holds the values.
     """
     saved = saved_header(folder)
     if not saved and family and saved_header(family):
@@ -97,7 +99,8 @@ def resolve_training_mode(
     """Return the training mode: that of the interrupted run, or the first that memory holds now.
 
     print_line: prints the chosen mode, and the memory that the next mode up would require.
-    Raises: SettingError if memory does not hold the mode that the user passed, or if its optimizer cannot run here.
+    Raises: SettingError if memory does not hold the mode that the user passed, or if its optimizer
+        cannot run here.
     """
     modes, obstacle = allowed_modes(recipe), ""
     if earlier and (resumed := Mode(earlier.train, earlier.optimizer)) in modes:
@@ -117,7 +120,8 @@ def resolve_training_mode(
     if not usable:
         raise SettingError(obstacle)
     chosen = usable[-1]
-    if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):  # passed by the user: all memory may do
+    # passed by the user: all memory may do
+    if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):
         fitting = "; ".join(needs[mode] for mode in needed if needed[mode] <= TRAINING_SHARE * free)
         raise SettingError(
             f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
@@ -142,10 +146,11 @@ def resolve_minutes(
     accelerator: Accelerator,
     print_line: Callable[[str], None],
 ) -> list[Recipe]:
-    """Return the recipes with steps, batch size and sequence length that fit into their minutes, if they have minutes.
+    """Return the recipes with steps, batch size and sequence length that fit into their minutes, if
+    they have minutes.
 
-    A run that is resumed keeps what it had. pools: of the largest cut. Raises: SettingError if the minutes are too few,
-    or if processes that share weights cannot divide the batch evenly.
+    A run that is resumed keeps what it had. pools: of the largest cut. Raises: SettingError if the
+    minutes are too few, or if processes that share weights cannot divide the batch evenly.
     """
     last = recipes[-1]
     if not last.minutes:
@@ -159,7 +164,8 @@ def resolve_minutes(
     steps, batch, seq_len = shape
     print_line(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
     settled = [dataclasses.replace(recipe, steps=steps, batch_size=batch, seq_len=seq_len) for recipe in recipes]
-    check_sharding(settled[-1], accelerator.num_processes)  # a resumed run may have had fewer processes
+    # a resumed run may have had fewer processes
+    check_sharding(settled[-1], accelerator.num_processes)
     return settled
 
 
@@ -167,7 +173,8 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float], num_p
     """Return the steps, batch size and sequence length that fit into the minutes of a run.
 
     Every process gets equally many sequences, at least one, unless the recipe has a smaller batch.
-    num_sizes: that share the search. measure: returns the seconds of a step of a run. Raises: SettingError.
+    num_sizes: that share the search. measure: returns the seconds of a step of a run.
+        Raises: SettingError.
     """
     recipe = run.recipe
     seconds = 60.0 * recipe.minutes
@@ -200,8 +207,9 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float], num_p
 def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator) -> float:
     """Return the seconds of a step, of the slowest process.
 
-    Steps of one and of two micro-batches over random tokens with all gates open are timed, after a warm-up. The
-    difference is the time of a micro-batch; the rest, such as the optimizer of trained weights, counts once a step.
+    Steps of one and of two micro-batches over random tokens with all gates open are timed, after a
+    warm-up. The difference is the time of a micro-batch; the rest, such as the optimizer of trained
+    weights, counts once a step.
     """
     recipe = run.recipe
     with explained(too_large(recipe)):
@@ -221,7 +229,8 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
             trainer.train_weights(weights, dense, lambda: {"highest": 0.0})
         trainer.begin()
         seconds = list[float]()
-        for size, step in ((1, 0), (1, 1), (2, 1)) if share > at_once else ((1, 0), (1, 1)):  # all on other blocks
+        # all on other blocks
+        for size, step in ((1, 0), (1, 1), (2, 1)) if share > at_once else ((1, 0), (1, 1)):
             batches.size = size * tried.batch_size
             trainer.recipe = dataclasses.replace(tried, batch_size=batches.size)
             began = time.perf_counter()

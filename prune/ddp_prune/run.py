@@ -1,7 +1,7 @@
 """A run: one requested size, with everything that is resolved before its first step.
 
-The sizes of a size family share one search. The search of each size starts at the end of the previous size's search;
-each size has a polish of its own.
+The sizes of a size family share one search. The search of each size starts at the end of the
+previous size's search; each size has a polish of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,8 @@ from ddp_prune.recipe import Recipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 
-FAMILY_STEPS = 1.3  # steps of all sizes together, in multiples of the steps of the largest cut alone
+# steps of all sizes together, in multiples of the steps of the largest cut alone
+FAMILY_STEPS = 1.3
 
 
 class Steps(NamedTuple):
@@ -21,14 +22,16 @@ class Steps(NamedTuple):
     first: int
     """Steps that the search has taken when the part of this size begins."""
     search: int
-    """Steps after which its search ends and the support is rounded and frozen; at least one more than `first`."""
+    """Steps after which its search ends and the support is rounded and frozen; at least one more
+    than `first`."""
     last: int
     """Steps after which its polish ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The recipe of one size with every setting resolved. It is made before the first step and saved with the run."""
+    """The recipe of one size with every setting resolved. It is made before the first step and
+    saved with the run."""
 
     recipe: Recipe
     """The settings that the user passed."""
@@ -50,23 +53,26 @@ class Run:
         return cls(recipe=recipe, steps=schedule([recipe])[0], **resolved)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the resolved settings as plain data, without the recipe and the contents of the profile."""
+        """Return the resolved settings as plain data, without the recipe and the contents of the
+        profile."""
         batch = [self.recipe.batch_size, self.recipe.seq_len]
         resolved = {"train": self.train, "optimizer": self.optimizer, "batch": batch, "steps": list(self.steps)}
         return resolved | {"start": dict(self.start), "in_family": self.in_family}
 
 
 def search_steps(recipe: Recipe) -> int:
-    """Return the number of search steps of a single size, at least one; the rest are polish steps."""
+    """Return the number of search steps of a single size, at least one; the rest are polish
+    steps."""
     return recipe.steps - min(recipe.steps - 1, round(recipe.polish * recipe.steps))
 
 
 def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
     """Return the steps of each size of a family, smallest cut first; or of a single size.
 
-    The search has as many steps as that of the largest cut alone. Each size gets a share of them in proportion to the
-    fraction that it removes on top of the previous size. All sizes have equally many polish steps, so that together
-    they take FAMILY_STEPS times the steps of the largest cut alone.
+    The search has as many steps as that of the largest cut alone. Each size gets a share of them in
+    proportion to the fraction that it removes on top of the previous size. All sizes have equally
+    many polish steps, so that together they take FAMILY_STEPS times the steps of the largest cut
+    alone.
 
     Raises: SettingError if a size is left without steps.
     """

@@ -1,11 +1,12 @@
-"""The selection of kept units: greedy by importance per cost, and by bisection of a price for measured costs.
+"""The selection of kept units: greedy by importance per cost, and by bisection of a price for
+measured costs.
 
-A row is the channels of a layer or of an expert, or the heads of a layer or of a KV head. Its units are sorted by
-importance and cut into blocks, and it loses its last blocks first. A selection is therefore a number per row: how many
-of its first blocks are kept.
+A row is the channels of a layer or of an expert, or the heads of a layer or of a KV head. Its units
+are sorted by importance and cut into blocks, and it loses its last blocks first. A selection is
+therefore a number per row: how many of its first blocks are kept.
 
-Legend: G budget groups (the model, its layers or its experts), M blocks of a group; R rows, U units and B blocks of a
-row.
+Legend: G budget groups (the model, its layers or its experts), M blocks of a group; R rows, U units
+and B blocks of a row.
 """
 
 import math
@@ -23,17 +24,21 @@ HALVINGS = 80  # of the price in `choose_counts`, to the precision of float64
 def greedy(
     importance_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G: torch.Tensor, parent_GM: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return which blocks are kept, bool [G, M], at a cost of at most `budget_G` per group; ties go to the lower index.
+    """Return which blocks are kept, bool [G, M], at a cost of at most `budget_G` per group; ties go
+    to the lower index.
 
-    Each group takes blocks by importance per cost until one does not fit, then the remaining blocks that fit. With
-    equal costs this is optimal; otherwise a group misses its optimum by less than the importance of one block. Then
-    the groups pool the rest of their budgets: each may take one more block, best importance per cost first.
+    Each group takes blocks by importance per cost until one does not fit, then the remaining blocks
+    that fit. With equal costs this is optimal; otherwise a group misses its optimum by less than
+    the importance of one block. Then the groups pool the rest of their budgets: each may take one
+    more block, best importance per cost first.
 
-    parent_GM: int64 index of the block that must be taken before this one; a block without a parent names itself.
+    parent_GM: int64 index of the block that must be taken before this one; a block without a parent
+        names itself.
     """
     cost_GM = cost_GM.double()
     ratio_GM = torch.where(cost_GM > 0, importance_GM.double() / cost_GM, torch.inf)
-    budget_G1 = budget_G.double()[:, None] * (1.0 + 1e-9)  # a budget such as 0.8 · 768 is not exact in binary
+    # a budget such as 0.8 · 768 is not exact in binary
+    budget_G1 = budget_G.double()[:, None] * (1.0 + 1e-9)
     taken_GM = _take_alone(ratio_GM, cost_GM, budget_G1, parent_GM)
     return taken_GM if len(budget_G) == 1 else _take_together(taken_GM, ratio_GM, cost_GM, budget_G1, parent_GM)
 
@@ -62,7 +67,8 @@ def _take_together(
     budget_G1: torch.Tensor,
     parent_GM: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the taken blocks after every group may take one more block from the pooled rest of all budgets."""
+    """Return the taken blocks after every group may take one more block from the pooled rest of all
+    budgets."""
     waiting_G1 = torch.ones_like(budget_G1, dtype=torch.bool)
     while True:
         left = _left_over(taken_GM, cost_GM, budget_G1).sum()
@@ -86,7 +92,8 @@ def _left_over(taken_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G1: torch.T
 def _available(
     taken_GM: torch.Tensor, cost_GM: torch.Tensor, left: torch.Tensor, parent_GM: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the blocks that could be taken next, bool [G, M]: they fit into `left`, and their parents are taken."""
+    """Return the blocks that could be taken next, bool [G, M]: they fit into `left`, and their
+    parents are taken."""
     fits_GM = ~taken_GM & (cost_GM <= left)
     if parent_GM is None:
         return fits_GM
@@ -95,7 +102,8 @@ def _available(
 
 
 def exact_support(importance: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the bool mask of the `kept` most important units, of any shape; ties go to the lower index."""
+    """Return the bool mask of the `kept` most important units, of any shape; ties go to the lower
+    index."""
     flat = importance.reshape(1, -1)
     return greedy(flat, torch.ones_like(flat), flat.new_tensor([kept])).view(importance.shape)
 
@@ -126,7 +134,8 @@ def rank_units(importance_RU: torch.Tensor) -> torch.Tensor:
 
 
 def rank_evenly_per_kv_head(importance_RU: torch.Tensor, queries_per_kv: int) -> torch.Tensor:
-    """Return the query heads of each layer: the best one of every KV head, then the second best of every KV head, …"""
+    """Return the query heads of each layer: the best one of every KV head, then the second best of
+    every KV head, …"""
     importance_RKQ = importance_RU.unflatten(1, (-1, queries_per_kv))
     order_RKQ = importance_RKQ.argsort(dim=2, descending=True, stable=True)
     first_K1 = torch.arange(importance_RKQ.shape[1])[:, None] * queries_per_kv
@@ -144,16 +153,19 @@ def cut_rows(
 ) -> Rows:
     """Cut rows into blocks of `block` units.
 
-    num_blocks: the blocks of a row; None is the number of whole blocks, one more adds a last block that is not whole.
+    num_blocks: the blocks of a row; None is the number of whole blocks, one more adds a last block
+        that is not whole.
     order_RU: the units of each row in order; None sorts them by importance.
     cost_R: the cost of a unit; None is 1.
-    fixed_R: the cost of keeping any unit of a row, such as that of the KV head that query heads share.
+    fixed_R: the cost of keeping any unit of a row, such as that of the KV head that query heads
+        share.
     """
     order_RU = rank_units(importance_RU) if order_RU is None else order_RU
     cost_R = torch.ones(len(importance_RU)) if cost_R is None else cost_R
     num_blocks = num_blocks or importance_RU.shape[1] // block
     ranked = importance_RU.double().gather(1, order_RU)
-    ranked = torch.nn.functional.pad(ranked, (0, num_blocks * block - ranked.shape[1]))  # or cut, by negative padding
+    # or cut, by negative padding
+    ranked = torch.nn.functional.pad(ranked, (0, num_blocks * block - ranked.shape[1]))
     importance_RB = ranked.unflatten(1, (num_blocks, block)).sum(-1)
     rows = Rows(
         order=order_RU,
@@ -165,14 +177,16 @@ def cut_rows(
 
 
 def _with_fixed_cost(rows: Rows, fixed_R: torch.Tensor) -> Rows:
-    """Add the fixed cost to the first block of each row, joined with as many more as give the best importance per cost.
+    """Add the fixed cost to the first block of each row, joined with as many more as give the best
+    importance per cost.
 
     After this, importance per cost falls along every row, as `greedy` requires.
     """
     importance_RB, units_RB = rows.importance.cumsum(1), rows.units.cumsum(1)
     cost_RB = rows.cost.cumsum(1) + fixed_R.double()[:, None]
     num_blocks = cost_RB.shape[1]
-    last_R1 = num_blocks - 1 - (importance_RB / cost_RB).flip(1).argmax(1, keepdim=True)  # the last one among equals
+    # the last one among equals
+    last_R1 = num_blocks - 1 - (importance_RB / cost_RB).flip(1).argmax(1, keepdim=True)
     is_joined_RB = torch.arange(num_blocks) <= last_R1
 
     def joined(values_RB: torch.Tensor, sums_RB: torch.Tensor, rest: float) -> torch.Tensor:
@@ -188,7 +202,8 @@ def _with_fixed_cost(rows: Rows, fixed_R: torch.Tensor) -> Rows:
 
 
 def best_support(parts: Sequence[Rows], budget_G: torch.Tensor) -> list[torch.Tensor]:
-    """Return the bool mask [R, U] of the kept units per module type; the rows of each come group after group."""
+    """Return the bool mask [R, U] of the kept units per module type; the rows of each come group
+    after group."""
     num_groups = len(budget_G)
 
     def grouped(values: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -200,21 +215,25 @@ def best_support(parts: Sequence[Rows], budget_G: torch.Tensor) -> list[torch.Te
 
     importance_GM, cost_GM = grouped(rows.importance for rows in parts), grouped(rows.cost for rows in parts)
     index_GM = torch.arange(cost_GM.shape[1]).expand_as(cost_GM)
-    parent_GM = grouped(index_RB[:, :1].expand_as(index_RB) for index_RB in by_rows(index_GM))  # the first of its row
+    # the first of its row
+    parent_GM = grouped(index_RB[:, :1].expand_as(index_RB) for index_RB in by_rows(index_GM))
     taken_GM = greedy(importance_GM, cost_GM, budget_G, parent_GM)
     return [rows.support(taken_RB) for rows, taken_RB in zip(parts, by_rows(taken_GM), strict=True)]
 
 
 def choose_counts(importance_SRB: torch.Tensor, cost_SRB: torch.Tensor, budget: float) -> tuple[int, torch.Tensor]:
-    """Choose a table of S, and of it one column per row, so that importance is highest at a cost of at most `budget`.
+    """Choose a table of S, and of it one column per row, so that importance is highest at a cost of
+    at most `budget`.
 
-    importance_SRB, cost_SRB: float64; costs need not grow evenly. Where a row has fewer columns, importance is -inf.
-    Returns the number of the table and the column of each row, int64 [R]. Raises: SettingError if no choice fits.
+    importance_SRB, cost_SRB: float64; costs need not grow evenly. Where a row has fewer columns,
+    importance is -inf. Returns the number of the table and the column of each row, int64 [R].
+    Raises: SettingError if no choice fits.
 
-    For each table a price is bisected until the choice fits, in which every row takes the column of the highest
-    importance - price · cost (Lagrangian relaxation). The best table then spends the rest of the budget on the steps
-    of most importance per cost. On SmolLM2's measured staircase the result is within 0.006 % of that of branch and
-    bound (which stops within 0.01 %), and better in 8 of 12 cases, in a tenth of the time.
+    For each table a price is bisected until the choice fits, in which every row takes the column of
+    the highest importance - price · cost (Lagrangian relaxation). The best table then spends the
+    rest of the budget on the steps of most importance per cost. On SmolLM2's measured staircase the
+    result is within 0.006 % of that of branch and bound (which stops within 0.01 %), and better in
+    8 of 12 cases, in a tenth of the time.
     """
 
     def choose(price_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,11 +264,14 @@ def choose_counts(importance_SRB: torch.Tensor, cost_SRB: torch.Tensor, budget: 
 
 
 def rank_open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
-    """Return the importance, scaled down for closed gates so that every open one ranks higher; float64, same shape.
+    """Return the importance, scaled down for closed gates so that every open one ranks higher;
+    float64, same shape.
 
-    A closed gate is then reopened only if too few are open, or instead of an open one of importance 0.
+    A closed gate is then reopened only if too few are open, or instead of an open one of importance
+    0.
     """
-    importance = importance.double()  # in float32, importances that differ by more than 1e7 leave no room below them
+    # in float32, importances that differ by more than 1e7 leave no room below them
+    importance = importance.double()
     lowest_open, closed = importance[is_open & (importance > 0)], importance[~is_open]
     if len(lowest_open) and len(closed):
         scale = 0.5 * lowest_open.min() / closed.max().clamp_min(lowest_open.min())
@@ -258,11 +280,12 @@ def rank_open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Te
 
 
 def limit_counts(importance_LU: torch.Tensor, support_LU: torch.Tensor, most: int, block: int = 1) -> torch.Tensor:
-    """Return a support in which layers keep at most `most` different numbers of units, and no more units in all.
+    """Return a support in which layers keep at most `most` different numbers of units, and no more
+    units in all.
 
-    Layers without a unit stay without, and the others keep at least one. Of all sets of `most` numbers, and of all
-    choices of one number per layer, `choose_counts` takes the one of most importance. block: the numbers are multiples
-    of it.
+    Layers without a unit stay without, and the others keep at least one. Of all sets of `most`
+    numbers, and of all choices of one number per layer, `choose_counts` takes the one of most
+    importance. block: the numbers are multiples of it.
     """
     counts_L = support_LU.sum(1)
     if len(counts_L[counts_L > 0].unique()) <= most:
@@ -270,7 +293,8 @@ def limit_counts(importance_LU: torch.Tensor, support_LU: torch.Tensor, most: in
     layers = (counts_L > 0).nonzero().flatten()
     num_units = importance_LU.shape[1]
     order_LU = rank_units(importance_LU)
-    sums_LK = importance_LU.double().gather(1, order_LU).cumsum(1)[layers]  # of the best 1, 2, … units
+    # of the best 1, 2, … units
+    sums_LK = importance_LU.double().gather(1, order_LU).cumsum(1)[layers]
     numbers = torch.arange(block, num_units + 1, block)
     while math.comb(len(numbers), most) > MOST_SETS:
         numbers = numbers[1::2]
@@ -285,10 +309,11 @@ def limit_counts(importance_LU: torch.Tensor, support_LU: torch.Tensor, most: in
 
 
 def round_to_blocks(gates: torch.Tensor, saliency: torch.Tensor, align: int) -> torch.Tensor:
-    """Return learned gates [..., U] with a multiple of `align` open in every row, and no more in total than before.
+    """Return learned gates [..., U] with a multiple of `align` open in every row, and no more in
+    total than before.
 
-    Rows are rounded to whole blocks by saliency, as a run with `align` rounds them before its polish; reopened gates
-    have scale 1. This costs no perplexity on SmolLM2-135M.
+    Rows are rounded to whole blocks by saliency, as a run with `align` rounds them before its
+    polish; reopened gates have scale 1. This costs no perplexity on SmolLM2-135M.
     """
     is_open = gates > 0
     importance_RU = rank_open_first(saliency, is_open).flatten(0, -2)

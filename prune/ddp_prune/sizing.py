@@ -1,7 +1,7 @@
 """Memory and hours of a run by formula: for this machine, or for GPUs that are not here.
 
-The formulas are those by which a run chooses its training mode and its micro-batches (`memory.py`). Hours are counted
-FLOPs at an assumed utilization.
+The formulas are those by which a run chooses its training mode and its micro-batches (`memory.py`).
+Hours are counted FLOPs at an assumed utilization.
 """
 
 import dataclasses
@@ -94,9 +94,11 @@ def parse_cards(text: str) -> tuple[str, int]:
 
 
 def estimate(recipes: Sequence[Recipe], source: Source, cards: str) -> list[Estimate]:
-    """Return what a run of these sizes takes on these cards, per training mode that the recipe allows.
+    """Return what a run of these sizes takes on these cards, per training mode that the recipe
+    allows.
 
-    Several cards share the weights, as with `--shard`. Raises: SettingError; ModelError if the config is broken.
+    Several cards share the weights, as with `--shard`. Raises: SettingError; ModelError if the
+    config is broken.
     """
     name, count = parse_cards(cards)
     recipe, devices = recipes[-1], Devices(count, "cuda", count > 1)
@@ -128,7 +130,8 @@ def estimate(recipes: Sequence[Recipe], source: Source, cards: str) -> list[Esti
 
 
 def describe(recipe: Recipe, estimates: Sequence[Estimate], cards: str) -> Iterator[str]:
-    """Yield a line per training mode, from the one that takes least: memory, tokens and hours on the cards."""
+    """Yield a line per training mode, from the one that takes least: memory, tokens and hours on
+    the cards."""
     name, _ = parse_cards(cards)
     for sized in reversed(estimates):
         hours = sized.seconds / 3600
@@ -145,9 +148,11 @@ def describe(recipe: Recipe, estimates: Sequence[Estimate], cards: str) -> Itera
 
 
 def passes(recipe: Recipe, mode: Mode) -> float:
-    """Return the passes per step over the weights, with checkpointed layers: 2 FLOPs per parameter and token each.
+    """Return the passes per step over the weights, with checkpointed layers: 2 FLOPs per parameter
+    and token each.
 
-    The teacher's forward, forward, forward again, gradients of activations, and gradients of trained weights.
+    The teacher's forward, forward, forward again, gradients of activations, and gradients of
+    trained weights.
     """
     return (recipe.distillation > 0) + 3 + (mode.train == "weights")
 
@@ -169,8 +174,8 @@ def step_bytes(
 ) -> int:
     """Estimate the peak bytes per device of a training step.
 
-    Sharded: two gathered layers in the model's dtype, and a layer's gradient in that and in float32. On one device: the
-    gradient of the largest trained tensor, in both.
+    Sharded: two gathered layers in the model's dtype, and a layer's gradient in that and in
+    float32. On one device: the gradient of the largest trained tensor, in both.
     """
     is_trained, itemsize = mode.train == "weights", _options(recipe, source)["dtype"].itemsize
     held = held_bytes(recipe, source, mode, itemsize, devices.number if devices.is_sharded else 1)
@@ -179,7 +184,8 @@ def step_bytes(
         if not name.startswith(FROZEN):
             layer, _, tensor = name.removeprefix("model.layers.").partition(".")
             layers[layer] += math.prod(shape)
-            stacked = tensor.partition(".experts.")[0] if ".experts." in tensor else tensor  # one tensor in memory
+            # one tensor in memory
+            stacked = tensor.partition(".experts.")[0] if ".experts." in tensor else tensor
             tensors[f"{layer}.{stacked}"] += math.prod(shape) * 2 // 3 if ".experts." in tensor else math.prod(shape)
     if devices.is_sharded:
         transient = max(layers.values()) * (2 * itemsize + is_trained * (itemsize + 4))

@@ -1,4 +1,5 @@
-"""Trains one size: the dense model and text in, its gates, their evaluation and the updated weights out."""
+"""Trains one size: the dense model and text in, its gates, their evaluation and the updated weights
+out."""
 
 import math
 import sys
@@ -121,9 +122,11 @@ class Result(NamedTuple):
 
 
 def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:
-    """Load the dense model, train gates, and weights too if the run says so, and evaluate both models.
+    """Load the dense model, train gates, and weights too if the run says so, and evaluate both
+    models.
 
-    Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no sequence fits a device.
+    Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no
+        sequence fits a device.
     """
     set_seed(run.recipe.seed)
     with explained(too_large(run.recipe)):
@@ -184,7 +187,8 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
 def load_trained(
     run: Run, source: Source, head_unit: str, accelerator: Accelerator
 ) -> tuple[GatedModel, TrainedWeights | None]:
-    """Load the model of a run with its gates, and what is trained besides the gates; it must not have run forward."""
+    """Load the model of a run with its gates, and what is trained besides the gates; it must not
+    have run forward."""
     model, weights = load(source, run.recipe, accelerator), None
     if run.train != "masks":  # gates scale the input of adapters too, so these are added first
         weights = TrainedWeights(model, accelerator, run.train, optimizer=run.optimizer)
@@ -195,7 +199,8 @@ def load_trained(
 
 
 def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], print_line: Callable[[str], None]) -> None:
-    """Print where the trained weights diverge further from the dense model than its own weights under these gates.
+    """Print where the trained weights diverge further from the dense model than its own weights
+    under these gates.
 
     untrained: the divergences of the latter.
     """
@@ -215,11 +220,13 @@ class Joint(NamedTuple):
     heldout: torch.Tensor | None = None
     """Blocks on which the trials of the learning rate are judged; None: no trials."""
     teacher: Any = None
-    """A copy of the dense model; None without distillation, and for adapters, which can be disabled."""
+    """A copy of the dense model; None without distillation, and for adapters, which can be
+    disabled."""
 
 
 def resolve_learning_rate(joint: Joint, trainer: Trainer, print_line: Callable[[str], None]) -> dict[str, Any]:
-    """Return the highest rate of the weights, as asked or found by trials, in the form of `Learned.rate`."""
+    """Return the highest rate of the weights, as asked or found by trials, in the form of
+    `Learned.rate`."""
     recipe, model = trainer.run.recipe, trainer.gated.model
     if recipe.learning_rate:
         return {"highest": recipe.learning_rate}

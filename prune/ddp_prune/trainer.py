@@ -1,9 +1,10 @@
-"""The trainer of gates: the default search, the exact rounding, the polish, and the step that they share.
+"""The trainer of gates: the default search, the exact rounding, the polish, and the step that they
+share.
 
-In the default search, a closed gate never reopens, and the scales of the open gates are trained. The scales z are the
-only parameters, and weights are frozen, unless `train_weights` is called.
-Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a layer. Where this file writes [L, U], the
-masks of routed experts are [L, E, C]: E experts with C channels each.
+In the default search, a closed gate never reopens, and the scales of the open gates are trained.
+The scales z are the only parameters, and weights are frozen, unless `train_weights` is called.
+Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a layer. Where this file
+writes [L, U], the masks of routed experts are [L, E, C]: E experts with C channels each.
 """
 
 import dataclasses
@@ -28,10 +29,12 @@ from ddp_training.weights import WARMUP, TrainedWeights, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 it would use up budget without effect
-PRIOR_PRECISION = 50.0  # of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
+# of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
+PRIOR_PRECISION = 50.0
 PRIOR_SHARE = 1 / 20  # of the run's tokens, treated as already seen with every scale at 1
 SNAPSHOT = "after_"  # followed by the number of a step
-CLOSE_EVERY = 4  # steps, of a slow selection; the schedule is smooth, so a few more gates close at a time
+# steps, of a slow selection; the schedule is smooth, so a few more gates close at a time
+CLOSE_EVERY = 4
 REVIVED = 0.5  # scale of a unit that rounding adds back, if the search left it without one
 
 
@@ -44,15 +47,18 @@ class Learned:
     z: Masks
     """The logits of the gates before rounding and polish."""
     saliency: Masks
-    """float32, shaped as the gates: estimated loss added by closing an open gate, or saved by opening a closed one."""
+    """float32, shaped as the gates: estimated loss added by closing an open gate, or saved by
+    opening a closed one."""
     snapshots: dict[str, Masks]
     """The gates after every `masks_every` steps, by names such as `after_100`."""
     rounding: dict[str, dict[str, float]]
     """Changes by rounding, per module type: sparsity before it, units revived, units dropped."""
     rate: dict[str, Any]
-    """AdamW's `highest` rate of trained weights, and the `trials` that found it; empty if only masks were trained."""
+    """AdamW's `highest` rate of trained weights, and the `trials` that found it; empty if only
+    masks were trained."""
     routed: Masks
-    """`experts`: int64 [L, E], how often each expert was chosen in training; empty for a dense model."""
+    """`experts`: int64 [L, E], how often each expert was chosen in training; empty for a dense
+    model."""
 
     def routing(self, routed_layers: tuple[int, ...]) -> dict[str, Any]:
         """Return `routed` as plain data, layer number -> counts; {} for a dense model."""
@@ -62,7 +68,8 @@ class Learned:
 
 @dataclass(kw_only=True)
 class GateState:
-    """Everything a trainer keeps per gate: one tensor per module type, shaped as the masks unless stated otherwise."""
+    """Everything a trainer keeps per gate: one tensor per module type, shaped as the masks unless
+    stated otherwise."""
 
     z: Masks
     """Logits of the gates, which are also their scales."""
@@ -135,12 +142,14 @@ class Trainer:
         self.prepare()
 
     def prepare(self) -> None:
-        """Create the state that a search keeps in addition to the gates; the default search keeps none."""
+        """Create the state that a search keeps in addition to the gates; the default search keeps
+        none."""
 
     def train_weights(self, weights: TrainedWeights, teacher: Any, find_rate: Callable[[], dict[str, Any]]) -> None:
         """Also train the weights of the gated model.
 
-        teacher: a second, frozen copy of the dense model; None for adapters, without which the model is the dense one.
+        teacher: a second, frozen copy of the dense model; None for adapters, without which the
+            model is the dense one.
         find_rate: returns `rate`; it is called before the first step, unless the run is resumed.
         """
         self.weights, self.find_rate = weights, find_rate
@@ -166,7 +175,8 @@ class Trainer:
             self.rate = self.find_rate()
 
     def step(self, step: int) -> dict[str, float]:
-        """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
+        """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a
+        number."""
         recipe, gates = self.recipe, self.gates
         if step >= self.run.steps.search and not self.polishing:
             self.round()
@@ -197,19 +207,22 @@ class Trainer:
         return "check the weights" if self.recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'
 
     def _step_weights(self, weights: TrainedWeights, step: int) -> None:
-        """Take AdamW's step. In a size family the rate does not decay before the search of the size ends."""
+        """Take AdamW's step. In a size family the rate does not decay before the search of the size
+        ends."""
         steps = self.run.steps
         rate = rate_of(step, steps.last, self.rate["highest"], WARMUP, steps.search if self.run.in_family else 0)
         weights.step(rate, weights.reduce_gradients(), step_seed(self.recipe.seed, step))
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
-        """Move the scales, then close gates. masks: of this step. gradients: of the loss, for these masks."""
+        """Move the scales, then close gates. masks: of this step. gradients: of the loss, for these
+        masks."""
         self.learn_scales(step, gradients)
         if self.closes_after(step):
             self.close(self.progress(step))
 
     def closes_after(self, step: int) -> bool:
-        """Tell whether gates close after this step: every one, but with measured costs on a GPU each CLOSE_EVERY-th.
+        """Tell whether gates close after this step: every one, but with measured costs on a GPU
+        each CLOSE_EVERY-th.
 
         That selection runs on the CPU, 5 to 10 % of a step on a GPU by an estimate.
         """
@@ -222,15 +235,17 @@ class Trainer:
         return min(1.0, (step + 1 - first) / (end - first))
 
     def _gradients(self, step: int, masks: Masks) -> tuple[float, float, Masks, Masks]:
-        """Return CE, KL, dloss/dm [L, U] and the sum over tokens of squared per-token gradients, over all processes.
+        """Return CE, KL, dloss/dm [L, U] and the sum over tokens of squared per-token gradients,
+        over all processes.
 
-        Gradients are squared per token, not per sequence: these are many more samples, and they do not depend on
-        micro-batches. Sums are in float64, because the order of summation depends on the number of processes and AdamW
-        amplifies rounding errors of the smallest gradients.
+        Gradients are squared per token, not per sequence: these are many more samples, and they do
+        not depend on micro-batches. Sums are in float64, because the order of summation depends on
+        the number of processes and AdamW amplifies rounding errors of the smallest gradients.
 
-        With a loss mask the loss is a mean over n of N tokens, so a token's own gradient is n times that of the loss:
-        text outside the mask changes neither the information nor the steps of the scales. The KL term is a mean over
-        all N, so its share of the squares counts n / N of its tokens; it is small next to the cross-entropy's.
+        With a loss mask the loss is a mean over n of N tokens, so a token's own gradient is n times
+        that of the loss: text outside the mask changes neither the information nor the steps of the
+        scales. The KL term is a mean over all N, so its share of the squares counts n / N of its
+        tokens; it is small next to the cross-entropy's.
         """
         loss_share = self.batches.loss_share(step)
         losses = torch.zeros(2, device=self.accelerator.device)
@@ -255,11 +270,13 @@ class Trainer:
         return cross_entropy, divergence, total, {kind: reduce(value, "sum").float() for kind, value in squares.items()}
 
     def _backward(self, batch: MicroBatch, leaves: Masks, squares: Masks, counts: torch.Tensor | None) -> torch.Tensor:
-        """Run a micro-batch forward, and backward into the leaves; return [CE, KL] in nats per token."""
+        """Run a micro-batch forward, and backward into the leaves; return [CE, KL] in nats per
+        token."""
         model: Any = self.gated.model
         teacher_NH = self.teacher.hidden(batch) if self.teacher else None
         with self.gated.masks(leaves, squares, self.narrow):
-            with self.gated.counting(counts):  # forward alone: checkpointed layers run again in backward
+            # forward alone: checkpointed layers run again in backward
+            with self.gated.counting(counts):
                 student_NH = final_hidden(model, batch.tokens)
             loss, metrics = distill(
                 student_NH, teacher_NH, OutputHead.of(model), batch.labels_N, self.recipe.distillation,
@@ -288,9 +305,11 @@ class Trainer:
 
     @torch.no_grad()
     def _saliency(self, kind: str, scales: torch.Tensor) -> torch.Tensor:
-        """Return by how much the loss is estimated to change if each gate moves between 0 and its scale (1 if closed).
+        """Return by how much the loss is estimated to change if each gate moves between 0 and its
+        scale (1 if closed).
 
-        It is the information per step times the squared scale; experts that were never chosen get a neutral value.
+        It is the information per step times the squared scale; experts that were never chosen get a
+        neutral value.
         """
         information = self.gates.information[kind] / self.gates.open_steps[kind].clamp_min(1)
         if kind in self.gates.routed:
@@ -303,7 +322,8 @@ class Trainer:
         open_gates, gates = self.open_gates(), self.gates
         with raise_on_all_ranks(self.accelerator):
             chosen = self.choose({kind: self._saliency(kind, z) for kind, z in gates.z.items()}, open_gates)
-        # an exact choice ends after some minutes with the best selection so far, which depends on the machine
+        # an exact choice ends after some minutes with the best selection so far, which depends on
+        # the machine
         chosen = broadcast_from_main(self.accelerator, {kind: mask.cpu() for kind, mask in chosen.items()})
         for kind, z in gates.z.items():
             is_open, support = open_gates[kind], chosen[kind].to(z.device)
@@ -317,7 +337,8 @@ class Trainer:
             }
 
     def choose(self, saliency: Masks, is_open: Masks) -> Masks:
-        """Return the final support, bool [L, U]: as much as the budget allows, open gates before closed ones."""
+        """Return the final support, bool [L, U]: as much as the budget allows, open gates before
+        closed ones."""
         chosen = {kind: mask for pool in self.pools for kind, mask in pool.choose(saliency, is_open).items()}
         if self.recipe.max_head_counts and "attn" in chosen:
             support, most = chosen["attn"], self.recipe.max_head_counts
@@ -326,7 +347,8 @@ class Trainer:
         return chosen
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the metrics of the gates after a step: the sparsity of each module type and pool."""
+        """Return the metrics of the gates after a step: the sparsity of each module type and
+        pool."""
         is_open = {kind: mask.float() for kind, mask in self.open_gates().items()}
         values = {f"{kind}_sparsity": 1.0 - float(mask.mean()) for kind, mask in is_open.items()}
         for pool in self.pools:
@@ -353,7 +375,8 @@ class Trainer:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Plain data of a saved run: the changes by rounding, and the learning rate of the weights."""
+        """Plain data of a saved run: the changes by rounding, and the learning rate of the
+        weights."""
         return {"rounding": self.rounding, "rate": self.rate}
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -376,10 +399,12 @@ def natural_step(
     All tensors have the same shape and are sums over tokens, not means.
     z: scales before the step.
     gradient: sum over the tokens of the step.
-    information: sum of squared gradients over all tokens so far, the empirical Fisher information. Squares are of the
-        gradient of CE + η·KL; on SmolLM2 they are 1.6 to 2.8 times smaller than (1 + η) times the true Fisher
-        information, so a larger η lengthens steps. Correcting this made a toy model 0.2 to 1.7 % worse (8 of 8 runs).
-    assumed: tokens treated as seen before the first step, in multiples of the tokens seen so far. They and
-        PRIOR_PRECISION keep the first steps from following the noise of a few hundred tokens.
+    information: sum of squared gradients over all tokens so far, the empirical Fisher information.
+        Squares are of the gradient of CE + η·KL; on SmolLM2 they are 1.6 to 2.8 times smaller than
+        (1 + η) times the true Fisher information, so a larger η lengthens steps. Correcting this
+        made a toy model 0.2 to 1.7 % worse (8 of 8 runs).
+    assumed: tokens treated as seen before the first step, in multiples of the tokens seen so far.
+        They and PRIOR_PRECISION keep the first steps from following the noise of a few hundred
+        tokens.
     """
     return z - gradient / (PRIOR_PRECISION + (1.0 + assumed) * information)

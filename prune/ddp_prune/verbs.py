@@ -1,6 +1,7 @@
 """The verbs prune, prune_sizes, plan and apply as functions of `ddp_vllm`.
 
-Each function imports what it needs when it is called, so that importing this module does not import torch.
+Each function imports what it needs when it is called, so that importing this module does not import
+torch.
 """
 
 from collections.abc import Mapping
@@ -38,10 +39,11 @@ def prune(
 
     If the call is interrupted, the same call resumes it.
 
-    model: a folder or a hub name. recipe: a TOML file with settings, or a `Recipe`, whose model is not used. overwrite:
-    replace an existing pruned folder. tracker: also log to this tracker, such as `tensorboard`. verbose: print what the
-    command line prints. settings: any field of a `Recipe` (`sparsity`, `data`, `steps`, …), which overrides that of
-    `recipe`; these are the options of [`ddp-vllm prune`](commands.md#ddp-vllm-prune).
+    model: a folder or a hub name. recipe: a TOML file with settings, or a `Recipe`, whose model is
+    not used. overwrite: replace an existing pruned folder. tracker: also log to this tracker, such
+    as `tensorboard`. verbose: print what the command line prints. settings: any field of a `Recipe`
+    (`sparsity`, `data`, `steps`, …), which overrides that of `recipe`; these are the options of
+    [`ddp-vllm prune`](commands.md#ddp-vllm-prune).
     """
     if (count := len(_recipes(model, recipe, settings))) > 1:
         raise SettingError(f"{count} sizes are given, but prune makes one; prune_sizes makes several")
@@ -66,7 +68,8 @@ def prune_sizes(
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
-    if len(recipes) == 1 and not run_folders(output)[0].exists():  # an interrupted run decides later
+    # an interrupted run decides later
+    if len(recipes) == 1 and not run_folders(output)[0].exists():
         check_output(output, overwrite=overwrite)
     _check_inputs(recipes[0])
     from ddp_prune import pipeline
@@ -90,9 +93,11 @@ def plan(
 ) -> "Plan":
     """Return what `prune` would remove and the memory and time it would take; nothing is written.
 
-    The result has `lines`, which `prune --dry-run` prints, and the numbers `removed`, `peak_bytes` and `seconds`.
+    The result has `lines`, which `prune --dry-run` prints, and the numbers `removed`, `peak_bytes`
+    and `seconds`.
 
-    on: GPUs such as `h100-80gb` or `2xh100-80gb`, for which memory and time are estimated instead of for this machine.
+    on: GPUs such as `h100-80gb` or `2xh100-80gb`, for which memory and time are estimated instead
+        of for this machine.
     verbose: print what takes time.
     """
     recipes = _recipes(model, recipe, settings)
@@ -111,7 +116,8 @@ def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Ma
 
 
 def _check_inputs(recipe: Recipe) -> None:
-    """Refuse a missing model, text or profile before torch is imported. Raises: ModelError, TextError, SettingError."""
+    """Refuse a missing model, text or profile before torch is imported. Raises: ModelError,
+    TextError, SettingError."""
     check_model(recipe.model)
     check_sources(recipe.data, recipe.text_column)
     if recipe.watch:
@@ -125,8 +131,8 @@ def apply(
 ) -> Checkpoint:
     """Prune a dense model by a published masks file, without text and without training.
 
-    masks: a `ddp_masks.safetensors`. tp: refuse masks that do not split over this many devices. align: move channels
-    between layers until all widths are multiples of this number.
+    masks: a `ddp_masks.safetensors`. tp: refuse masks that do not split over this many devices.
+    align: move channels between layers until all widths are multiples of this number.
     """
     output = Path(output)
     check_output(output, overwrite=overwrite)

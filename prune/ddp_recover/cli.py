@@ -46,8 +46,9 @@ def recover(
 ) -> None:
     """Train the weights of the pruned MODEL on the dense model's output and write the better model.
 
-    Widths, speed and serving do not change. Teacher, text and batch size are those of the pruning run unless they are
-    passed. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm recover …
+    Widths, speed and serving do not change. Teacher, text and batch size are those of the pruning
+    run unless they are passed. After an interruption, the same command resumes. On several devices:
+    accelerate launch -m ddp_vllm recover …
     """
     options = given(settings) | {"overwrite": overwrite, "tracker": tracker}
     with lines_to_stderr(as_json):
@@ -68,8 +69,8 @@ def recover(
 def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
     """Quantize the pruned or dense model in FOLDER with llm-compressor; vLLM serves it as before.
 
-    This requires an environment separate from vLLM's: pip install ".[prune,quantize]" in a clone of ddp-vllm. Weights
-    are rounded to the nearest value, so no text is required. The command first prints the layers whose widths suit no
-    fast kernel, and how to avoid that.
+    This requires an environment separate from vLLM's: pip install ".[prune,quantize]" in a clone of
+    ddp-vllm. Weights are rounded to the nearest value, so no text is required. The command first
+    prints the layers whose widths suit no fast kernel, and how to avoid that.
     """
     echo(f"written: {verbs.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")

@@ -1,4 +1,5 @@
-"""Compares a model with the dense one on text of the user: perplexity, KL divergence and top-1 agreement."""
+"""Compares a model with the dense one on text of the user: perplexity, KL divergence and top-1
+agreement."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -31,10 +32,11 @@ MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over b
 
 
 def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Callable[[str], None]) -> dict[str, Any]:
-    """Evaluate both models on every text; return the results, which are also written into the folder `output`.
+    """Evaluate both models on every text; return the results, which are also written into the
+    folder `output`.
 
-    Raises: SettingError if the model to compare with is unknown; ModelError, CheckpointError, TextError; TrainingError
-        if a device runs out of memory.
+    Raises: SettingError if the model to compare with is unknown; ModelError, CheckpointError,
+        TextError; TrainingError if a device runs out of memory.
     """
     settings.check()
     dense = open_source(settings.against or dense_of(settings.model))
@@ -79,7 +81,8 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
 
 
 def dense_of(model: str) -> str:
-    """Return the path or hub name of the dense model that a pruned folder was made from. Raises: SettingError."""
+    """Return the path or hub name of the dense model that a pruned folder was made from.
+    Raises: SettingError."""
     folder = local_folder(model)
     provenance = local_provenance(folder / MASKS_FILE) if folder and is_pruned(folder) else {}
     if not (dense := provenance.get("applied_to") or provenance.get("recipe", {}).get("model")):
@@ -94,7 +97,8 @@ def dense_of(model: str) -> str:
 
 
 def open_model(model: str, dense: Source) -> Source:
-    """Return a dense, pruned or quantized model as a source. Raises: ModelError, CheckpointError."""
+    """Return a dense, pruned or quantized model as a source. Raises: ModelError,
+    CheckpointError."""
     folder = local_folder(model)
     config = read_config(folder) if folder else {}
     quantization = config.get("quantization_config")
@@ -116,7 +120,8 @@ def open_model(model: str, dense: Source) -> Source:
 def _load_text(
     name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int, print_line: Callable[[str], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the blocks of a text that have tokens to evaluate, int64 [num_blocks, max_length], and their loss mask.
+    """Return the blocks of a text that have tokens to evaluate, int64 [num_blocks, max_length], and
+    their loss mask.
 
     Raises: TextError; ModelError if the tokenizer makes tokens that the model lacks.
     """

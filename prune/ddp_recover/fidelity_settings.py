@@ -1,4 +1,5 @@
-"""The settings of a comparison on text, apart from fidelity.py, so that they are checked before torch is imported."""
+"""The settings of a comparison on text, apart from fidelity.py, so that they are checked before
+torch is imported."""
 
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ class FidelitySettings:
 
     model: str
     texts: tuple[str, ...]
-    """Files or hub datasets, as for `prune`. In conversations only the assistant's turns are evaluated."""
+    """Files or hub datasets, as for `prune`. In conversations only the assistant's turns are
+    evaluated."""
     against: str = ""
     """The model to compare with; "": the dense model that a pruned folder was made from."""
     max_length: int = 2048

@@ -1,6 +1,8 @@
-"""Quantizes a model with llm-compressor, after reporting which widths vLLM's kernels do not support.
+"""Quantizes a model with llm-compressor, after reporting which widths vLLM's kernels do not
+support.
 
-Weights are rounded to nearest, and activations are quantized per token at run time, so no calibration text is needed.
+Weights are rounded to nearest, and activations are quantized per token at run time, so no
+calibration text is needed.
 """
 
 import os
@@ -39,7 +41,8 @@ class Scheme:
     is_strict: bool = False
     """vLLM has no kernel for other widths."""
     groups: tuple[int, ...] = ()
-    """Possible numbers of weights per scale; the largest that divides all inputs is used, else one scale per output."""
+    """Possible numbers of weights per scale; the largest that divides all inputs is used, else one
+    scale per output."""
 
 
 SCHEMES = {  # by llm-compressor's names
@@ -50,12 +53,13 @@ SCHEMES = {  # by llm-compressor's names
 
 
 def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, print_line: Callable[[str], None]) -> None:
-    """Write the model in `folder`, pruned or dense, with quantized weights; all other files are copied.
+    """Write the model in `folder`, pruned or dense, with quantized weights; all other files are
+    copied.
 
     print_line: prints a line on the layers that a kernel runs more slowly, if there are any.
-    Raises: CheckpointError if the model is quantized already; SettingError for another scheme, for routed experts, and
-        for widths that no kernel supports; OutputError as `atomic_folder`; SettingError without llm-compressor;
-        DdpError if llm-compressor fails.
+    Raises: CheckpointError if the model is quantized already; SettingError for another scheme, for
+        routed experts, and for widths that no kernel supports; OutputError as `atomic_folder`;
+        SettingError without llm-compressor; DdpError if llm-compressor fails.
     """
     if scheme not in SCHEMES:
         raise SettingError(f"scheme is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
@@ -74,7 +78,8 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, print_
 
 
 def _open(folder: Path) -> Checkpoint:
-    """Read and check a model. Raises: CheckpointError, SettingError; ModelError for a dense model of no family."""
+    """Read and check a model. Raises: CheckpointError, SettingError; ModelError for a dense model
+    of no family."""
     checkpoint = read_checkpoint(folder, dense=True)
     if states_widths(checkpoint.config):
         raise SettingError(
@@ -84,7 +89,8 @@ def _open(folder: Path) -> Checkpoint:
     if checkpoint.config.get("quantization_config"):
         raise CheckpointError(f"{folder} is quantized already; quantize the folder that it was made from")
     if checkpoint.has_experts:
-        if checkpoint.stock or not is_pruned(folder):  # transformers keeps its experts in one tensor, no module
+        # transformers keeps its experts in one tensor, no module
+        if checkpoint.stock or not is_pruned(folder):
             raise SettingError(
                 f"{folder} has routed experts, which quantize would skip: it quantizes linear layers only. "
                 f"It is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "
@@ -98,9 +104,11 @@ def _open(folder: Path) -> Checkpoint:
 
 
 def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
-    """Return a line on the layers that vLLM's faster kernels for a scheme do not support; "" if there are none.
+    """Return a line on the layers that vLLM's faster kernels for a scheme do not support; "" if
+    there are none.
 
-    In vLLM 0.32 `cutlass_scaled_mm` passes such layers to Triton, and the FP8 kernel pads their inputs at every call.
+    In vLLM 0.32 `cutlass_scaled_mm` passes such layers to Triton, and the FP8 kernel pads their
+    inputs at every call.
     Raises: SettingError if no kernel supports them; it names the layers and the remedy.
     """
     block = SCHEMES[scheme].block
@@ -114,7 +122,8 @@ def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
     if all(name.startswith("mlp.") for _, name, *_ in odd):
         remedy = f"prune the dense model again with --align {block}"
         provenance = checkpoint.provenance
-        if not (trained_together(provenance) or "recovery" in provenance):  # `apply` would lose trained weights
+        # `apply` would lose trained weights
+        if not (trained_together(provenance) or "recovery" in provenance):
             remedy = f"run ddp-vllm apply with --align {block} first"
     if SCHEMES[scheme].is_strict:
         layer, name, outputs, inputs = odd[0]
@@ -138,7 +147,8 @@ def linear_sizes(checkpoint: Checkpoint) -> Iterator[tuple[int, str, int, int]]:
 
 
 def _compress(checkpoint: Checkpoint, scheme: str, work: Path) -> None:
-    """Let llm-compressor write weights and a config into `work`. Raises: ModuleNotFoundError, DdpError."""
+    """Let llm-compressor write weights and a config into `work`. Raises: ModuleNotFoundError,
+    DdpError."""
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -168,7 +178,8 @@ def _load(checkpoint: Checkpoint) -> Any:
 
 
 def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path) -> None:
-    """Write the weights in `work` into `folder`, which will become `output`, and copy all other files."""
+    """Write the weights in `work` into `folder`, which will become `output`, and copy all other
+    files."""
     source = checkpoint.folder
     pruned = is_pruned(source)
     config = config_of(checkpoint) if pruned else read_json(source / "config.json")

@@ -1,4 +1,5 @@
-"""Every setting of a recovery, checked once. Settings that are not passed are those of the pruning run."""
+"""Every setting of a recovery, checked once. Settings that are not passed are those of the pruning
+run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,13 +23,14 @@ class RecoveryRecipe(TrainingSettings):
     teacher: str
     """Folder or Hub name of the dense model from which the model was pruned."""
     minutes: float = setting(10.0, least=0)
-    """Minutes of training. A step is timed first; the number of steps that fit is saved with the run, so that an
-    interrupted run resumes with the same number."""
+    """Minutes of training. A step is timed first; the number of steps that fit is saved with the
+    run, so that an interrupted run resumes with the same number."""
     tokens: int = setting(0, least=0)
     """Tokens to train on. Replaces `minutes`."""
     train: str = setting("auto", choices=("auto", "weights", "lora"))
-    """Training mode: `weights` trains all weights except embeddings and output head, `lora` trains low-rank additions
-    to the projections, merged at the end. `auto` is `weights` if memory holds one of the optimizers."""
+    """Training mode: `weights` trains all weights except embeddings and output head, `lora` trains
+    low-rank additions to the projections, merged at the end. `auto` is `weights` if memory holds
+    one of the optimizers."""
     rank: int = setting(16, least=1)
     """Rank of the low-rank additions of `lora`."""
     warmup: float = setting(0.1, is_fraction=True)
@@ -59,7 +61,8 @@ class RecoveryKeywords(TrainingKeywords, total=False):
 
 
 def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Mapping[str, Any]) -> RecoveryRecipe:
-    """Build the recipe of a recovery as `load_recipe` does; settings that are not given are inherited.
+    """Build the recipe of a recovery as `load_recipe` does; settings that are not given are
+    inherited.
 
     pruned_by: the recipe of the pruning run, as stored in the checkpoint; {} if it is unknown.
     """

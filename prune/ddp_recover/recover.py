@@ -1,4 +1,5 @@
-"""Trains a pruned model on the dense model's outputs: both checkpoints → text → trained weights → checkpoint."""
+"""Trains a pruned model on the dense model's outputs: both checkpoints → text → trained weights →
+checkpoint."""
 
 import dataclasses
 import json
@@ -83,7 +84,8 @@ class Text(NamedTuple):
     loss_mask: torch.Tensor | None
     """Of these blocks, bool: tokens that contribute to the cross-entropy; None: all."""
     heldout: Mapping[str, torch.Tensor]
-    """To evaluate on, by the name of the text: first the training text, then watched texts of other kinds."""
+    """To evaluate on, by the name of the text: first the training text, then watched texts of other
+    kinds."""
 
 
 def recover_alone(
@@ -159,7 +161,8 @@ def _interrupted_run(recipe: RecoveryRecipe, output: Path) -> dict[str, Any]:
 
 
 def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:
-    """Return the pruned checkpoint, its source and the dense source, checked against each other, recipe and output."""
+    """Return the pruned checkpoint, its source and the dense source, checked against each other,
+    recipe and output."""
     checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
     check_spares_source(output, dense)
     check_index(dense.folder)
@@ -221,7 +224,8 @@ def _full_optimizer(recipe: RecoveryRecipe, models: Models) -> tuple[str, bool]:
 def _with_timed_tokens(
     recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, print_line: PrintLine
 ) -> RecoveryRecipe:
-    """Return the recipe with the number of tokens that fits into its minutes, after timing a step on random tokens."""
+    """Return the recipe with the number of tokens that fits into its minutes, after timing a step
+    on random tokens."""
     generator = torch.Generator().manual_seed(recipe.seed)
     shape = (recipe.batch_size, recipe.seq_len)
     blocks = torch.randint(models.teacher.config.get_text_config().vocab_size, shape, generator=generator)
@@ -231,7 +235,8 @@ def _with_timed_tokens(
 
 
 def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Models, print_line: PrintLine) -> Text:
-    """Load the text to train on, its held-out part, and the watched texts. Raises: as `load_text`."""
+    """Load the text to train on, its held-out part, and the watched texts. Raises: as
+    `load_text`."""
     known = recipe, models.tokenizer, recipe.model, models.teacher.config.get_text_config().vocab_size
     train_blocks = recipe.steps * recipe.batch_size
     read = partial(load_text, recipe.data, *known, train_blocks=train_blocks, min_train_blocks=recipe.batch_size)
@@ -257,7 +262,8 @@ def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Mo
 
 
 def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> list[str]:
-    """Return the texts to watch: those of the recipe, or those of the pruning run that this recovery does not train on.
+    """Return the texts to watch: those of the recipe, or those of the pruning run that this
+    recovery does not train on.
 
     An inherited text that is missing here, or too short, is not watched.
     """
@@ -267,7 +273,8 @@ def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> list[str]
 
 
 def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[str, Any]:
-    """Return the identity of a run: hashes of text, weights and configs, and the recipe before it was resolved."""
+    """Return the identity of a run: hashes of text, weights and configs, and the recipe before it
+    was resolved."""
     weights, others = (
         [file for folder in folders for file in files(folder)] for files in (weight_files, tokenizer_and_config_files)
     )
@@ -278,7 +285,8 @@ def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[st
 def _train(
     recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, text: Text, run: RunState, console: Console
 ) -> tuple[Evaluation, UpdatedWeights]:
-    """Train the pruned model; return the evaluation of all three models, and the updated weights."""
+    """Train the pruned model; return the evaluation of all three models, and the updated
+    weights."""
     evaluation = Evaluation(text.heldout, models.tokenizer, print_line=run.print_line)
     evaluation.evaluate("dense", models.teacher)
     if warning := bos_warning(models.teacher, recipe.model, models.tokenizer, text.heldout[recipe.data]):
@@ -328,13 +336,16 @@ def _results(recipe: RecoveryRecipe, run: RunState, evaluation: Evaluation) -> d
 def _write(
     checkpoint: Checkpoint, transform: UpdatedWeights, run: RunState, provenance: Mapping[str, Any]
 ) -> Checkpoint:
-    """Write a pruned checkpoint again with its updated weights, each rounded once to the dtype it was stored in.
+    """Write a pruned checkpoint again with its updated weights, each rounded once to the dtype it
+    was stored in.
 
-    Widths and gates are those of `checkpoint`. Folders inside it, such as its report, are not copied.
+    Widths and gates are those of `checkpoint`. Folders inside it, such as its report, are not
+    copied.
     """
     source = checkpoint.folder
     tensors = ((name, transform(name, tensor).to(tensor.dtype)) for name, tensor in stored_tensors(source))
-    has_masks = "converted" not in provenance  # of a model that another tool pruned only the widths are known
+    # of a model that another tool pruned only the widths are known
+    has_masks = "converted" not in provenance
     gates, scores = (read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)) if has_masks else ({}, {})
     head_unit = str(provenance.get("head_unit", "kv-group"))
     provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}

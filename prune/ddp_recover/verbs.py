@@ -1,6 +1,7 @@
 """The verbs recover, quantize and evaluate_text as functions of `ddp_vllm`.
 
-Each function imports what it needs when it is called, so that importing this module does not import torch.
+Each function imports what it needs when it is called, so that importing this module does not import
+torch.
 """
 
 from collections.abc import Sequence
@@ -33,10 +34,12 @@ def recover(
     verbose: bool = False,
     **settings: Unpack[RecoveryKeywords],
 ) -> Checkpoint:
-    """Train a pruned model on the dense model's outputs to recover quality, and write the better model.
+    """Train a pruned model on the dense model's outputs to recover quality, and write the better
+    model.
 
-    model: a pruned folder. settings: any field of a `RecoveryRecipe` (`minutes`, `data`, `teacher`, …); settings
-    that are not passed are those of the pruning run. The other arguments are those of `prune`.
+    model: a pruned folder. settings: any field of a `RecoveryRecipe` (`minutes`, `data`, `teacher`,
+    …); settings that are not passed are those of the pruning run. The other arguments are those of
+    `prune`.
     """
     folder, output = Path(model), Path(output)
     clear(output)
@@ -63,10 +66,12 @@ def recover(
 def quantize(
     model: str | Path, scheme: str, *, output: str | Path, overwrite: bool = False, verbose: bool = False
 ) -> Path:
-    """Quantize a pruned or dense folder with llm-compressor into a folder that vLLM serves, and return that folder.
+    """Quantize a pruned or dense folder with llm-compressor into a folder that vLLM serves, and
+    return that folder.
 
-    scheme: `W8A8` (8-bit integers), `FP8_DYNAMIC` or `W4A16` (4-bit weights), as llm-compressor names them. verbose:
-    print which layers have widths that vLLM's faster kernels do not support. The other arguments are those of `prune`.
+    scheme: `W8A8` (8-bit integers), `FP8_DYNAMIC` or `W4A16` (4-bit weights), as llm-compressor
+    names them. verbose: print which layers have widths that vLLM's faster kernels do not support.
+    The other arguments are those of `prune`.
     """
     check_output(Path(output), overwrite=overwrite)
     read_checkpoint(Path(model), dense=True)
@@ -84,10 +89,12 @@ def evaluate_text(
     verbose: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Compare a model with the dense one on text of your own: perplexity, KL divergence and top-1 agreement.
+    """Compare a model with the dense one on text of your own: perplexity, KL divergence and top-1
+    agreement.
 
-    texts: files or hub datasets, as `prune` takes them. output: a folder, by default `eval` in the model's. settings:
-    any field of `FidelitySettings` (`against`, `max_length`, …). `["texts"]` has the results of each text.
+    texts: files or hub datasets, as `prune` takes them. output: a folder, by default `eval` in the
+    model's. settings: any field of `FidelitySettings` (`against`, `max_length`, …). `["texts"]` has
+    the results of each text.
     """
     folder = Path(output) if output else default_output(str(model))
     names = [texts] if isinstance(texts, str | Path) else texts

@@ -1,4 +1,5 @@
-"""The optimizer step of a recovery, which trains the weights of a pruned model on the dense model's outputs."""
+"""The optimizer step of a recovery, which trains the weights of a pruned model on the dense model's
+outputs."""
 
 import math
 import time
@@ -14,10 +15,11 @@ from ddp_vllm.errors import TrainingError
 
 
 class WeightTrainer:
-    """Trains the weights of a pruned model to minimize cross-entropy + distillation · KL(dense ‖ pruned), step by step.
+    """Trains the weights of a pruned model to minimize cross-entropy + distillation · KL(dense ‖
+    pruned), step by step.
 
-    student: the pruned model. dense: its teacher. weights: those of the student that are trained. batches: the text,
-    with its loss mask.
+    student: the pruned model. dense: its teacher. weights: those of the student that are trained.
+    batches: the text, with its loss mask.
     """
 
     def __init__(
@@ -37,7 +39,8 @@ class WeightTrainer:
             if math.isfinite(norm := self._gradients(0)[2]):
                 self.weights.step(0.0, norm)
             seconds = time.perf_counter() - began
-        self.weights.reset_optimizer()  # also gradients that are not finite, which the run will report
+        # also gradients that are not finite, which the run will report
+        self.weights.reset_optimizer()
         return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
 
     @property
@@ -49,7 +52,8 @@ class WeightTrainer:
         """Do nothing: the first step requires nothing."""
 
     def step(self, step: int) -> dict[str, float]:
-        """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
+        """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a
+        number."""
         recipe = self.recipe
         cross_entropy, divergence, norm = self._gradients(step)
         loss = cross_entropy + recipe.distillation * divergence
@@ -65,12 +69,14 @@ class WeightTrainer:
         return f"try a --learning-rate below {self.highest:g}"
 
     def _gradients(self, step: int) -> tuple[float, float, float]:
-        """Compute the gradients of a step; return CE and KL in nats per token, and the gradients' norm."""
+        """Compute the gradients of a step; return CE and KL in nats per token, and the gradients'
+        norm."""
         losses = torch.zeros(2, device=self.accelerator.device)
         for batch in self.batches.step(step):
             teacher_NH = self.teacher.hidden(batch) if self.teacher else None
             student_NH = final_hidden(self.student, batch.tokens)
-            # the loss mask applies only to the cross-entropy: the teacher has an output for every token
+            # the loss mask applies only to the cross-entropy: the teacher has an output for every
+            # token
             loss, metrics = distill(
                 student_NH, teacher_NH, self.head, batch.labels_N, self.recipe.distillation, self.dense_head,
                 batch.loss_mask_N,
@@ -81,7 +87,8 @@ class WeightTrainer:
         return cross_entropy, divergence, self.weights.reduce_gradients()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return everything the next step depends on, as named tensors; all processes must call it together."""
+        """Return everything the next step depends on, as named tensors; all processes must call it
+        together."""
         return self.weights.state()
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], _extra: dict[str, Any]) -> None:

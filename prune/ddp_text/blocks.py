@@ -1,10 +1,11 @@
 """Text in, blocks of tokens out: read, hold out, take excerpts in turn, tokenize, pack, cache.
 
-The held-out documents are those of lowest hash, so they are the same for any seed and any number of steps.
-A short run should see all of its text, not only the first documents. Therefore documents take turns: each gives an
-excerpt of about one block, then each gives another. Sources take turns as well.
-If the tokenizer begins every text with BOS, so does every block: models of such a family (Llama-3, Mistral, Gemma) were
-never trained on text without BOS, and their attention uses it as a sink.
+The held-out documents are those of lowest hash, so they are the same for any seed and any number of
+steps. A short run should see all of its text, not only the first documents. Therefore documents
+take turns: each gives an excerpt of about one block, then each gives another. Sources take turns as
+well. If the tokenizer begins every text with BOS, so does every block: models of such a family
+(Llama-3, Mistral, Gemma) were never trained on text without BOS, and their attention uses it as a
+sink.
 """
 
 import hashlib
@@ -36,8 +37,10 @@ LARGEST_CACHE = 1 << 36  # bytes
 VERSION = 7  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
-SHORT_SOURCE = 4  # a source shorter than this many times the held-out text is split into its excerpts
-STREAMED_CANDIDATES = 16  # times the held-out text: the part of a stream that held-out text is chosen from
+# a source shorter than this many times the held-out text is split into its excerpts
+SHORT_SOURCE = 4
+# times the held-out text: the part of a stream that held-out text is chosen from
+STREAMED_CANDIDATES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +50,12 @@ class Blocks:
     train: torch.Tensor
     """int64 [num_blocks, seq_len]"""
     loss_mask: torch.Tensor
-    """bool [num_blocks, seq_len], of `train`: the assistant's tokens in conversations, with the token that ends a turn;
-    all tokens of other text. If the tokenizer cannot map tokens to characters, all tokens of any text."""
+    """bool [num_blocks, seq_len], of `train`: the assistant's tokens in conversations, with the
+    token that ends a turn; all tokens of other text. If the tokenizer cannot map tokens to
+    characters, all tokens of any text."""
     heldout: torch.Tensor
-    """int64 [heldout_blocks, seq_len], of documents that are not in `train`; a short source gives other excerpts."""
+    """int64 [heldout_blocks, seq_len], of documents that are not in `train`; a short source gives
+    other excerpts."""
     num_tokens: int
     """Tokens in all blocks. Reading stops when the run has enough."""
     notes: tuple[str, ...] = ()
@@ -68,14 +73,19 @@ def load_blocks(
     seed: int,
     text_column: str = "",
 ) -> Blocks:
-    """Read, tokenize and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens, or take cached ones.
+    """Read, tokenize and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens, or
+    take cached ones.
 
-    Excerpts are joined with EOS between them and cut into blocks. A run longer than the text repeats it. If the
-    tokenizer begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text.
-    data: hub datasets or files, separated by commas, which take turns; `NAME:3` takes three turns in a row.
-    text_column: the column that holds the text, in every source that has columns; "" finds it by its name.
-    Raises: TextError if the text cannot be read, holds fewer than `min_train_blocks + heldout_blocks` blocks, or has a
-        source that is held out entirely; OutputError if the cache cannot be written.
+    Excerpts are joined with EOS between them and cut into blocks. A run longer than the text
+    repeats it. If the tokenizer begins every text with BOS, a block is BOS and `seq_len - 1` tokens
+    of text.
+    data: hub datasets or files, separated by commas, which take turns; `NAME:3` takes three turns
+        in a row.
+    text_column: the column that holds the text, in every source that has columns; "" finds it by
+        its name.
+    Raises: TextError if the text cannot be read, holds fewer than `min_train_blocks +
+        heldout_blocks` blocks, or has a source that is held out entirely; OutputError if the cache
+        cannot be written.
     """
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed, text_column)
     with reading_text(data):
@@ -113,7 +123,8 @@ def load_blocks(
 def _read(
     data: str, tokenizer: Any, *, excerpt_size: int, heldout_tokens: int, train_tokens: int, seed: int, text_column: str
 ) -> tuple[Tokens, Tokens, list[str]]:
-    """Return the held-out tokens, the training tokens and notes on the rows. excerpt_size: in characters."""
+    """Return the held-out tokens, the training tokens and notes on the rows. excerpt_size: in
+    characters."""
     names = sources_of(data)
     turns = {name: names.count(name) for name in names}
     notes = {name: Notes() for name in turns}
@@ -136,12 +147,14 @@ def _read(
 def _open(
     num_rows: int | None, read: Callable[..., Iterator[Document]], seed: int, excerpt_size: int, heldout_size: int
 ) -> tuple[Iterable[Document], Iterable[Document]]:
-    """Return the documents of a source that may be held out, lowest hash first, and all documents, shuffled.
+    """Return the documents of a source that may be held out, lowest hash first, and all documents,
+    shuffled.
 
-    A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is split into its
-    excerpts, which are then treated as documents. Of a stream, only the first documents may be held out.
-    num_rows, read: of the source; None: a stream. excerpt_size, heldout_size: characters per excerpt, and characters
-    to hold out.
+    A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is
+    split into its excerpts, which are then treated as documents. Of a stream, only the first
+    documents may be held out.
+    num_rows, read: of the source; None: a stream. excerpt_size, heldout_size: characters per
+    excerpt, and characters to hold out.
     """
     documents = read()
     first, size = list[Document](), 0
@@ -172,7 +185,8 @@ def _by_hash(documents: list[Document]) -> list[Document]:
 
 
 def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, int]) -> Iterator[Document]:
-    """Yield documents of the sources in rotation, `turns[name]` in a row, until all sources are exhausted."""
+    """Yield documents of the sources in rotation, `turns[name]` in a row, until all sources are
+    exhausted."""
     streams = {name: iter(source) for name, source in sources.items()}
     while streams:
         for name, stream in list(streams.items()):
@@ -185,7 +199,8 @@ def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, in
 def hold_out(
     candidates: Iterable[Document], tokenizer: Any, excerpt_size: int, num_tokens: int
 ) -> tuple[Tokens, set[str]]:
-    """Return up to `num_tokens` tokens, one excerpt per document, and all excerpts of these documents."""
+    """Return up to `num_tokens` tokens, one excerpt per document, and all excerpts of these
+    documents."""
     hidden = set[str]()
 
     def chosen() -> Iterator[Document]:
@@ -200,10 +215,11 @@ def hold_out(
 
 
 def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hidden: set[str]) -> Iterator[Document]:
-    """Yield an excerpt of every document, then another of every longer one, and so on, without hidden excerpts.
+    """Yield an excerpt of every document, then another of every longer one, and so on, without
+    hidden excerpts.
 
-    Each document starts at an excerpt that its hash and the seed choose, not at its beginning. Documents take turns in
-    groups of NEIGHBORS, so that each document is read once.
+    Each document starts at an excerpt that its hash and the seed choose, not at its beginning.
+    Documents take turns in groups of NEIGHBORS, so that each document is read once.
     """
     rest = iter(documents)
     while neighbors := list(itertools.islice(rest, NEIGHBORS)):
@@ -229,7 +245,8 @@ def _not_empty(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
 
 
 def cut(document: Document, size: int) -> list[Document]:
-    """Cut a document at blanks into equal excerpts of about `size` characters; an empty document has no excerpt."""
+    """Cut a document at blanks into equal excerpts of about `size` characters; an empty document
+    has no excerpt."""
     text = document.text
     count = max(1, round(len(text) / size))
     starts = (len(text) * number // count for number in range(1, count))
@@ -239,13 +256,15 @@ def cut(document: Document, size: int) -> list[Document]:
 
 
 def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:
-    """Return [num_blocks, len(first) + width]: the whole blocks of a stream, each preceded by `first`."""
+    """Return [num_blocks, len(first) + width]: the whole blocks of a stream, each preceded by
+    `first`."""
     rows = stream[: len(stream) // width * width].reshape(-1, width)
     return np.hstack([np.tile(np.asarray(first, stream.dtype), (len(rows), 1)), rows])
 
 
 def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
-    """Return a hash of everything that blocks depend on: bytes of files or names of hub datasets, tokenizer, sizes."""
+    """Return a hash of everything that blocks depend on: bytes of files or names of hub datasets,
+    tokenizer, sizes."""
     settings = [VERSION, sizes, tokenizer.eos_token_id, tokenizer.chat_template, leading_bos(tokenizer)]
     for path in map(Path, sources_of(data)):
         settings.append([path.name, sha256(path)[:32]] if path.is_file() else str(path))
@@ -255,7 +274,8 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
 
 
 def saved_blocks(path: Path) -> tuple[Tokens, tuple[str, ...]] | None:
-    """Return the blocks and notes that `save_blocks` wrote; None if there is no such file or it is damaged."""
+    """Return the blocks and notes that `save_blocks` wrote; None if there is no such file or it is
+    damaged."""
     try:
         digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
@@ -283,7 +303,8 @@ def save_blocks(path: Path, blocks: Tokens, notes: Sequence[str] = ()) -> None:
 def select_loss_mask(
     blocks: Blocks, learn_from: str, data: str, print_line: Callable[[str], None]
 ) -> torch.Tensor | None:
-    """Return the loss mask of the training blocks; None if all tokens contribute to the cross-entropy.
+    """Return the loss mask of the training blocks; None if all tokens contribute to the
+    cross-entropy.
 
     learn_from: `assistant`, or anything else for all tokens.
     print_line: prints a line for the user.
@@ -304,7 +325,8 @@ def select_loss_mask(
 
 
 def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:
-    """Reject tokens outside the model's vocabulary, from a tokenizer of another model. Raises: ModelError."""
+    """Reject tokens outside the model's vocabulary, from a tokenizer of another model.
+    Raises: ModelError."""
     highest = max(int(part.max()) for part in (blocks.train, blocks.heldout) if part.numel())
     if highest >= vocabulary:
         raise ModelError(

@@ -1,8 +1,8 @@
 """Rows of every common format as texts or conversations, checked value by value.
 
 A row holds a text, the messages of a conversation, or a question with its answer. Messages keep all
-their keys, because the chat template knows which of them it reads: `tool_calls`, `reasoning_content`.
-Whatever is dropped, unknown or changed is counted in `Notes`.
+their keys, because the chat template knows which of them it reads: `tool_calls`,
+`reasoning_content`. Whatever is dropped, unknown or changed is counted in `Notes`.
 """
 
 import itertools
@@ -34,7 +34,8 @@ SPEAKERS = (
     | dict.fromkeys(("tool_response", "tool_result", "tool_output"), "tool")
     | dict.fromkeys(("function_response", "function_result", "function_output"), "tool")
 )
-"""The role of each speaker, in lower case; versions such as gpt-4 are recognized by their beginning."""
+"""The role of each speaker, in lower case; versions such as gpt-4 are recognized by their
+beginning."""
 VERSIONED = ("gpt-", "gpt4", "gpt3", "chatgpt-", "claude-", "gemini-", "llama-", "assistant_")
 CALLS = ("function_call", "tool_call", "functioncall", "tool_calls")
 WORDS = ("tool_calls", "function_call", *THOUGHTS)
@@ -63,7 +64,8 @@ class Notes:
         self.row_is_new = True
 
     def begin(self, row: int) -> None:
-        """State the number of the row that is read next; rows that were read before are not counted."""
+        """State the number of the row that is read next; rows that were read before are not
+        counted."""
         self.seen.extend(bytes(max(0, row + 1 - len(self.seen))))
         self.row_is_new, self.seen[row] = not self.seen[row], 1
 
@@ -175,7 +177,8 @@ class RowParser:
     def _with_calls(self, message: Message, speaker: str) -> Message:
         """Return a message whose calls of tools stand where chat templates look for them.
 
-        ShareGPT packs them into the words of a speaker such as function_call, OpenAI's older format into a key.
+        ShareGPT packs them into the words of a speaker such as function_call, OpenAI's older format
+        into a key.
         """
         if not (self.template and self.template.reads("tool_calls")) or message.get("tool_calls"):
             return message
@@ -189,7 +192,8 @@ class RowParser:
         return kept | {"tool_calls": [{"type": "function", "function": call} for call in calls]}
 
     def _content(self, content: Any, here: str, key: str) -> Any:
-        """Return a message's words: a string, None, or its parts of text if the template reads parts.
+        """Return a message's words: a string, None, or its parts of text if the template reads
+        parts.
 
         Other templates get the parts joined by line breaks, as in vLLM. Raises: TextError.
         """
@@ -212,7 +216,8 @@ class RowParser:
         return "\n".join(part["text"] for part in parts)
 
     def _question_and_answer(self, row: Mapping[str, Any], place: str) -> list[Message]:
-        """Return the messages of a row as in Alpaca, Dolly, OpenOrca, or TRL's prompts with completions.
+        """Return the messages of a row as in Alpaca, Dolly, OpenOrca, or TRL's prompts with
+        completions.
 
         Returns [] if a column is empty. Raises: TextError if the row has no such columns.
         """
@@ -313,7 +318,8 @@ def _unpacked(value: Any) -> Any:
 
 
 def _calls(packed: Any) -> list[Any]:
-    """Return the calls of tools that an object, or a JSON text of one or several, holds; [] if none."""
+    """Return the calls of tools that an object, or a JSON text of one or several, holds; [] if
+    none."""
     value = _parsed(packed) if isinstance(packed, str) else packed
     calls = value if isinstance(value, list) else [value]
     is_call = all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls)

@@ -1,4 +1,5 @@
-"""Rows in, documents out: texts as they are, conversations by the chat template with their loss mask."""
+"""Rows in, documents out: texts as they are, conversations by the chat template with their loss
+mask."""
 
 import itertools
 import re
@@ -34,8 +35,8 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield the documents of a source, in the order of its rows or as `Rows.read`.
 
-    notes: counts whatever was dropped, unknown or changed. column: the column to read, if not one of
-    the known names.
+    notes: counts whatever was dropped, unknown or changed. column: the column to read, if not one
+    of the known names.
     Raises: as `reading_text`; TextError as `RowParser.parse` and `ChatTemplate.render`.
     """
     parser = RowParser(notes, template, column, rows.columns)
@@ -56,8 +57,8 @@ def read_documents(
 def _render(conversation: Conversation, template: ChatTemplate, notes: Notes, place: str) -> Document:
     """Return a conversation as the chat template writes it.
 
-    If the template rejects it, its turns are rearranged so that user and assistant alternate; if that
-    is rejected too, or without a template, the document is the turns' contents.
+    If the template rejects it, its turns are rearranged so that user and assistant alternate; if
+    that is rejected too, or without a template, the document is the turns' contents.
     """
     messages, tools = conversation.messages, conversation.tools
     for key in dict.fromkeys(itertools.chain.from_iterable(messages)):
@@ -83,7 +84,8 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes, pl
 
 
 def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes) -> None:
-    """Count the turns that a template leaves out, and conversations whose answers cannot be located."""
+    """Count the turns that a template leaves out, and conversations whose answers cannot be
+    located."""
     for message in messages:
         words = words_of(message).strip()
         if message["role"] != "assistant" and words and words not in rendered.text:
@@ -93,7 +95,8 @@ def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes)
 
 
 def _loss_mask(rendered: Rendered) -> np.ndarray | None:
-    """Return the loss mask that selects the answers; None without an assistant: then all characters."""
+    """Return the loss mask that selects the answers; None without an assistant: then all
+    characters."""
     if rendered.answers is None:
         return None
     loss_mask = np.zeros(len(rendered.text), dtype=bool)

@@ -1,8 +1,8 @@
 """Files and datasets of the Hugging Face hub in, numbered rows out.
 
-Local files may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. Any other
-name is a dataset of the hub, which is streamed. JSON is read here and not by `datasets`, whose table
-gives every message the keys of all others and changes values of mixed types.
+Local files may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. Any
+other name is a dataset of the hub, which is streamed. JSON is read here and not by `datasets`,
+whose table gives every message the keys of all others and changes values of mixed types.
 """
 
 import glob
@@ -40,8 +40,8 @@ class Rows:
     num_rows: int | None
     """None: a stream."""
     read: Callable[[Sequence[int] | None], Iterator[tuple[int, Any]]]
-    """Yields (number, row) in the order of the given numbers, which start at 0; None: in their own order. A stream
-    takes `[seed]` instead, and shuffles among neighbors."""
+    """Yields (number, row) in the order of the given numbers, which start at 0; None: in their own
+    order. A stream takes `[seed]` instead, and shuffles among neighbors."""
     lines: Sequence[int] | None = None
     """The line of a file at which a row begins, from 1; None: rows have no lines."""
     columns: tuple[str, ...] = ()
@@ -86,10 +86,11 @@ def open_rows(name: str, column: str = "") -> Rows:
 
 
 def check_sources(data: str, column: str = "") -> None:
-    """Refuse text that is missing or has no format that is read, before torch is imported and a model is loaded.
+    """Refuse text that is missing or has no format that is read, before torch is imported and a
+    model is loaded.
 
-    The first row of a file of JSON Lines is read too. An unreachable hub is no error here if tokens are cached: they
-    may be those of this text. Raises: TextError.
+    The first row of a file of JSON Lines is read too. An unreachable hub is no error here if tokens
+    are cached: they may be those of this text. Raises: TextError.
     """
     for name in dict.fromkeys(sources_of(data)):
         path = Path(name)
@@ -100,7 +101,8 @@ def check_sources(data: str, column: str = "") -> None:
             if kind == "json" and path.suffix == ".jsonl":
                 with open(path, "rb") as lines:
                     first = next((line for line in lines if line.strip(BOM + b" \t\r\n")), b"").removeprefix(BOM)
-                if not first.lstrip().startswith((b"[", b"{")) or b"}" in first:  # not one value over several lines
+                # not one value over several lines
+                if not first.lstrip().startswith((b"[", b"{")) or b"}" in first:
                     place = f"{name}, line 1"
                     RowParser(Notes(), column=column).parse(_parse_line(first, place), place)
 
@@ -154,7 +156,8 @@ def _kind(path: Path) -> str | None:
 
 
 def _decompressed(path: Path) -> Path:
-    """Return a plain file: this one, or its decompressed copy in the cache, named by its content."""
+    """Return a plain file: this one, or its decompressed copy in the cache, named by its
+    content."""
     if path.suffix not in COMPRESSIONS:
         return path
     check_cache()
@@ -214,7 +217,8 @@ def _numbers(order: Sequence[int] | None, rows: Sequence[Any]) -> Sequence[int]:
 
 
 def _whole_file(name: str, file: Path, first: bytes, num_lines: int) -> list[tuple[int, Any]]:
-    """Return (line, row) of a file that is an array, or one object of several lines; []: JSON Lines.
+    """Return (line, row) of a file that is an array, or one object of several lines; []: JSON
+    Lines.
 
     first: its first line. A single line with a list is an array of rows, or one conversation.
     """
@@ -301,7 +305,8 @@ def _used_columns(columns: Sequence[str], column: str) -> list[str]:
 
 
 def _rows_of(rows: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows of a table, without the empty fields with which a table fills up its structures."""
+    """Yield rows of a table, without the empty fields with which a table fills up its
+    structures."""
     for columns in rows.iter(batch_size=ROWS_PER_BATCH):
         for values in zip(*columns.values(), strict=True):
             row = zip(columns, values, strict=True)
@@ -316,7 +321,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line, element) of a JSON array one by one, so that the elements before a fault are not lost.
+    """Yield (line, element) of a JSON array one by one, so that the elements before a fault are not
+    lost.
 
     path: named in errors. Raises: TextError, naming the line.
     """

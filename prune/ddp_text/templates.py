@@ -1,9 +1,11 @@
-"""The chat template of a tokenizer: conversations in, texts out, and where the assistant's words are.
+"""The chat template of a tokenizer: conversations in, texts out, and where the assistant's words
+are.
 
 To locate an assistant's words in the rendered text, a conversation is rendered twice: as it is, and
-with the first and last character of each part of an assistant's message replaced by a placeholder for
-that message. Parts are separated by the tags that the template mentions, such as <think>. A template
-that strips, splits or drops parts does so both times, so the placeholders show where the words are.
+with the first and last character of each part of an assistant's message replaced by a placeholder
+for that message. Parts are separated by the tags that the template mentions, such as <think>. A
+template that strips, splits or drops parts does so both times, so the placeholders show where the
+words are.
 """
 
 import itertools
@@ -108,7 +110,8 @@ class ChatTemplate:
 
     @cached_property
     def edges(self) -> tuple[str, str]:
-        """The blanks before an answer that belong to its prompt, and the text that ends its turn."""
+        """The blanks before an answer that belong to its prompt, and the text that ends its
+        turn."""
         question, answer = [{"role": "user", "content": "a"}], chr(PLACEHOLDERS[0])
         with suppress(TemplateError):
             rendered = self.text([*question, {"role": "assistant", "content": answer}])
@@ -121,7 +124,8 @@ class ChatTemplate:
     def _answers(
         self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
     ) -> list[tuple[int, int]] | None:
-        """Return where the assistant's answers are in the text of a conversation, as in `Rendered`."""
+        """Return where the assistant's answers are in the text of a conversation, as in
+        `Rendered`."""
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not numbers:
             return None
@@ -176,7 +180,8 @@ class ChatTemplate:
         return start, stop
 
     def _mark(self, message: Message, sign: str, with_calls: bool) -> tuple[Message, tuple[str, str]]:
-        """Return an assistant's message with placeholders, and patterns of its content's outer tags."""
+        """Return an assistant's message with placeholders, and patterns of its content's outer
+        tags."""
         marked, edges = dict(message), ("", "")
         if isinstance(content := message.get("content"), str):
             marked["content"], *tags = self._replace(content, sign)
@@ -192,7 +197,8 @@ class ChatTemplate:
         return marked, edges
 
     def _replace(self, content: str, sign: str) -> tuple[str, str, str]:
-        """Return words with the outer characters of their parts replaced, and the outer tags' patterns."""
+        """Return words with the outer characters of their parts replaced, and the outer tags'
+        patterns."""
         parts, tags = self.tag.split(content), [*self.tag.findall(content), ""]
         filled = [index for index, part in enumerate(parts) if part.strip()] or [0]
         edges = tags[: filled[0]], tags[filled[-1] : -1]
@@ -214,7 +220,8 @@ def _marked_call(call: Any, sign: str) -> Any:
 
 
 def _marked_words(value: Any, sign: str) -> Any:
-    """Return nested words with placeholders at their outer characters, unless JSON would escape those."""
+    """Return nested words with placeholders at their outer characters, unless JSON would escape
+    those."""
     if isinstance(value, dict):
         return {key: _marked_words(item, sign) for key, item in value.items()}
     if isinstance(value, list):
@@ -225,7 +232,8 @@ def _marked_words(value: Any, sign: str) -> Any:
 
 
 def _spans(text: str, other: str, signs: Container[str]) -> dict[str, tuple[int, int]]:
-    """Return where the words of each message are in `text`; `other` is the same text with placeholders.
+    """Return where the words of each message are in `text`; `other` is the same text with
+    placeholders.
 
     Returns {} if the two differ in more than the placeholders.
     """

@@ -1,4 +1,5 @@
-"""Documents in, tokens out: the tokenizer of a model, and the loss mask converted from characters to tokens."""
+"""Documents in, tokens out: the tokenizer of a model, and the loss mask converted from characters
+to tokens."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -48,7 +49,8 @@ def leading_bos(tokenizer: Any) -> list[int]:
 
 def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int = TEXTS_PER_BATCH) -> Iterator[Tokens]:
     """Yield the tokens of each document, with EOS at the end."""
-    maps_tokens = getattr(tokenizer, "is_fast", False)  # only fast tokenizers map tokens to characters
+    # only fast tokenizers map tokens to characters
+    maps_tokens = getattr(tokenizer, "is_fast", False)
     options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": maps_tokens}
     rest = iter(documents)
     while batch := list(itertools.islice(rest, texts_per_batch)):
@@ -56,7 +58,8 @@ def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int
         for number, document in enumerate(batch):
             ids = np.asarray([*encoded["input_ids"][number], tokenizer.eos_token_id], np.int32)
             loss_mask = np.ones(len(ids), bool)
-            if maps_tokens and document.loss_mask is not None:  # the assistant does not generate the EOS between texts
+            # the assistant does not generate the EOS between texts
+            if maps_tokens and document.loss_mask is not None:
                 loss_mask[:-1] = _mask_over_tokens(document.loss_mask, encoded["offset_mapping"][number])
                 loss_mask[-1] = False
             yield Tokens(ids, loss_mask)
@@ -65,11 +68,13 @@ def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int
 def _mask_over_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> np.ndarray:
     """Convert a loss mask over characters to one over tokens.
 
-    It selects every token that contains a character of an answer, and the token after an answer, which ends the turn.
+    It selects every token that contains a character of an answer, and the token after an answer,
+    which ends the turn.
     offsets: [start, stop) of each token, in characters.
     """
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    starts = np.minimum(starts, np.append(0, stops)[:-1])  # include blanks before the token, which offsets may omit
+    # include blanks before the token, which offsets may omit
+    starts = np.minimum(starts, np.append(0, stops)[:-1])
     starts = np.minimum(starts, np.maximum(stops - 1, 0))
     padded = np.append(loss_mask, False)  # also for the character before the first one, at -1
     count_before = np.append(0, padded.cumsum())
@@ -79,7 +84,8 @@ def _mask_over_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> 
 def pack(
     documents: Iterable[Document], tokenizer: Any, num_tokens: int, texts_per_batch: int = TEXTS_PER_BATCH
 ) -> Tokens:
-    """Return the first `num_tokens` tokens of documents, EOS after each; later documents are not read."""
+    """Return the first `num_tokens` tokens of documents, EOS after each; later documents are not
+    read."""
     parts, total = [Tokens(np.empty(0, np.int32), np.empty(0, bool))], 0
     stream = tokenize(documents, tokenizer, texts_per_batch)
     while total < num_tokens and (tokens := next(stream, None)):

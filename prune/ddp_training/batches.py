@@ -1,4 +1,5 @@
-"""Micro-batches of token blocks, and the dense model's hidden states for them; both trainers use them.
+"""Micro-batches of token blocks, and the dense model's hidden states for them; both trainers use
+them.
 
 Legend: B sequences of a micro-batch, H hidden size.
 """
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from ddp_training.loss import final_hidden
 from ddp_training.memory import SizedModel, fit_activations
 
-TEACHER_CACHE_BYTES = 4 << 30  # host memory per process for hidden states of text that is read more than once
+# host memory per process for hidden states of text that is read more than once
+TEACHER_CACHE_BYTES = 4 << 30
 
 
 class Settings(Protocol):
@@ -52,14 +54,15 @@ class MicroBatch(NamedTuple):
     labels_N: torch.Tensor
     """int64 [B·(seq_len−1)]: the predicted tokens."""
     loss_mask_N: torch.Tensor | None
-    """float32 [B·(seq_len−1)]: the loss mask divided by its mean over the step, so that the mean of the masked losses
-    is the mean over the tokens in the loss mask; None: all tokens."""
+    """float32 [B·(seq_len−1)]: the loss mask divided by its mean over the step, so that the mean of
+    the masked losses is the mean over the tokens in the loss mask; None: all tokens."""
     share: float
     """Of the sequences of its step, over all processes."""
 
 
 class Batches:
-    """Deterministic micro-batches. The sequences of a step do not depend on the number of processes."""
+    """Deterministic micro-batches. The sequences of a step do not depend on the number of
+    processes."""
 
     def __init__(
         self,
@@ -71,7 +74,8 @@ class Batches:
         """Divide the blocks into steps of `recipe.batch_size` blocks.
 
         blocks: int64 [num_blocks, seq_len].
-        loss_mask: bool, shaped as `blocks`: the tokens that contribute to the cross-entropy; None means all of them.
+        loss_mask: bool, shaped as `blocks`: the tokens that contribute to the cross-entropy; None
+            means all of them.
         """
         self.blocks, self.size, self.accelerator, self.loss_mask = blocks, recipe.batch_size, accelerator, loss_mask
         self.micro_batch_size = sequences_at_once(recipe, accelerator)
@@ -82,7 +86,8 @@ class Batches:
         return [(step * self.size + i) % len(self.blocks) for i in range(self.size)]
 
     def loss_share(self, step: int) -> float:
-        """Return the share of a step's predicted tokens that contribute to the cross-entropy, in (0, 1]."""
+        """Return the share of a step's predicted tokens that contribute to the cross-entropy, in
+        (0, 1]."""
         if self.loss_mask is None:
             return 1.0
         loss_mask_BT = self.loss_mask[self.numbers(step), 1:]
@@ -109,7 +114,8 @@ def fit_batches(
     print_line: Callable[[str], None],
     optimizer: str = "",
 ) -> None:
-    """Choose attention and checkpointing of the trained model, and smaller micro-batches if memory is short.
+    """Choose attention and checkpointing of the trained model, and smaller micro-batches if memory
+    is short.
 
     optimizer: of trained weights, if there are any.
     """
@@ -129,18 +135,20 @@ def fit_batches(
 
 
 class Teacher:
-    """Final hidden states of the dense model, cached in host memory if text is read more than once and they fit."""
+    """Final hidden states of the dense model, cached in host memory if text is read more than once
+    and they fit."""
 
     def __init__(
         self, model: Any, batches: Batches, adapters_disabled: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Cache what fits. adapters_disabled: a context in which a model that is trained computes as the dense one."""
+        """Cache what fits. adapters_disabled: a context in which a model that is trained computes
+        as the dense one."""
         self.model, self.adapters_disabled = model, adapters_disabled
         num_bytes = batches.blocks.numel() * model.config.get_text_config().hidden_size * model.dtype.itemsize
         self.cache: dict[int, torch.Tensor] | None = None
         world = batches.accelerator.num_processes
-        # Otherwise a block would be read by another process than the one that cached it. With sharded weights, all
-        # processes must also hit or miss together.
+        # Otherwise a block would be read by another process than the one that cached it. With
+        # sharded weights, all processes must also hit or miss together.
         divisible = len(batches.blocks) % world == 0 and batches.size % world == 0
         if batches.repeats and divisible and num_bytes <= TEACHER_CACHE_BYTES * world:
             self.cache = {}

@@ -1,4 +1,5 @@
-"""Finds the decoder layers of a transformers model, whatever it is called and whatever is built around it."""
+"""Finds the decoder layers of a transformers model, whatever it is called and whatever is built
+around it."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ def decoder_of(model: Any) -> Any:
 def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     """Return the name and the list of the decoder layers of a model, such as `model.layers`.
 
-    These are the one list of modules in its decoder that is as long as its config states. Raises: ModelError.
+    These are the one list of modules in its decoder that is as long as its config states.
+    Raises: ModelError.
     """
     decoder, number = decoder_of(model), model.config.get_text_config().num_hidden_layers
     children = {id(module) for module in decoder.children() if isinstance(module, nn.ModuleList)}
@@ -31,7 +33,8 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def auto_class(config: Any) -> Any:
-    """Return transformers' class that loads the language model of a config, without the towers around it if it can.
+    """Return transformers' class that loads the language model of a config, without the towers
+    around it if it can.
 
     Raises: ModelError.
     """
@@ -47,7 +50,8 @@ def auto_class(config: Any) -> Any:
 
 
 def num_chosen_experts(config: Any) -> int:
-    """Return to how many routed experts a layer sends each token, from the config of any architecture."""
+    """Return to how many routed experts a layer sends each token, from the config of any
+    architecture."""
     text = config.get_text_config()
     stated = [getattr(text, key, None) for key in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")]
     number = next((value for value in stated if value), 1)  # a list has one number per layer

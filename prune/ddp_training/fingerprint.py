@@ -1,4 +1,5 @@
-"""The training-data fingerprint: the identity of a run's text, weights, configs and latency profile."""
+"""The training-data fingerprint: the identity of a run's text, weights, configs and latency
+profile."""
 
 import hashlib
 import json
@@ -16,11 +17,13 @@ PAGE = 4096  # bytes of a tensor that a fingerprint reads
 def fingerprint(
     text: Iterable[torch.Tensor], weights: Iterable[Path], config_files: Iterable[Path], *, profile: str = ""
 ) -> dict[str, Any]:
-    """Return the training-data fingerprint: hashes of text blocks, weights, config, tokenizer files and profile.
+    """Return the training-data fingerprint: hashes of text blocks, weights, config, tokenizer files
+    and profile.
 
-    A weight file is identified by its name, size and header, and by a page of each tensor, which differs after any
-    training. Its time is left out: the same weights can be downloaded again.
-    config_files: config and tokenizer files. profile: path of the latency profile that decides the budget, if any.
+    A weight file is identified by its name, size and header, and by a page of each tensor, which
+    differs after any training. Its time is left out: the same weights can be downloaded again.
+    config_files: config and tokenizer files. profile: path of the latency profile that decides the
+        budget, if any.
     """
     digest = hashlib.sha256()
     for blocks in text:
@@ -37,7 +40,8 @@ def fingerprint(
 
 
 def _hash_of_pages(path: Path) -> str:
-    """Return a hash of a safetensors file's header, and of the page in the middle of each tensor."""
+    """Return a hash of a safetensors file's header, and of the page in the middle of each
+    tensor."""
     with open(path, "rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
         digest, start = hashlib.sha256(header), file.tell()

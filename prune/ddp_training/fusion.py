@@ -1,8 +1,9 @@
 """Norms, rotary embeddings and gated activations of a model as single kernels, by torch.compile.
 
-In eager mode each of them is four to ten passes over the activations: 20 to 25 % of a step of a 7B model
-on an H100, by an estimate. Whole layers are not compiled, because gates and narrow widths change in every
-step of the search. Used on GPUs only; the results equal those of eager mode up to rounding.
+In eager mode each of them is four to ten passes over the activations: 20 to 25 % of a step of a 7B
+model on an H100, by an estimate. Whole layers are not compiled, because gates and narrow widths
+change in every step of the search. Used on GPUs only; the results equal those of eager mode up to
+rounding.
 """
 
 import sys
@@ -16,7 +17,8 @@ ROTARY = "apply_rotary_pos_emb"  # the function's name in transformers' modeling
 
 
 def fuse_elementwise(model: nn.Module, backend: str = "inductor") -> int:
-    """Compile the elementwise parts of a stock transformers model; return the number of replaced parts.
+    """Compile the elementwise parts of a stock transformers model; return the number of replaced
+    parts.
 
     backend: of torch.compile.
     Raises: whatever torch.compile raises without a C compiler; the model is then as it was.
@@ -34,7 +36,8 @@ def fuse_elementwise(model: nn.Module, backend: str = "inductor") -> int:
             parts.append((module, "forward", _gated_forward(module, product)))
         elif "Attention" in kind.__name__ and hasattr(file := sys.modules[kind.__module__], ROTARY):
             rotate = getattr(file, ROTARY)
-            if file not in compiled and not hasattr(rotate, "_torchdynamo_orig_callable"):  # not compiled yet
+            # not compiled yet
+            if file not in compiled and not hasattr(rotate, "_torchdynamo_orig_callable"):
                 compiled[file] = torch.compile(rotate, dynamic=True, backend=backend)
                 parts.append((file, ROTARY, compiled[file]))
     if parts:  # fails here if the compiler is missing

@@ -14,15 +14,16 @@ import torch.nn.functional as F
 from ddp_training.decoder import decoder_of
 from ddp_vllm.evaluations import mean_loss
 
-# Bytes of one float32 copy of a chunk's logits. Logits and probabilities of student and teacher are four copies.
-# Smaller chunks are slower on a CPU. A GPU requires about 300 tokens per product to be limited by arithmetic and not by
-# reading the head.
+# Bytes of one float32 copy of a chunk's logits. Logits and probabilities of student and teacher are
+# four copies. Smaller chunks are slower on a CPU. A GPU requires about 300 tokens per product to be
+# limited by arithmetic and not by reading the head.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 20 << 20, 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputHead:
-    """How a model computes logits from final hidden states h: (W h + b) / d = l, or c·tanh(l / c) with a cap c."""
+    """How a model computes logits from final hidden states h: (W h + b) / d = l, or c·tanh(l / c)
+    with a cap c."""
 
     weight: torch.Tensor
     """[V, H], the output embedding."""
@@ -55,14 +56,16 @@ class OutputHead:
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def pull_back(self, gradient_NV: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Return [N, H]: the gradient of the hidden states from that of the logits; overwrites the logits."""
+        """Return [N, H]: the gradient of the hidden states from that of the logits; overwrites the
+        logits."""
         if self.cap is not None:  # the slope of the cap is 1 − (logit / c)²
             gradient_NV = gradient_NV * logits_NV.div_(self.cap).square_().neg_().add_(1.0)
         return gradient_NV.to(self.weight.dtype) @ self.weight / self.divisor
 
 
 def chunk_tokens(head: OutputHead, device: torch.device | None = None) -> int:
-    """Return how many tokens' float32 logits fit into a chunk on a device, by default the head's; at least 16."""
+    """Return how many tokens' float32 logits fit into a chunk on a device, by default the head's;
+    at least 16."""
     size = CHUNK_BYTES if (device or head.weight.device).type == "cpu" else GPU_CHUNK_BYTES
     return max(16, (head.chunk_bytes or size) // (4 * len(head.weight)))
 
@@ -70,7 +73,8 @@ def chunk_tokens(head: OutputHead, device: torch.device | None = None) -> int:
 def head_bytes(model: Any, device: torch.device) -> int:
     """Estimate the bytes that the head requires on top of its weights, for one chunk.
 
-    On a CPU: logits, probabilities of two models and a copy, in float32. On a GPU: the products of both models.
+    On a CPU: logits, probabilities of two models and a copy, in float32. On a GPU: the products of
+    both models.
     """
     head = OutputHead.of(model)
     bytes_each = 5 * 4 if device.type == "cpu" else 2 * head.weight.dtype.itemsize
@@ -78,7 +82,8 @@ def head_bytes(model: Any, device: torch.device) -> int:
 
 
 def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return softmax [N, V] and log Σ exp [N] with one pass of exponentials; log-softmax and exp would need two."""
+    """Return softmax [N, V] and log Σ exp [N] with one pass of exponentials; log-softmax and exp
+    would need two."""
     p = logits_NV.softmax(-1)
     return p, logits_NV.amax(-1) - p.amax(-1).log()
 
@@ -86,7 +91,8 @@ def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _divergence(
     teacher_NV: torch.Tensor, logits_NV: torch.Tensor, log_z_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the teacher's softmax [N, V] and the summed KL(teacher‖student); overwrites the teacher's logits.
+    """Return the teacher's softmax [N, V] and the summed KL(teacher‖student); overwrites the
+    teacher's logits.
 
     log_z_N: log Σ exp of the student's logits.
     """
@@ -96,11 +102,13 @@ def _divergence(
 
 
 class _DistilledHead(torch.autograd.Function):
-    """mean(w·CE + η·KL(teacher‖student)) over tokens, and its gradient for the hidden states, in one pass over chunks.
+    """mean(w·CE + η·KL(teacher‖student)) over tokens, and its gradient for the hidden states, in
+    one pass over chunks.
 
-    The gradient of a token's logits is (w + η)·p_student − η·p_teacher − w·onehot, where w is its loss mask. Forward
-    already multiplies it by the head, so nothing of size V is kept for backward. Without a loss mask w is 1, and the
-    factor 1 + η moves behind the head: p_student − (η·p_teacher + onehot) / (1 + η), one pass over V less.
+    The gradient of a token's logits is (w + η)·p_student − η·p_teacher − w·onehot, where w is its
+    loss mask. Forward already multiplies it by the head, so nothing of size V is kept for backward.
+    Without a loss mask w is 1, and the factor 1 + η moves behind the head: p_student − (η·p_teacher
+    + onehot) / (1 + η), one pass over V less.
     """
 
     @staticmethod
@@ -158,7 +166,8 @@ def _chunk_on_gpu(
     student_NH: torch.Tensor, teacher_NH: torch.Tensor | None, head: OutputHead, teacher_head: OutputHead,
     labels_N: torch.Tensor, eta: float, scale: float, loss_mask_N: torch.Tensor | None, num_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the sums of w·CE and KL of a chunk, and the gradient of its hidden states: the same by one kernel."""
+    """Return the sums of w·CE and KL of a chunk, and the gradient of its hidden states: the same by
+    one kernel."""
     from ddp_training.loss_kernel import distill_chunk
 
     product_NV = F.linear(student_NH, head.weight, head.bias)
@@ -187,7 +196,8 @@ def distill(
     labels_N: int64.
     teacher_head: None means that both models share `head`.
     loss_mask_N: w, float32, as `MicroBatch.loss_mask_N` holds it; None means 1.
-    The first value is differentiable in `student_NH` only. The KL is exact, over the whole vocabulary.
+    The first value is differentiable in `student_NH` only. The KL is exact, over the whole
+    vocabulary.
     """
     eta = 0.0 if teacher_NH is None else eta
     loss_and_metrics: tuple[torch.Tensor, torch.Tensor] = _DistilledHead.apply(
@@ -206,14 +216,16 @@ def negative_log_likelihood(hidden_NH: torch.Tensor, head: OutputHead, labels_N:
 
 
 def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states that predict the next tokens: [B·(seq_len−1), H], after the last norm."""
+    """Return the hidden states that predict the next tokens: [B·(seq_len−1), H], after the last
+    norm."""
     hidden = decoder_of(model)(tokens, use_cache=False).last_hidden_state
     return hidden[:, :-1].reshape(-1, hidden.shape[-1])
 
 
 @torch.no_grad()
 def losses(model: Any, blocks: torch.Tensor) -> list[float]:
-    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]), in nats per token."""
+    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]), in nats per
+    token."""
     head, predicted = OutputHead.of(model), blocks.shape[1] - 1
     return [
         negative_log_likelihood(final_hidden(model, tokens[None]), head, tokens[1:]) / predicted
@@ -225,8 +237,8 @@ def losses(model: Any, blocks: torch.Tensor) -> list[float]:
 def agreement(
     hidden_NH: torch.Tensor, head: OutputHead, teacher_NH: torch.Tensor, teacher_head: OutputHead
 ) -> tuple[float, int]:
-    """Return the summed KL(teacher‖student) in nats, and the number of tokens with top-1 agreement; shapes as
-    in `distill`."""
+    """Return the summed KL(teacher‖student) in nats, and the number of tokens with top-1 agreement;
+    shapes as in `distill`."""
     divergence, agreeing, size = 0.0, 0, chunk_tokens(head)
     for hidden, teacher in zip(hidden_NH.split(size), teacher_NH.split(size), strict=True):
         logits, teacher_logits = head.logits(hidden), teacher_head.logits(teacher)

@@ -1,8 +1,8 @@
 """One pass over the logits of a chunk on a GPU: cross-entropy, KL divergence and their gradient.
 
-The plain form in `loss.py` is the reference: about fifteen float32 passes over [N, V]. This kernel reads
-the 16-bit products of both heads twice and writes the gradient over the student's. It was compiled and
-run in Triton's interpreter; no GPU has run it.
+The plain form in `loss.py` is the reference: about fifteen float32 passes over [N, V]. This kernel
+reads the 16-bit products of both heads twice and writes the gradient over the student's. It was
+compiled and run in Triton's interpreter; no GPU has run it.
 Legend: N tokens, V vocabulary.
 """
 
@@ -40,7 +40,8 @@ def distill_kernel(  # type: ignore[no-untyped-def]
         weight = tl.load(mask_ptr + row)
     label = tl.load(labels_ptr + row)
     top, total = float("-inf"), 0.0  # of the student: maximum, Σ exp(x − maximum)
-    teacher_top, teacher_total, crossed = float("-inf"), 0.0, 0.0  # crossed: Σ exp(x_t − maximum)·(x_t − x)
+    # crossed: Σ exp(x_t − maximum)·(x_t − x)
+    teacher_top, teacher_total, crossed = float("-inf"), 0.0, 0.0
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
@@ -87,11 +88,12 @@ def distill_chunk(
     loss_mask_N: torch.Tensor | None, eta: float, scale: float, *,
     divisors: tuple[float, float] = (1.0, 1.0), caps: tuple[float | None, float | None] = (None, None),
 ) -> torch.Tensor:  # fmt: skip
-    """Overwrite the student's products by their gradient, and return float32 [2]: the sums of w·CE and KL.
+    """Overwrite the student's products by their gradient, and return float32 [2]: the sums of w·CE
+    and KL.
 
     student_NV, teacher_NV: W·h of both heads, contiguous, in 16 or 32 bits, before divisor and cap.
-    labels_N: int64. loss_mask_N: w, float32; None: 1. divisors, caps: of student and teacher, as `OutputHead`;
-    both have a cap or none.
+    labels_N: int64. loss_mask_N: w, float32; None: 1. divisors, caps: of student and teacher, as
+    `OutputHead`; both have a cap or none.
     """
     assert student_NV.is_contiguous() and (teacher_NV is None or teacher_NV.is_contiguous())
     assert (caps[0] is None) == (teacher_NV is None or caps[1] is None) or teacher_NV is None

@@ -1,7 +1,8 @@
 """What fits into the memory of a device: activations, micro-batches, weights that are trained.
 
-Frozen linear layers keep nothing between forward and backward; norms, attention, activation functions and gates do.
-A checkpointed layer keeps only its input, and runs forward again in backward. All sizes are bytes.
+Frozen linear layers keep nothing between forward and backward; norms, attention, activation
+functions and gates do. A checkpointed layer keeps only its input, and runs forward again in
+backward. All sizes are bytes.
 """
 
 import ctypes
@@ -35,16 +36,19 @@ EAGER_TOKENS = 512  # longest sequence for which eager attention is faster than 
 
 
 def pending_state(optimizer: str, itemsize: int) -> int:
-    """Return the bytes per trained weight that exist only after the first step: the sum of gradients, two moments.
+    """Return the bytes per trained weight that exist only after the first step: the sum of
+    gradients, two moments.
 
-    optimizer: `adamw`, whose sums and moments are float32; `adamw-8bit`, whose sums have the dtype of the weights and
-        whose moments have 8 bits; or "" if no weight is trained. itemsize: bytes of a weight.
+    optimizer: `adamw`, whose sums and moments are float32; `adamw-8bit`, whose sums have the dtype
+        of the weights and whose moments have 8 bits; or "" if no weight is trained. itemsize: bytes
+        of a weight.
     """
     return {"": 0, "adamw": 12, "adamw-8bit": itemsize + 2}[optimizer]
 
 
 def state_bytes(optimizer: str, itemsize: int) -> int:
-    """Return the bytes that training adds to a weight: as `pending_state`, and the float32 master of a 16-bit weight.
+    """Return the bytes that training adds to a weight: as `pending_state`, and the float32 master
+    of a 16-bit weight.
 
     A float32 weight is its own master, and `adamw-8bit` has none.
     """
@@ -65,15 +69,17 @@ def fit_activations(
     sized: SizedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator, optimizer: str,
     *, held: float = 0.0, is_fixed: bool = False,
 ) -> int:  # fmt: skip
-    """Choose attention and checkpointing, and return how many sequences fit into a forward and backward pass.
+    """Choose attention and checkpointing, and return how many sequences fit into a forward and
+    backward pass.
 
-    setting: checkpoint layers `on` or `off`; `auto` checkpoints if the activations of `num_sequences` need more than
-        ACTIVATION_SHARE of the free memory, and those of half of them too: two smaller passes take less time than one
-        that computes every layer again.
+    setting: checkpoint layers `on` or `off`; `auto` checkpoints if the activations of
+        `num_sequences` need more than ACTIVATION_SHARE of the free memory, and those of half of
+        them too: two smaller passes take less time than one that computes every layer again.
     is_fixed: the number of sequences is the user's.
     optimizer: of trained weights, if there are any.
     held: bytes that are still free, but not for the pass.
-    The number of sequences is halved until a pass fits, down to 1, which may still not fit. All processes choose alike.
+    The number of sequences is halved until a pass fits, down to 1, which may still not fit. All
+    processes choose alike.
     """
     fit_attention(sized.model, seq_len, accelerator.device)
     free = memory_for_passes(sized, accelerator, optimizer) - held
@@ -91,7 +97,8 @@ def fit_activations(
 def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
     """Use eager attention for short bfloat16 sequences on a CPU, where SDPA's backward is slow.
 
-    Models whose keys have a bias, such as Qwen2, keep SDPA: their large products lose too much precision in bfloat16.
+    Models whose keys have a bias, such as Qwen2, keep SDPA: their large products lose too much
+    precision in bfloat16.
     """
     short = device.type == "cpu" and model.dtype == torch.bfloat16 and seq_len <= EAGER_TOKENS
     biased = any("k_proj" in name and name.endswith("bias") for name, _ in model.named_parameters())
@@ -102,8 +109,9 @@ def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
 def checkpoint_layers(model: torch.nn.Module, checkpointed: bool) -> None:
     """Switch checkpointing of the decoder layers on or off.
 
-    transformers checkpoints layers in training mode only. The modules inside stay in eval mode, so dropout stays off.
-    Reentrant checkpointing would lose gradients, because the gates are not arguments of the layers.
+    transformers checkpoints layers in training mode only. The modules inside stay in eval mode, so
+    dropout stays off. Reentrant checkpointing would lose gradients, because the gates are not
+    arguments of the layers.
     """
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -120,18 +128,22 @@ def fits_with_pass(
 
 
 def memory_for_passes(sized: SizedModel, accelerator: Accelerator, optimizer: str) -> int:
-    """Return the free bytes less those that training still allocates, of the process with the least.
+    """Return the free bytes less those that training still allocates, of the process with the
+    least.
 
-    All processes must call this together, and choose alike by the result: sharded rows differ in number.
+    All processes must call this together, and choose alike by the result: sharded rows differ in
+    number.
     """
     return _least(free_memory(accelerator) - pending_bytes(sized.model, optimizer), accelerator)
 
 
 def model_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, optimizer: str, *, teacher: bool) -> int:
-    """Return the bytes of a model, of its teacher, and of everything that training its weights keeps.
+    """Return the bytes of a model, of its teacher, and of everything that training its weights
+    keeps.
 
     shapes: of all weights, by their names on disk. optimizer: as of `pending_state`.
-    teacher: a second copy of the weights; both share the embeddings and the output head, which are not trained.
+    teacher: a second copy of the weights; both share the embeddings and the output head, which are
+        not trained.
     """
     frozen = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(FROZEN))
     trained = sum(map(math.prod, shapes.values())) - frozen
@@ -139,14 +151,16 @@ def model_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, optimizer: s
 
 
 def adapter_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, rank: int) -> int:
-    """Return the bytes that training low-rank adapters adds to a model. shapes: as above. Experts get no adapters."""
+    """Return the bytes that training low-rank adapters adds to a model. shapes: as above. Experts
+    get no adapters."""
     others = (*FROZEN, ".experts.")
     adapted = [shape for name, shape in shapes.items() if len(shape) == 2 and not any(part in name for part in others)]
     return rank * sum(map(sum, adapted)) * (itemsize + state_bytes("adamw", itemsize))
 
 
 def fits(num_bytes: float, accelerator: Accelerator, share: float | None = None) -> bool:
-    """Tell whether a share of the free memory of every process, by default TRAINING_SHARE, holds so many bytes."""
+    """Tell whether a share of the free memory of every process, by default TRAINING_SHARE, holds so
+    many bytes."""
     enough = num_bytes <= (share or TRAINING_SHARE) * free_memory(accelerator)
     return bool(accelerator.gather(torch.tensor([enough], device=accelerator.device)).all())
 
@@ -157,7 +171,8 @@ def gigabytes(number: float) -> str:
 
 
 def pass_bytes(sized: SizedModel, num_sequences: int, seq_len: int, device: torch.device) -> int:
-    """Estimate the bytes of a forward and backward pass on top of the weights, with layers checkpointed as they are.
+    """Estimate the bytes of a forward and backward pass on top of the weights, with layers
+    checkpointed as they are.
 
     device: of the run; the model itself may have no weights.
     """
@@ -170,11 +185,13 @@ def pass_bytes(sized: SizedModel, num_sequences: int, seq_len: int, device: torc
 
 
 def pending_bytes(model: torch.nn.Module, optimizer: str) -> int:
-    """Return the bytes that this process allocates after training starts, apart from those of a pass.
+    """Return the bytes that this process allocates after training starts, apart from those of a
+    pass.
 
-    Per trained weight: the sum of its gradients and two moments, which exist from the end of the first step; the
-    gradient itself is freed as soon as backward has it. Per sharded model: two gathered layers, the one in use and the
-    next, and the gradient of one layer in its own dtype and in float32, in which it is summed over processes.
+    Per trained weight: the sum of its gradients and two moments, which exist from the end of the
+    first step; the gradient itself is freed as soon as backward has it. Per sharded model: two
+    gathered layers, the one in use and the next, and the gradient of one layer in its own dtype and
+    in float32, in which it is summed over processes.
     """
     parameters = list(model.parameters())
     trained = sum(
@@ -194,7 +211,8 @@ def pending_bytes(model: torch.nn.Module, optimizer: str) -> int:
 def gate_bytes(sized: SizedModel) -> int:
     """Return the bytes per token of the widest gate's backward, on top of the activations.
 
-    These are the incoming gradient, its product with the input in float32, and the squares or a copy of that product.
+    These are the incoming gradient, its product with the input in float32, and the squares or a
+    copy of that product.
     """
     sizes, itemsize = sized.sizes, next(sized.model.parameters()).dtype.itemsize
     slots = num_chosen_experts(sized.model.config) if sizes.num_experts else 0
@@ -205,11 +223,13 @@ def gate_bytes(sized: SizedModel) -> int:
 def activation_bytes(sized: SizedModel, seq_len: int) -> int:
     """Estimate the bytes per token that all layers keep for backward without checkpointing.
 
-    Norms: a layer keeps the inputs of two norms in float32; with trained weights, their outputs too.
-    Attention: queries, keys, values and the output; SDPA keeps its output once more, eager attention keeps its weights
-        for all tokens of the sequence, in float32 and in the model's dtype.
-    MLP: four rows of channels: before and after the activation function, the other factor and the gated product.
-    Routed experts: 4·C + H numbers per slot (`experts.py`).
+    Norms: a layer keeps the inputs of two norms in float32; with trained weights, their outputs
+        too.
+    Attention: queries, keys, values and the output; SDPA keeps its output once more, eager
+        attention keeps its weights for all tokens of the sequence, in float32 and in the model's
+        dtype.
+    MLP: four rows of channels: before and after the activation function, the other factor and the
+    gated product. Routed experts: 4·C + H numbers per slot (`experts.py`).
     """
     sizes, itemsize = sized.sizes, next(sized.model.parameters()).dtype.itemsize
     queries, keys = sizes.num_query_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
@@ -229,7 +249,8 @@ def activation_bytes(sized: SizedModel, seq_len: int) -> int:
 
 @contextmanager
 def explained(message: str) -> Iterator[None]:
-    """Turn a lack of memory in the block, outside of a step, into an error of the user. Raises: TrainingError."""
+    """Turn a lack of memory in the block, outside of a step, into an error of the user.
+    Raises: TrainingError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -237,9 +258,11 @@ def explained(message: str) -> Iterator[None]:
 
 
 def free_memory(accelerator: Accelerator) -> int:
-    """Return the free bytes per process, of the process with the least. All processes must call this together."""
+    """Return the free bytes per process, of the process with the least. All processes must call
+    this together."""
     if (device := accelerator.device).type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch reuses it
+        # torch reuses it
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + cached
     else:
         memory = get_max_memory()
@@ -253,9 +276,11 @@ def _least(number: int, accelerator: Accelerator) -> int:
 
 
 def _container_memory(otherwise: int) -> int:
-    """Return the bytes that a container (Linux control groups, version 2) may still use; psutil sees only the host.
+    """Return the bytes that a container (Linux control groups, version 2) may still use; psutil
+    sees only the host.
 
-    The page cache counts as free, because the kernel reclaims it. Outside a container this is `otherwise`.
+    The page cache counts as free, because the kernel reclaims it. Outside a container this is
+    `otherwise`.
     """
     try:
         limit, used = ((CONTROL_GROUP / name).read_text(encoding="utf-8") for name in ("memory.max", "memory.current"))
@@ -283,7 +308,8 @@ def reset_peak(device: torch.device) -> float:
 
 
 def peak_bytes(device: torch.device) -> float:
-    """Return the most bytes since `reset_peak`: of the GPU's allocator, or the whole process's resident memory."""
+    """Return the most bytes since `reset_peak`: of the GPU's allocator, or the whole process's
+    resident memory."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
 
 

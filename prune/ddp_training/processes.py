@@ -1,4 +1,5 @@
-"""Several processes in one run: which runs first, errors that all of them raise, and tensors sharded over them.
+"""Several processes in one run: which runs first, errors that all of them raise, and tensors
+sharded over them.
 
 Processes are started by accelerate launch or torchrun.
 """
@@ -24,15 +25,18 @@ Piece = dict[str, torch.Tensor]
 
 
 def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
-    """Return the accelerator, which knows this process's device and rank. Raises: SettingError without the tracker."""
+    """Return the accelerator, which knows this process's device and rank. Raises: SettingError
+    without the tracker."""
     trackers = [str(name) for name in get_available_trackers()]
     if tracker and tracker not in trackers:
         known = ", ".join(trackers) or "none; for example pip install tensorboard"
         raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
     # Without cpu=True, accelerate treats a CPU process that torchrun started as the only process.
     device = torch.accelerator.current_accelerator(check_available=True)
-    on_cpu = device is None or device.type == "mps"  # Apple GPUs lack float64, in which gradients are summed
-    # Other ranks wait while the first one downloads and tokenizes; torch's default timeout is ten minutes.
+    # Apple GPUs lack float64, in which gradients are summed
+    on_cpu = device is None or device.type == "mps"
+    # Other ranks wait while the first one downloads and tokenizes; torch's default timeout is ten
+    # minutes.
     timeout = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     return Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[timeout])
 
@@ -46,7 +50,8 @@ def describe_device(accelerator: Accelerator) -> str:
 
 
 def start_tracker(accelerator: Accelerator, project: str, settings: Settings) -> None:
-    """Open the accelerator's tracker, if it has one, with settings as flat values, as trackers require."""
+    """Open the accelerator's tracker, if it has one, with settings as flat values, as trackers
+    require."""
     values: dict[str, Any] = {}
     for name, value in settings.to_dict().items():
         table = value if isinstance(value, dict) else None
@@ -55,7 +60,8 @@ def start_tracker(accelerator: Accelerator, project: str, settings: Settings) ->
 
 
 def finish_run(accelerator: Accelerator) -> None:
-    """Close the trackers after all processes are done. The process group stays: the next verb uses it too."""
+    """Close the trackers after all processes are done. The process group stays: the next verb uses
+    it too."""
     accelerator.wait_for_everyone()  # the caller reads what the main process wrote
     for tracker in accelerator.trackers:
         tracker.finish()
@@ -72,10 +78,11 @@ def leave_group() -> None:
 
 @contextmanager
 def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
-    """Wait for all processes after the block, and raise a DdpError in all of them if any of them raised one.
+    """Wait for all processes after the block, and raise a DdpError in all of them if any of them
+    raised one.
 
-    Without this, the other processes would wait forever for the failed one. The block itself must not communicate. Any
-    other exception ends its process at once, and the launcher ends the rest.
+    Without this, the other processes would wait forever for the failed one. The block itself must
+    not communicate. Any other exception ends its process at once, and the launcher ends the rest.
     """
     local: DdpError | None = None
     try:
@@ -88,7 +95,8 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
 
 
 def main_process_first(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
-    """Return `find()` of each process. The first process of each machine runs it before the others, to fill the caches.
+    """Return `find()` of each process. The first process of each machine runs it before the others,
+    to fill the caches.
 
     Errors are raised as by `raise_on_all_ranks`.
     """
@@ -110,7 +118,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_to_main(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a whole tensor in the main process, and None in the others, which only hold their own rows at any time."""
+    """Return a whole tensor in the main process, and None in the others, which only hold their own
+    rows at any time."""
     main, part = accelerator.is_main_process, local_part(tensor)
     if not isinstance(tensor, DTensor):
         return part if main else None
@@ -128,7 +137,8 @@ def gather_to_main(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tens
 
 
 def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, unsharded: torch.Tensor | None) -> None:
-    """Copy `unsharded` of the main process (None in the others) into the rows of a tensor that each process holds."""
+    """Copy `unsharded` of the main process (None in the others) into the rows of a tensor that each
+    process holds."""
     part = local_part(tensor)
     if unsharded is not None:
         pieces = unsharded.chunk(accelerator.num_processes) if isinstance(tensor, DTensor) else [unsharded]
@@ -142,10 +152,11 @@ def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, unsharded:
 
 
 def gather_pieces(accelerator: Accelerator, piece: Piece, tensor: torch.Tensor) -> list[Piece]:
-    """Return in the main process the `piece` of every process, in the order of ranks; in the others [].
+    """Return in the main process the `piece` of every process, in the order of ranks; in the others
+    [].
 
-    A piece is state that belongs to a process's rows of `tensor`, of any shape. If `tensor` is not sharded, the pieces
-    are equal and one is returned. The result is in host memory.
+    A piece is state that belongs to a process's rows of `tensor`, of any shape. If `tensor` is not
+    sharded, the pieces are equal and one is returned. The result is in host memory.
     """
     host = {name: part.cpu() for name, part in piece.items()}
     if not isinstance(tensor, DTensor):
@@ -156,7 +167,8 @@ def gather_pieces(accelerator: Accelerator, piece: Piece, tensor: torch.Tensor) 
 
 
 def scatter_pieces(accelerator: Accelerator, pieces: list[Piece], tensor: torch.Tensor) -> Piece:
-    """Return in each process its own piece of the list that `gather_pieces` returned in the main process."""
+    """Return in each process its own piece of the list that `gather_pieces` returned in the main
+    process."""
     if not isinstance(tensor, DTensor):
         return broadcast_from_main(accelerator, pieces[0] if pieces else {})
     received: list[Piece] = [{}]

@@ -1,17 +1,19 @@
 """The folder of an interrupted run, `<output>.run`, from which the same command resumes.
 
-It holds the state, the metrics of all steps and the lock of the process that works on it. A different command for the
-same output starts anew and keeps the earlier run as `<output>.run.old`. A folder of either name that holds any other
-file is refused.
+It holds the state, the metrics of all steps and the lock of the process that works on it. A
+different command for the same output starts anew and keeps the earlier run as `<output>.run.old`. A
+folder of either name that holds any other file is refused.
 
 1. A run saves its state by time, at the end of its search and after its last step.
 2. One rename makes the output appear, with its report.
-3. The run's folder is deleted last, after a rename to `<output>.run.tmp`. If a command is killed before that, the same
+3. The run's folder is deleted last, after a rename to `<output>.run.tmp`. If a command is killed
+    before that, the same
    command resumes after the last step, writes the output again and deletes the run.
 
-A size family has one more run, `FAMILY/.family.run`. Its lock is held until all sizes are written, and its state is the
-end of the search of the latest size. Each size saves its own state first, from which the family's can be restored.
-While it exists, sizes that are written already are not trained again (`pipeline.is_written`).
+A size family has one more run, `FAMILY/.family.run`. Its lock is held until all sizes are written,
+and its state is the end of the search of the latest size. Each size saves its own state first, from
+which the family's can be restored. While it exists, sizes that are written already are not trained
+again (`pipeline.is_written`).
 """
 
 import functools
@@ -49,7 +51,8 @@ LOCK_FILE = "lock"
 LARGEST_METRICS = 1 << 34  # bytes
 TEMPORARY = f".{RUN_STATE}.*.tmp"  # left by a killed process
 STATE_FORMAT = 8  # of a saved state; a state of another format is put aside
-UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
+# of a damaged state
+UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)
 Method = TypeVar("Method", bound=Callable[..., None])
 
 
@@ -91,8 +94,8 @@ class RunState:
         """Name the run's folder; nothing is written yet.
 
         resolved: as `Run.to_dict` returns it.
-        fingerprint: the `fingerprint` of text and weights. A saved run is resumed only if `resolved`, `fingerprint`
-            and the decisive settings of the recipe are the same.
+        fingerprint: the `fingerprint` of text and weights. A saved run is resumed only if
+            `resolved`, `fingerprint` and the decisive settings of the recipe are the same.
         writes: False in processes other than the main one.
         print_line: prints a line for the user.
         """
@@ -104,9 +107,11 @@ class RunState:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes away from the folder. The system releases the lock when the process ends.
+        """Keep other processes away from the folder. The system releases the lock when the process
+        ends.
 
-        Raises: OutputError as `check_run_folders`, if another process works on it, or if it cannot be written to.
+        Raises: OutputError as `check_run_folders`, if another process works on it, or if it cannot
+            be written to.
         """
         if not self.writes:
             yield
@@ -120,7 +125,8 @@ class RunState:
                     stack.enter_context(locked(self.folder / LOCK_FILE, taken))
                 yield
         finally:
-            with suppress(OSError):  # there is something to resume from, or another process works on it
+            # there is something to resume from, or another process works on it
+            with suppress(OSError):
                 if self.folder.exists():  # not after `remove`
                     self.folder.rmdir()
 
@@ -145,7 +151,8 @@ class RunState:
 
     @_writes
     def _forget_after(self, step: int) -> None:
-        """Cut off metrics of later steps, and a damaged line with those after it. This also works on a full disk."""
+        """Cut off metrics of later steps, and a damaged line with those after it. This also works
+        on a full disk."""
         if os.path.lexists(self.metrics):
             lines = read_bytes(self.metrics, LARGEST_METRICS).splitlines(keepends=True)
             done = itertools.takewhile(lambda line: (_step_of(line) or math.inf) <= step, lines)
@@ -166,7 +173,8 @@ class RunState:
 
     @_writes
     def save(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Replace the saved state; `step` is the next step. Raises: OutputError if it cannot be written."""
+        """Replace the saved state; `step` is the next step. Raises: OutputError if it cannot be
+        written."""
         text = json.dumps({"format": STATE_FORMAT, "step": step, "extra": extra, **self.made_by})
         contiguous = {name: value.cpu().contiguous() for name, value in tensors.items()}
         _make_private(self.folder)
@@ -183,7 +191,8 @@ class RunState:
 
     @_writes
     def remove(self) -> None:
-        """Delete the run and its lock at the end of a command. After a kill, the same command deletes the rest."""
+        """Delete the run and its lock at the end of a command. After a kill, the same command
+        deletes the rest."""
         if os.path.lexists(self.folder) and not os.path.lexists(self.deleted):
             os.rename(self.folder, self.deleted)
         _delete(self.folder)
@@ -202,7 +211,8 @@ class RunState:
 
 @contextmanager
 def locked_run(run: RunState, accelerator: Accelerator) -> Iterator[None]:
-    """Hold the lock of a run inside the block; if the main process cannot lock it, all processes raise its error."""
+    """Hold the lock of a run inside the block; if the main process cannot lock it, all processes
+    raise its error."""
     with ExitStack() as stack:
         with raise_on_all_ranks(accelerator):
             stack.enter_context(run.locked())
@@ -210,10 +220,11 @@ def locked_run(run: RunState, accelerator: Accelerator) -> Iterator[None]:
 
 
 def load_run(run: RunState, accelerator: Accelerator) -> Saved | None:
-    """Return the result of `run.load` in the main process in all processes: the others may not see its disk.
+    """Return the result of `run.load` in the main process in all processes: the others may not see
+    its disk.
 
-    They get no trained weights, which `TrainedWeights.restore` sends one at a time. In the main process all tensors are
-    views of the mapped file, so they take no memory until they are read.
+    They get no trained weights, which `TrainedWeights.restore` sends one at a time. In the main
+    process all tensors are views of the mapped file, so they take no memory until they are read.
     """
     with raise_on_all_ranks(accelerator):
         saved = run.load() if accelerator.is_main_process else None
@@ -226,7 +237,8 @@ def load_run(run: RunState, accelerator: Accelerator) -> Saved | None:
 
 
 def saved_header(output: Path) -> dict[str, Any]:
-    """Return recipe, step, `resolved` and `fingerprint` of the interrupted run for an output; {} if there is none."""
+    """Return recipe, step, `resolved` and `fingerprint` of the interrupted run for an output; {} if
+    there is none."""
     with suppress(*UNREADABLE):
         return _read(run_folders(output)[0] / RUN_STATE, with_tensors=False)[0]
     return {}
@@ -239,7 +251,8 @@ def finish_deletion(output: Path) -> None:
 
 
 def check_run_folders(output: Path) -> None:
-    """Refuse folders that have the name of a run's folder but hold other files. Raises: OutputError."""
+    """Refuse folders that have the name of a run's folder but hold other files.
+    Raises: OutputError."""
     for folder in filter(os.path.lexists, run_folders(output)):
         paths = list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else [folder]
         foreign = [path.name for path in paths if path.is_symlink() or not (_is_ours(path) or path.name == LOCK_FILE)]
@@ -251,7 +264,8 @@ def check_run_folders(output: Path) -> None:
 
 
 def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return header and tensors of a saved state. Raises: one of UNREADABLE if it is damaged or of another version."""
+    """Return header and tensors of a saved state. Raises: one of UNREADABLE if it is damaged or of
+    another version."""
     if not path.is_file():
         raise OSError(f"{path} is not a file")  # a pipe would block
     with safe_open(path, framework="pt") as file:
@@ -265,7 +279,8 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
 
 
 def _checksums(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return hashes of the header and of all tensors with names and shapes; tensors are contiguous and on the CPU."""
+    """Return hashes of the header and of all tensors with names and shapes; tensors are contiguous
+    and on the CPU."""
     labeled = (
         (f"{name} {value.dtype} {list(value.shape)}", value.flatten().view(torch.uint8).numpy().data)
         for name, value in sorted(tensors.items())
@@ -306,7 +321,8 @@ def _delete_files(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a run and its lock, if there is one; the state, which identifies the run, is deleted last."""
+    """Delete a run and its lock, if there is one; the state, which identifies the run, is deleted
+    last."""
     if os.path.lexists(folder):
         for path in sorted(folder.iterdir()):
             path.unlink()

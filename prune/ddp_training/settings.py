@@ -10,7 +10,8 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.provenance import identity_of, published_recipe, split_sources
 from ddp_vllm.settings import Settings, setting
 
-INDECISIVE = (  # settings that do not change the result, or whose resolved values are compared instead
+# settings that do not change the result, or whose resolved values are compared instead
+INDECISIVE = (
     "save_every", "micro_batch_size", "activation_checkpointing", "shard", "train", "optimizer", "profile", "watch",
 )  # fmt: skip
 DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")
@@ -19,8 +20,9 @@ DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")
 def optimizer_suits(optimizer: str, dtype: str) -> bool:
     """Tell whether an optimizer can train weights of a setting's dtype.
 
-    `adamw-8bit` moves the weights themselves. It rounds them stochastically only in bfloat16, and in float16 most of
-    its steps are below half of a weight's last digit, so the weights would not move.
+    `adamw-8bit` moves the weights themselves. It rounds them stochastically only in bfloat16, and
+    in float16 most of its steps are below half of a weight's last digit, so the weights would not
+    move.
     """
     return not (optimizer == "adamw-8bit" and dtype == "float16")
 
@@ -30,12 +32,13 @@ class TrainingSettings(Settings):
     """Settings that pruning and recovery share."""
 
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
-    """Text to train on: a Hub dataset (`name`, `name:configuration` or `name:configuration:split`; the default split is
-    `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by commas, take turns of about `seq_len`
-    tokens; `NAME:3` gives a text three turns for every turn of the others."""
+    """Text to train on: a Hub dataset (`name`, `name:configuration` or `name:configuration:split`;
+    the default split is `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by
+    commas, take turns of about `seq_len` tokens; `NAME:3` gives a text three turns for every turn
+    of the others."""
     text_column: str = ""
-    """Column that holds the text, if it is not called text, conversations or messages. Every text of `data` that has
-    columns must have this one."""
+    """Column that holds the text, if it is not called text, conversations or messages. Every text
+    of `data` that has columns must have this one."""
     batch_size: int = setting(16, least=1)
     """Sequences per optimizer step, over all devices."""
     seq_len: int = setting(2048, least=8)
@@ -47,35 +50,38 @@ class TrainingSettings(Settings):
     distillation: float = setting(2.0, least=0)
     """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
     learn_from: str = setting("auto", choices=("auto", "assistant", "all"))
-    """Tokens that contribute to the cross-entropy: assistant turns (plus all tokens of other text), or all. `auto` is
-    `all` while pruning, and `assistant` in a recovery of a model with a chat template. The KL term covers every
-    token."""
+    """Tokens that contribute to the cross-entropy: assistant turns (plus all tokens of other text),
+    or all. `auto` is `all` while pruning, and `assistant` in a recovery of a model with a chat
+    template. The KL term covers every token."""
 
     watch: str = ""
-    """Texts of other kinds, named as `data`, that are only evaluated: the perplexity of each model on them is printed
-    and reported."""
+    """Texts of other kinds, named as `data`, that are only evaluated: the perplexity of each model
+    on them is printed and reported."""
     micro_batch_size: int = setting(0, least=0)
-    """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about 8,192 tokens, 1,024 on
-    a CPU, and fewer if memory is short."""
+    """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about
+    8,192 tokens, 1,024 on a CPU, and fewer if memory is short."""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
-    """Number format of the weights in forward and backward passes. `auto` is the format of the checkpoint, but bfloat16
-    for float16, in which small gradients vanish. The written model always has the format of the checkpoint."""
+    """Number format of the weights in forward and backward passes. `auto` is the format of the
+    checkpoint, but bfloat16 for float16, in which small gradients vanish. The written model always
+    has the format of the checkpoint."""
     optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"))
-    """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit weight on top of the
-    weight; `adamw-8bit` moves the weights themselves, rounds them stochastically and keeps 8-bit moments, 4 bytes. It
-    requires a C++ compiler, and bfloat16 or float32 weights. `auto` is the first that memory holds."""
+    """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit
+    weight on top of the weight; `adamw-8bit` moves the weights themselves, rounds them
+    stochastically and keeps 8-bit moments, 4 bytes. It requires a C++ compiler, and bfloat16 or
+    float32 weights. `auto` is the first that memory holds."""
     learning_rate: float | None = None
-    """AdamW's highest rate for trained weights. Without it, pruning finds the rate by short trials before the run, and
-    recovery chooses it by method and hidden size."""
+    """AdamW's highest rate for trained weights. Without it, pruning finds the rate by short trials
+    before the run, and recovery chooses it by method and hidden size."""
     activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"))
-    """Recompute layers in the backward pass instead of storing their activations: a third more computation for a small
-    part of the memory, and the same gradients. `auto` turns it on if the activations would fill more than
-    half of the free memory."""
+    """Recompute layers in the backward pass instead of storing their activations: a third more
+    computation for a small part of the memory, and the same gradients. `auto` turns it on if the
+    activations would fill more than half of the free memory."""
     shard: bool = False
     """Shard the weights over all processes (FSDP2), for models that one device cannot hold."""
     save_every: int = setting(0, least=0)
-    """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time. Saving by time happens at
-    most every two minutes and takes at most a twentieth of the run. A run is also saved after its last step."""
+    """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time.
+    Saving by time happens at most every two minutes and takes at most a twentieth of the run. A run
+    is also saved after its last step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +102,8 @@ class TrainingSettings(Settings):
 
 
 def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe that decide its result; minutes stand for the settings derived from them."""
+    """Return the settings of a recipe that decide its result; minutes stand for the settings
+    derived from them."""
     left_out = (*INDECISIVE, *(DERIVED_FROM_MINUTES if recipe.get("minutes") and "steps" in recipe else ()))
     return {name: value for name, value in recipe.items() if name not in left_out}
 

@@ -1,15 +1,17 @@
 """Trained weights: all weights of a model, or low-rank adapters of its projections.
 
-Embeddings and output head stay frozen. The gradient of a weight is added to a sum as soon as backward has it, and then
-freed. Two optimizers move the weights:
+Embeddings and output head stay frozen. The gradient of a weight is added to a sum as soon as
+backward has it, and then freed. Two optimizers move the weights:
 
-- `adamw` moves float32 masters, of which the weights are rounded copies, so steps that are smaller than a weight's last
+- `adamw` moves float32 masters, of which the weights are rounded copies, so steps that are smaller
+    than a weight's last
   digit still add up. Sums of gradients and moments are float32.
-- `adamw-8bit` (torchao) moves 16-bit weights themselves and rounds them stochastically, so small steps add up on
+- `adamw-8bit` (torchao) moves 16-bit weights themselves and rounds them stochastically, so small
+    steps add up on
   average. Moments have 8 bits (arXiv:2110.02861), sums of gradients the dtype of the weights.
 
-Of several processes only the main one keeps whole tensors, for a save and for the checkpoint; they are gathered one by
-one.
+Of several processes only the main one keeps whole tensors, for a save and for the checkpoint; they
+are gathered one by one.
 """
 
 import functools
@@ -43,19 +45,23 @@ from ddp_training.processes import (
 )
 from ddp_vllm.errors import TrainingError
 
-LEARNING_RATES = {"weights": 2e-4, "lora": 1e-3}  # the best of those tried on SmolLM2-135M, whose hidden size is 576
-WIDE, WIDE_RATE = 768, 1e-5  # from this hidden size the rate of `weights` is lower: 4e-5 harms Qwen2.5-Coder-0.5B (896)
+# the best of those tried on SmolLM2-135M, whose hidden size is 576
+LEARNING_RATES = {"weights": 2e-4, "lora": 1e-3}
+# from this hidden size the rate of `weights` is lower: 4e-5 harms Qwen2.5-Coder-0.5B (896)
+WIDE, WIDE_RATE = 768, 1e-5
 WARMUP = 0.1  # of the steps
 BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the state of both optimizers per parameter
 ADAPTER = "default"  # peft's name of the adapter
-LEARNED = "weights."  # prefix of these tensors in a saved run; the part and the weight's name follow
+# prefix of these tensors in a saved run; the part and the weight's name follow
+LEARNED = "weights."
 RANK = 16  # of adapters
 OPTIMIZERS = ("adamw", "adamw-8bit")  # from the one that requires the most memory
 
 
 def highest_rate(train: str, hidden_size: int) -> float:
-    """Return AdamW's learning rate after warm-up, where nothing better is known. Two hidden sizes were tried."""
+    """Return AdamW's learning rate after warm-up, where nothing better is known. Two hidden sizes
+    were tried."""
     return WIDE_RATE if train == "weights" and hidden_size >= WIDE else LEARNING_RATES[train]
 
 
@@ -90,14 +96,16 @@ class TrainedWeights:
                 torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))
             parameter.requires_grad_(True)
         hook = torch.Tensor.register_post_accumulate_grad_hook
-        proxy = weakref.proxy(self)  # a hook that held this object would keep the model in memory for good
+        # a hook that held this object would keep the model in memory for good
+        proxy = weakref.proxy(self)
         self.hooks = [
             hook(parameter, partial(TrainedWeights._add, proxy, name)) for name, parameter in self.trained.items()
         ]
         self.share, self.sums, self.first = 1.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if self.in_8_bits:
             self.masters: dict[str, nn.Parameter] = dict(self.trained)
-            # AdamW moves each number on its own, so it can be given a process's own rows, which share their memory.
+            # AdamW moves each number on its own, so it can be given a process's own rows, which
+            # share their memory.
             self.moved = {name: nn.Parameter(local_part(weight.detach())) for name, weight in self.trained.items()}
             self.optimizer: Any = _adamw_8bit(list(self.moved.values()))
             return
@@ -107,7 +115,8 @@ class TrainedWeights:
         }
         sharded = [master for master in self.masters.values() if isinstance(master, DTensor)]
         unsharded = [master for master in self.masters.values() if not isinstance(master, DTensor)]
-        groups = [{"params": masters} for masters in (unsharded, sharded) if masters]  # fused AdamW rejects a mixture
+        # fused AdamW rejects a mixture
+        groups = [{"params": masters} for masters in (unsharded, sharded) if masters]
         if self.adapted:
             self.first = {name: weight.detach().clone() for name, weight in self.masters.items()}
         self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
@@ -150,19 +159,23 @@ class TrainedWeights:
             elif world > 1:
                 total = self.accelerator.reduce(total, "sum")
             self.sums[name] = total
-        squares = torch.zeros(2, device=self.accelerator.device)  # of whole and of sharded gradients
+        # of whole and of sharded gradients
+        squares = torch.zeros(2, device=self.accelerator.device)
         for number in range(2):
-            totals = [self.sums[name] for name in self.masters]  # the order of sums is that of backward
+            # the order of sums is that of backward
+            totals = [self.sums[name] for name in self.masters]
             parts = [local_part(total) for total in totals if isinstance(total, DTensor) == bool(number)]
             if parts:
                 norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
-                squares[number] = float(numpy.add.accumulate(norms.square().cpu().numpy())[-1])  # in order
+                # in order
+                squares[number] = float(numpy.add.accumulate(norms.square().cpu().numpy())[-1])
         squares[1] = self.accelerator.reduce(squares[1:], "sum")[0]
         return float(squares.sum().sqrt())
 
     @torch.no_grad()
     def step(self, rate: float, norm: float, seed: int = 0) -> None:
-        """Do one step of AdamW with gradients of this norm, clipped, and round the masters into the model.
+        """Do one step of AdamW with gradients of this norm, clipped, and round the masters into the
+        model.
 
         seed: of stochastic rounding; the same in all processes, another one for each step.
         Raises: TrainingError if the norm is not a number.
@@ -188,7 +201,8 @@ class TrainedWeights:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), warnings.catch_warnings():
             if self.in_8_bits:
                 torch.manual_seed(seed)
-                warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")  # advice for torchao
+                # advice for torchao
+                warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")
             self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -205,7 +219,8 @@ class TrainedWeights:
 
     @torch.no_grad()
     def reset(self, dense: Any) -> None:
-        """Begin again, with the first adapters or the weights of the dense model, which is loaded like this one."""
+        """Begin again, with the first adapters or the weights of the dense model, which is loaded
+        like this one."""
         weights = self.first or dict(dense.named_parameters())
         for name, master in self.masters.items():
             master.copy_(weights[name])
@@ -218,7 +233,8 @@ class TrainedWeights:
         self.sums.clear()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return in the main process everything the next step depends on, as named tensors, and {} in the others.
+        """Return in the main process everything the next step depends on, as named tensors, and {}
+        in the others.
 
         All processes must call this together.
         """
@@ -228,7 +244,8 @@ class TrainedWeights:
             if not self.in_8_bits:
                 tensors |= self._gathered({f"{LEARNED}{moment}.{name}": values for moment, values in moments.items()})
                 continue
-            # 8-bit moments share a scale per 256 numbers of a process, so they are kept process by process
+            # 8-bit moments share a scale per 256 numbers of a process, so they are kept process by
+            # process
             for number, piece in enumerate(gather_pieces(self.accelerator, _parts(moments), master)):
                 tensors |= {f"{LEARNED}{part}.{number}.{name}": values for part, values in piece.items()}
         return tensors
@@ -261,10 +278,12 @@ class TrainedWeights:
         self._round()
 
     def _restore_in_8_bits(self, moments: Mapping[str, Any], name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore the moments of this process's rows of a weight; only the main process reads `tensors`.
+        """Restore the moments of this process's rows of a weight; only the main process reads
+        `tensors`.
 
-        Codes and scales are restored as they are, if the weight is sharded over as many processes as when they were
-        saved. Otherwise a process's rows have other groups of 256 numbers, and the values are quantized again.
+        Codes and scales are restored as they are, if the weight is sharded over as many processes
+        as when they were saved. Otherwise a process's rows have other groups of 256 numbers, and
+        the values are quantized again.
         """
         master = self.masters[name]
         saved = _saved_pieces(tensors, name) if self.accelerator.is_main_process else []
@@ -289,12 +308,13 @@ class TrainedWeights:
     def finish(self) -> "UpdatedWeights":
         """Merge what was trained into the model, and return the update of stored weights.
 
-        The returned function takes a weight's name on disk and its stored values. In the main process it returns the
-        updated weight, in float32 where anything was trained, so that it is rounded once. All processes must call this
-        together, and nothing can be trained afterwards.
+        The returned function takes a weight's name on disk and its stored values. In the main
+        process it returns the updated weight, in float32 where anything was trained, so that it is
+        rounded once. All processes must call this together, and nothing can be trained afterwards.
         """
         gathered = {} if self.adapted else self._gathered(self.masters)
-        trained = revert_weight_conversion(self.model, gathered) if gathered else {}  # by its name on disk
+        # by its name on disk
+        trained = revert_weight_conversion(self.model, gathered) if gathered else {}
         products = self._merge_adapters() if self.adapted else {}
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
@@ -306,9 +326,11 @@ class TrainedWeights:
         return UpdatedWeights(trained, products, dtype)
 
     def _merge_adapters(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Add to each weight what its adapter adds; return what computes that, by the weight's name on disk.
+        """Add to each weight what its adapter adds; return what computes that, by the weight's name
+        on disk.
 
-        Products are computed again when needed: all of them together take twice the memory of the model.
+        Products are computed again when needed: all of them together take twice the memory of the
+        model.
         """
         products = dict[str, Callable[[], torch.Tensor]]()
         for name, module in self.model.named_modules():
@@ -319,7 +341,8 @@ class TrainedWeights:
                 weight = module.get_base_layer().weight
                 weight.copy_(weight.float() + _shard_as(weight, product()))
                 (stored,) = revert_weight_conversion(self.model, {f"{name}.weight": weight.detach()})
-                products[stored], module.scaling[ADAPTER] = product, 0.0  # what it added is in the weight now
+                # what it added is in the weight now
+                products[stored], module.scaling[ADAPTER] = product, 0.0
         return products
 
 
@@ -329,7 +352,8 @@ class UpdatedWeights:
     def __init__(
         self, trained: dict[str, torch.Tensor], products: dict[str, Callable[[], torch.Tensor]], dtype: torch.dtype
     ) -> None:
-        """trained, products: weights, and what adapters add to weights, by names on disk. dtype: of the model."""
+        """trained, products: weights, and what adapters add to weights, by names on disk. dtype: of
+        the model."""
         self.trained, self.products, self.dtype = trained, products, dtype
         self.pending = {*trained, *products}
         """Trained weights that have not been asked for."""
@@ -357,10 +381,11 @@ class UpdatedWeights:
 
 
 def obstacle_to_8_bits(accelerator: Accelerator) -> str:
-    """Return why `adamw-8bit` cannot run in a process, with the remedy; "" if it can run in all of them.
+    """Return why `adamw-8bit` cannot run in a process, with the remedy; "" if it can run in all of
+    them.
 
-    torchao compiles its step, which requires a compiler, so a step of a small weight is tried. All processes must call
-    this together.
+    torchao compiles its step, which requires a compiler, so a step of a small weight is tried. All
+    processes must call this together.
     """
     reasons: list[str] = gather_object([_own_obstacle(accelerator.device)])
     return next(filter(None, reasons), "")
@@ -395,8 +420,8 @@ def rate_of(step: int, num_steps: int, highest: float, warmup: float, flat_until
     """Return AdamW's learning rate in a step: a linear warm-up, then a cosine decay to 0.
 
     warmup: share of the steps.
-    flat_until: the step at which the decay begins, if that is later than the end of the warm-up. If it is the last
-        step, as in a size family without polish, the rate never decays.
+    flat_until: the step at which the decay begins, if that is later than the end of the warm-up. If
+        it is the last step, as in a size family without polish, the rate never decays.
     """
     rising = warmup * num_steps
     if step < rising:
@@ -411,10 +436,11 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def _add_adapters(model: Any, rank: int) -> None:
-    """Add peft's low-rank adapters to every linear module of the decoder layers, in the dtype of the weights.
+    """Add peft's low-rank adapters to every linear module of the decoder layers, in the dtype of
+    the weights.
 
-    peft gets the list of layers and not the model: for the `model_type` of a mixture of experts it would replace some
-    of the modules by the stacked weights of the experts.
+    peft gets the list of layers and not the model: for the `model_type` of a mixture of experts it
+    would replace some of the modules by the stacked weights of the experts.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -432,7 +458,8 @@ def _product(up: torch.Tensor, down: torch.Tensor, scale: float) -> torch.Tensor
 
 
 def _parts(moments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the plain tensors of this process's part of moments: codes and scales, or a small moment as it is."""
+    """Return the plain tensors of this process's part of moments: codes and scales, or a small
+    moment as it is."""
     parts = dict[str, torch.Tensor]()
     for name, moment in moments.items():
         if hasattr(moment, "codes"):
@@ -443,7 +470,8 @@ def _parts(moments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _saved_pieces(tensors: Mapping[str, torch.Tensor], name: str) -> list[Piece]:
-    """Return the parts of a weight's saved 8-bit moments, one piece per process that held rows of it."""
+    """Return the parts of a weight's saved 8-bit moments, one piece per process that held rows of
+    it."""
     parts = [f"{moment}{kind}" for moment in MOMENTS for kind in ("", ".codes", ".scale")]
     pieces = list[Piece]()
     while True:
