@@ -183,7 +183,7 @@ def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, t
 def test_text_without_an_assistants_words_is_refused() -> None:
     silent = torch.zeros(BLOCKS.shape, dtype=torch.bool)
     silent[:, 0] = True  # which no token predicts
-    blocks = Blocks(train=BLOCKS, loss_mask=silent, heldout=BLOCKS, found=BLOCKS.numel())
+    blocks = Blocks(train=BLOCKS, loss_mask=silent, heldout=BLOCKS, num_tokens=BLOCKS.numel())
     assert select_loss_mask(blocks, "all", "chats.jsonl", print) is None
     with pytest.raises(TextError, match=r"chats\.jsonl holds no words of an assistant"):
         select_loss_mask(blocks, "assistant", "chats.jsonl", print)

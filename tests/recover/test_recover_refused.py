@@ -61,8 +61,9 @@ def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp
     inside = tmp_path / "models" / "pruned"
     shutil.copytree(pruned, inside)
     (inside.parent / MANIFEST).touch()
-    assert_refused(recover(inside, inside.parent, "--overwrite"), 5, "inside one another")
-    assert_refused(recover(pruned, pruned / "report" / "out"), 5, "inside one another")
+    assert_refused(recover(inside, inside.parent, "--overwrite"), 5, "is the pruned model, or one is inside the other")
+    assert_refused(recover(pruned, pruned / "report" / "out"), 5, "is the pruned model, or one is inside the other")
+    assert_refused(recover(pruned, pruned, "--overwrite"), 5, "is the pruned model, or one is inside the other")
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(pruned: Path, tmp_path: Path) -> None:
