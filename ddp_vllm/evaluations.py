@@ -1,18 +1,18 @@
 """The paper's tasks, and the results of lm-eval on them, which `eval` writes and `compare`
 reads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import exp, inf, sqrt
+from math import exp, inf
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
 from ddp_vllm.errors import TextError
+from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.machine import PLACE
 from ddp_vllm.masks import QUALITY
 from ddp_vllm.model_facts import FACTS
-from ddp_vllm.results import t_quantile
 from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, TEXT, Number, SchemaError, check
 
 EVALUATION = {
@@ -188,24 +188,6 @@ def in_points(difference: float, half_width: float) -> str:
     if max(worse, better) <= LEVEL:
         return f"no measurable difference ({value})"
     return f"cannot tell: between {100 * worse:.1f} points worse and {100 * better:.1f} better; use more rows"
-
-
-def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[int] | None = None) -> tuple[float, float | None]:
-    """Return the mean loss per token over blocks of text and its standard error; None for a single
-    block.
-
-    block_losses: the mean loss of each block, or a difference of two. block_tokens: the tokens that
-        each mean is over;
-    None: equally many in each block. The mean m = Σ n·l / Σ n is a ratio of two sums over B blocks,
-    so its variance is B/(B − 1) · Σ n²(l − m)² / (Σ n)² (delta method; Cochran, Sampling
-    Techniques, Eq. 2.39).
-    """
-    tokens = [1] * len(block_losses) if block_tokens is None else block_tokens
-    pairs, total, blocks = list(zip(tokens, block_losses, strict=True)), sum(tokens), len(block_losses)
-    mean = sum(n * loss for n, loss in pairs) / total
-    if blocks < 2:
-        return mean, None
-    return mean, sqrt(blocks / (blocks - 1) * sum((n * (loss - mean)) ** 2 for n, loss in pairs)) / total
 
 
 def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] | None:

@@ -19,8 +19,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from ddp_vllm.evaluations import perplexity_ratio
+from ddp_vllm.intervals import ratio_text
 from ddp_vllm.pages.pictures import STYLE
-from ddp_vllm.results import ratio_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -388,7 +388,7 @@ def _evaluate_text(
     from ddp_benchmarks.tables import plain_console
     from ddp_vllm import evaluate_text
     from ddp_vllm.evaluations import default_output, fidelity, perplexity_ratio
-    from ddp_vllm.results import with_interval
+    from ddp_vllm.intervals import with_interval
 
     chosen = {name: options[name] for name in ("dtype", "max_length", "tokens")}
     console, missed = plain_console(as_json=as_json, quiet=quiet), list[str]()

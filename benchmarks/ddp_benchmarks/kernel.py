@@ -41,7 +41,7 @@ from ddp_benchmarks.fused_experts import FusedExperts, build_vllm
 from ddp_benchmarks.protocol import new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.huge_pages import huge_page_bytes
-from ddp_vllm.results import judge, spread
+from ddp_vllm.intervals import judge, spread
 
 FORMAT = "ddp-vllm bench kernel 1"
 KERNELS = "ddp_vllm.moe_kernels"  # entry points

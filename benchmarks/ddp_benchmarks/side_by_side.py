@@ -22,9 +22,9 @@ from typing import Any, Self
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, runs_on_cpu, vllm_command
 from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
+from ddp_vllm.intervals import judge
 from ddp_vllm.latency import Workload, seconds_of
 from ddp_vllm.model_facts import dense_kv_bytes
-from ddp_vllm.results import judge
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
 CPU_BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU

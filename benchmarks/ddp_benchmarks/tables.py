@@ -15,8 +15,9 @@ from rich.text import Text
 
 from ddp_benchmarks.protocol import result_line
 from ddp_vllm.evaluations import TASKS, in_points, mean_difference, score
+from ddp_vllm.intervals import ratio_text, spread
 from ddp_vllm.pages.terminal import SafeConsole
-from ddp_vllm.results import main_metric, main_verdict, measured, on_gpu, ratio_text, spread
+from ddp_vllm.results import main_metric, main_verdict, measured, on_gpu
 
 FILE_WIDTH = 200  # characters; rich's default of 80 truncates the columns of several models
 _METRICS = (  # metric, heading, decimals

@@ -35,7 +35,7 @@ from ddp_prune.trainer import Trainer
 from ddp_training.batches import Batches
 from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.memory import fit_attention, peak_bytes, reset_peak
-from ddp_vllm.results import judge, ratio_text, spread
+from ddp_vllm.intervals import judge, ratio_text, spread
 from study import add_batch_options, gate, print_result
 
 Step = Callable[[], Any]

@@ -10,12 +10,13 @@ from typing import Any
 from urllib.parse import quote
 
 from ddp_vllm.evaluations import TASKS, in_points, perplexity_ratio, points, score
+from ddp_vllm.intervals import ratio_text, with_interval
 from ddp_vllm.manifest import REPORT_FILE
 from ddp_vllm.output import atomic_file, sync, writing
 from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference, engine_fact, retained
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import Point, draw_points, render
-from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence, with_interval
+from ddp_vllm.results import main_metric, main_verdict, measured_on, sentence
 
 PICTURE_HEIGHT = 3.6  # inches
 # a model can do a task with generated answers if its accuracy is two standard errors above this

@@ -11,14 +11,15 @@ from typing import Any
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import prices, whole_model
-from ddp_vllm.evaluations import fidelity, mean_loss
+from ddp_vllm.evaluations import fidelity
 from ddp_vllm.families import dense_layers, dimensions_of, text_config
+from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.latency import Workload
 from ddp_vllm.pages.page import Section, Table
 from ddp_vllm.provenance import bare_name
 from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths, dense_kv_heads
-from ddp_vllm.results import measured_on, with_interval
+from ddp_vllm.results import measured_on
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 Size = tuple[str, int, int]

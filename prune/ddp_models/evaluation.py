@@ -13,7 +13,7 @@ from ddp_text.templates import ChatTemplate, Rendered
 from ddp_text.tokens import leading_bos
 from ddp_training.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 from ddp_training.memory import checkpoint_layers
-from ddp_vllm.evaluations import mean_loss
+from ddp_vllm.intervals import mean_loss
 
 PROMPTS = (  # one question of each common kind, written before any model had answered
     "What are the three primary colors?",

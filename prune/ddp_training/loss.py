@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_training.decoder import decoder_of
-from ddp_vllm.evaluations import mean_loss
+from ddp_vllm.intervals import mean_loss
 
 # Bytes of one float32 copy of a chunk's logits. Logits and probabilities of student and teacher are
 # four copies. Smaller chunks are slower on a CPU. A GPU requires about 300 tokens per product to be

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_vllm.results import judge, t_quantile
+from ddp_vllm.intervals import judge, t_quantile
 
 
 @pytest.mark.parametrize(("degrees", "value"), [(1, 12.7062), (4, 2.7764), (30, 2.0423), (31, 2.0395), (200, 1.9719)])

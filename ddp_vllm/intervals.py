@@ -1,0 +1,129 @@
+"""Means with their uncertainty: of paired measurements as a ratio, and of losses over blocks of text.
+
+The two runs of a pair follow each other, so a slow hour of the machine slows both. The ratios of
+the pairs are averaged on the log scale, with a 95 % Student t interval around the mean: exp(m ±
+t·s/√n), with n − 1 degrees of freedom. It requires that the log ratios are independent and roughly
+normal; the speed of the machine may change between pairs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, inf, log, sqrt
+from statistics import fmean, median, stdev
+from typing import Any
+
+ENOUGH_PAIRS = 5
+LEVEL = 0.05  # an interval within this distance of 1 is reported as no measurable difference
+_T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
+)
+
+
+def t_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t; beyond 30 degrees by its expansion around 1.96,
+    good to 1e-4."""
+    if degrees <= len(_T_975):
+        return _T_975[degrees - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The speedup of one pruned model at one load."""
+
+    ratios: tuple[float, ...]
+    """Pruned over dense, per pair; above 1 the pruned model is faster."""
+    ratio: float
+    """Their geometric mean."""
+    low: float
+    high: float
+    """The ends of the 95 % interval; 0 and infinity for a single pair."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        pairs = len(self.ratios)
+        if pairs < 2:
+            return f"{self.ratio:.2f}× in one pair, which does not show the spread; measure {ENOUGH_PAIRS} pairs"
+        value = with_interval(self.ratio, self.low, self.high)
+        few = f" (only {pairs} pairs)" if pairs < ENOUGH_PAIRS else ""
+        if self.low > 1:
+            return f"{value} faster{few}"
+        if self.high < 1:
+            return f"{value}, slower{few}"
+        if self.low >= 1 - LEVEL and self.high <= 1 + LEVEL:
+            return f"no measurable difference ({value}){few}"
+        return f"cannot tell: {value}; measure more pairs"
+
+    def to_json(self) -> dict[str, object]:
+        finite = len(self.ratios) > 1
+        return {
+            "ratios": list(self.ratios),
+            "ratio": self.ratio,
+            "low": self.low if finite else None,
+            "high": self.high if finite else None,
+            "interval": "95 %, Student t on log ratios of pairs",
+            "sentence": self.sentence,
+        }
+
+
+def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
+    """Compare paired speeds of the same rounds, in the same unit; more is better.
+
+    Pass seconds in swapped order: `judge(pruned_seconds, dense_seconds)`.
+    """
+    assert len(dense) == len(pruned) > 0
+    assert min(*dense, *pruned) > 0
+    ratios = tuple(after / before for before, after in zip(dense, pruned, strict=True))
+    logs = [log(ratio) for ratio in ratios]
+    middle = fmean(logs)
+    if len(logs) < 2:
+        return Verdict(ratios=ratios, ratio=exp(middle), low=0.0, high=float("inf"))
+    reach = t_quantile(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
+    low, ratio, high = (
+        exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle - reach, middle, middle + reach)
+    )
+    return Verdict(ratios=ratios, ratio=ratio, low=low, high=high)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, lowest and highest of repeated measurements."""
+    return {"median": median(values), "lowest": min(values), "highest": max(values)}
+
+
+def with_interval(ratio: float, low: float, high: float) -> str:
+    """Write a ratio and its interval with two decimals, or with more if a bound would read 1 or
+    both would be equal."""
+    for decimals in (2, 3, 4):
+        middle, lower, upper, one = (f"{value:.{decimals}f}" for value in (ratio, low, high, 1.0))
+        if len({lower, upper, one}) == 3:
+            break
+    return f"{middle}× [{lower}, {upper}]"
+
+
+def ratio_text(verdict: Mapping[str, Any]) -> str:
+    """Write the ratio of a verdict in JSON with its interval, if it has one."""
+    if verdict["low"] is None:
+        return f"{verdict['ratio']:.2f}× (one pair)"
+    return with_interval(verdict["ratio"], verdict["low"], verdict["high"])
+
+
+def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[int] | None = None) -> tuple[float, float | None]:
+    """Return the mean loss per token over blocks of text and its standard error; None for a single
+    block.
+
+    block_losses: the mean loss of each block, or a difference of two. block_tokens: the tokens that
+        each mean is over;
+    None: equally many in each block. The mean m = Σ n·l / Σ n is a ratio of two sums over B blocks,
+    so its variance is B/(B − 1) · Σ n²(l − m)² / (Σ n)² (delta method; Cochran, Sampling
+    Techniques, Eq. 2.39).
+    """
+    tokens = [1] * len(block_losses) if block_tokens is None else block_tokens
+    pairs, total, blocks = list(zip(tokens, block_losses, strict=True)), sum(tokens), len(block_losses)
+    mean = sum(n * loss for n, loss in pairs) / total
+    if blocks < 2:
+        return mean, None
+    return mean, sqrt(blocks / (blocks - 1) * sum((n * (loss - mean)) ** 2 for n, loss in pairs)) / total
