@@ -90,6 +90,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: _config(
         "GptOssConfig", intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=8
     ),
+    "gemma4_moe": lambda: _config(  # an MLP and experts in every layer, the experts in one tensor
+        "Gemma4TextConfig", GEMMA, pad_token_id=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
+        moe_intermediate_size=32,
+    ),
     "gemma4": lambda: _wrapper("Gemma4Config", _config("Gemma4TextConfig", GEMMA, pad_token_id=0)),
 }  # fmt: skip
 

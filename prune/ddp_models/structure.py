@@ -136,9 +136,14 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
     if mlp:
         where, blocks["mlp"] = _mlp_on_disk(stored, prefix, mlps.index(mlp), mlp)
     if experts_block:
-        where, blocks["experts"], stacked = _experts_on_disk(
-            model, stored, shapes, prefix, experts.index(experts_block), experts_block
-        )
+        try:
+            where, blocks["experts"], stacked = _experts_on_disk(
+                model, stored, shapes, prefix, experts.index(experts_block), experts_block
+            )
+        except ModelError:  # the MLPs can be pruned all the same
+            if not mlp:
+                raise
+            experts_block = None
     rows = [
         LayerChannels(
             intermediate_size=mlp.width if mlp and mlps[index] == mlp else None,
@@ -154,7 +159,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         tensors=TensorTable(projections=tuple(_projections(mlp))),
         experts=experts_block.module if experts_block else "",
         stacked=stacked,
-        left_alone=tuple(_left_alone(model, stored, rows)),
+        left_alone=tuple(_left_alone(model, stored, rows, has_experts=any(experts))),
         loaded=frozenset(name for name, target in stored.items() if target in parameters),
         text={**text.to_dict(), "num_experts_per_tok": num_chosen_experts(config)},
     )
@@ -178,9 +183,13 @@ def _projections(mlp: Mlp | None) -> Iterator[Projection]:
         yield Projection(name=mlp.output, axis=1, units=("channel",))
 
 
-def _left_alone(model: Any, stored: Mapping[str, str], rows: Sequence[LayerChannels]) -> Iterator[str]:
+def _left_alone(
+    model: Any, stored: Mapping[str, str], rows: Sequence[LayerChannels], *, has_experts: bool
+) -> Iterator[str]:
     """Yield in words what is not pruned."""
     yield "attention and other token mixers"
+    if has_experts and not any(row.expert_intermediate_sizes for row in rows):
+        yield "routed experts, which are not stored one by one"
     names = {name for name, _ in model.named_modules()}
     if any(re.search(r"shared_(experts?|mlp)$", name) for name in names):
         yield "shared experts"

@@ -33,6 +33,7 @@ MLP = {  # model -> the module of its layers on disk, the projections of its MLP
     "glm4": ("model.layers", ("mlp.gate_up_proj", "mlp.down_proj")),
     "gemma4_text": ("model.layers", PLAIN),
     "gemma4": ("model.language_model.layers", PLAIN),
+    "gemma4_moe": ("model.layers", PLAIN),  # its experts are left alone
     "seed_oss": ("model.layers", PLAIN),
     "hunyuan_v1_dense": ("model.layers", PLAIN),
     "cohere2": ("model.layers", PLAIN),
