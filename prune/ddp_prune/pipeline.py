@@ -86,10 +86,13 @@ def prune(
     inputs = main_process_first(accelerator, partial(read_inputs, runs[-1], source, accelerator, console))
     inputs.announce(runs[-1])
     sizes = list(zip(runs, pools, folders, strict=True))
+    with raise_on_all_ranks(accelerator):  # all folders, before the first size is trained
+        for run, _, folder in sizes if accelerator.is_main_process else ():
+            check_output(folder, overwrite=overwrite or may_replace(inputs, run, folder))
     if family:
-        prune_family(inputs, sizes, family, searched)
+        prune_family(inputs, sizes, family, searched, overwrite=overwrite)
     else:
-        prune_size(inputs, *sizes[0], NO_FAMILY)
+        prune_size(inputs, *sizes[0], NO_FAMILY, overwrite=overwrite)
     finish_run(accelerator)
     return list(map(read_checkpoint, folders))
 
@@ -132,7 +135,12 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
 
 
 def prune_family(
-    inputs: Inputs, sizes: Sequence[tuple[Run, Sequence[Pool], Path]], family: Path, searched: int
+    inputs: Inputs,
+    sizes: Sequence[tuple[Run, Sequence[Pool], Path]],
+    family: Path,
+    searched: int,
+    *,
+    overwrite: bool,
 ) -> None:
     """Prune one size after the other; the search of each starts at the end of the previous size's
     search.
@@ -146,40 +154,53 @@ def prune_family(
     with locked_run(shared, inputs.accelerator):
         for run, pools, folder in sizes:
             save_to = inputs.state(family, run) if run is not last else None
-            done = searched and (run is last or run.steps.search <= searched) and is_written(inputs, run, folder)
-            if broadcast_from_main(inputs.accelerator, bool(done)):
+            is_done = bool(searched) and (run is last or run.steps.search <= searched)
+            is_done = is_done and not inputs.state(folder, run).folder.exists() and is_result(inputs, run, folder)
+            if broadcast_from_main(inputs.accelerator, is_done):
                 inputs.print_line(f"{folder} was written before")
             else:
-                prune_size(inputs, run, pools, folder, FamilyCheckpoints(resume_from, save_to, run.steps.search))
+                checkpoints = FamilyCheckpoints(resume_from, save_to, run.steps.search)
+                prune_size(inputs, run, pools, folder, checkpoints, overwrite=overwrite)
             resume_from = save_to
         shared.remove()
 
 
-def is_written(inputs: Inputs, run: Run, output: Path) -> bool:
-    """Tell whether `output` holds the result of this run on this text and these weights, and no run
-    will replace it."""
+def may_replace(inputs: Inputs, run: Run, output: Path) -> bool:
+    """Tell whether `output` may be replaced without the user's word: by the run that wrote it, or
+    by one that the user has started with it."""
+    return inputs.state(output, run).was_interrupted() or is_result(inputs, run, output)
+
+
+def is_result(inputs: Inputs, run: Run, output: Path) -> bool:
+    """Tell whether `output` holds the result of this run on this text and these weights."""
     provenance = provenance_of(output)
-    if inputs.state(output, run).folder.exists() or "recovery" in provenance or "applied_to" in provenance:
+    if "recovery" in provenance or "applied_to" in provenance:
         return False
     same_run = provenance.get("run") == run.to_dict() and provenance.get("fingerprint") == inputs.fingerprint
     return same_run and is_same_recipe(provenance.get("recipe", {}), run.recipe)
 
 
-def prune_size(inputs: Inputs, run: Run, pools: Sequence[Pool], output: Path, family: FamilyCheckpoints) -> None:
+def prune_size(
+    inputs: Inputs, run: Run, pools: Sequence[Pool], output: Path, family: FamilyCheckpoints, *, overwrite: bool
+) -> None:
     """Train one size, write its checkpoint with its report, and delete the run's folder."""
     accelerator = inputs.accelerator
     for pool in pools:
         inputs.print_line(pool.describe())
     state = inputs.state(output, run, inputs.print_line)
     with locked_run(state, accelerator):
+        overwrite = overwrite or may_replace(inputs, run, output)  # before the run saves a state
         result = train_size(inputs, run, pools, state, family)
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
-                print_written(write(inputs, run, pools, result, state), run.recipe.model, inputs.console)
+                checkpoint = write(inputs, run, pools, result, state, overwrite=overwrite)
+                print_written(checkpoint, run.recipe.model, inputs.console)
                 state.remove()
 
 
-def write(inputs: Inputs, run: Run, pools: Sequence[Pool], result: Result, state: RunState) -> Checkpoint:
+def write(
+    inputs: Inputs, run: Run, pools: Sequence[Pool], result: Result, state: RunState, *, overwrite: bool
+) -> Checkpoint:
     """Write the checkpoint of a run with its provenance and its report."""
     recipe, source, learned = run.recipe, inputs.source, result.learned
     provenance: dict[str, Any] = {
@@ -202,7 +223,7 @@ def write(inputs: Inputs, run: Run, pools: Sequence[Pool], result: Result, state
         head_unit=inputs.head_unit,
         provenance=provenance | result.evaluation | {"fingerprint": inputs.fingerprint},
         scores={"z": learned.z, "saliency": learned.saliency, **learned.snapshots},
-        overwrite=True,  # `prune` has refused outputs that may not be replaced
+        overwrite=overwrite,
         extra_files={METRICS_FILE: state.metrics.read_text(encoding="utf-8")},
         transform=result.transform,
         finish=write_pages,

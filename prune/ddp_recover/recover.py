@@ -142,11 +142,15 @@ def recover(
         choice = {"train": resolved.train, "optimizer": resolved.optimizer}
         run = RunState(output, resolved, resolved=choice, fingerprint=fingerprints, writes=main, print_line=print_line)
         with locked_run(run, accelerator):
+            overwrite = overwrite or run.was_interrupted()  # before the run saves a state
+            with raise_on_all_ranks(accelerator):
+                if main:
+                    check_output(output, overwrite=overwrite)
             evaluation, transform = _train(resolved, models, weights, text, run, console)
             with raise_on_all_ranks(accelerator):
                 if main:
                     provenance |= _results(resolved, run, evaluation)
-                    written = _write(checkpoint, transform, run, provenance)
+                    written = _write(checkpoint, transform, run, provenance, overwrite=overwrite)
                     for line in evaluation.recovery_summary():
                         print_line(line)
                     print_written(written, recipe.teacher, console)
@@ -334,7 +338,12 @@ def _results(recipe: RecoveryRecipe, run: RunState, evaluation: Evaluation) -> d
 
 
 def _write(
-    checkpoint: Checkpoint, transform: UpdatedWeights, run: RunState, provenance: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    transform: UpdatedWeights,
+    run: RunState,
+    provenance: Mapping[str, Any],
+    *,
+    overwrite: bool,
 ) -> Checkpoint:
     """Write a pruned checkpoint again with its updated weights, each rounded once to the dtype it
     was stored in.
@@ -349,7 +358,7 @@ def _write(
     gates, scores = (read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)) if has_masks else ({}, {})
     head_unit = str(provenance.get("head_unit", "kv-group"))
     provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
-    with atomic_folder(run.output, overwrite=True) as folder:
+    with atomic_folder(run.output, overwrite=overwrite) as folder:
         write_model(folder, source, config_of(checkpoint), tensors)
         transform.check_complete()
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)

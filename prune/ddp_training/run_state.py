@@ -13,7 +13,7 @@ folder of either name that holds any other file is refused.
 A size family has one more run, `FAMILY/.family.run`. Its lock is held until all sizes are written,
 and its state is the end of the search of the latest size. Each size saves its own state first, from
 which the family's can be restored. While it exists, sizes that are written already are not trained
-again (`pipeline.is_written`).
+again (`pipeline.is_result`).
 """
 
 import functools
@@ -148,6 +148,11 @@ class RunState:
         self._forget_after(header["step"])
         self.print_line(f"resuming after step {header['step']}")
         return Saved(header["step"], tensors, header["extra"])
+
+    def was_interrupted(self) -> bool:
+        """Tell whether the saved state is of this run: of the same settings, text and weights."""
+        header = saved_header(self.output)
+        return bool(header) and not _changed(header, self.made_by)
 
     @_writes
     def _forget_after(self, step: int) -> None:

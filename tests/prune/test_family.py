@@ -109,10 +109,10 @@ def test_two_families_are_not_written_into_one_folder_at_once(
     refused: list[Result] = []
     write = pipeline.write
 
-    def meet(*arguments: Any) -> Any:
+    def meet(*arguments: Any, **options: Any) -> Any:
         if not refused:
             refused.append(prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.3,0.5"))
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(pipeline, "write", meet)
     passed(prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4"))

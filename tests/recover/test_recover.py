@@ -16,6 +16,7 @@ from commands import assert_refused, invoke, passed
 from runs import assert_same_weights, die_at, prune, recover, weights
 from transformers import AutoModelForCausalLM
 
+from ddp_prune.trainer import Trainer
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
@@ -164,6 +165,26 @@ def test_a_command_that_was_killed_before_it_deleted_its_run_resumes_after_the_l
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("command", ["prune", "recover"])
+def test_an_output_that_appears_during_the_training_is_not_replaced(
+    command: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another command wrote it, and this one was started without --overwrite; its run is kept."""
+    trainer: Any = Trainer if command == "prune" else WeightTrainer
+    step = trainer.step
+
+    def meet(self: Any, number: int) -> Any:
+        if not (tmp_path / "out").exists():
+            shutil.copytree(pruned, tmp_path / "out")
+            (tmp_path / "out" / "mark").touch()
+        return step(self, number)
+
+    monkeypatch.setattr(trainer, "step", meet)
+    result = prune(tiny_model, tiny_text, tmp_path / "out") if command == "prune" else recover(pruned, tmp_path / "out")
+    assert_refused(result, 5, "exists")
+    assert (tmp_path / "out" / "mark").exists() and (tmp_path / "out.run" / "state.safetensors").exists()
+
+
 def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
     pruned: Path, recovered: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
 ) -> None:
