@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,15 @@ SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} cloud
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models say nothing worth 64 tokens."""
     monkeypatch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_the_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache for the tests of one file: another process may prune the same model at another path,
+    and the cache remembers paths by the hash of the masks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDP_VLLM_CACHE", str(tmp_path_factory.mktemp("cache") / "ddp-vllm"))
+        yield
 
 
 @pytest.fixture(scope="session")
