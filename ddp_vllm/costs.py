@@ -83,7 +83,7 @@ def _described_prices(budget: str, config: Mapping[str, Any], shapes: Mapping[st
     """Return the prices of every layer of a model whose config describes its MLPs or experts."""
     widths, per_weight = ModuleWidths.of(config), {"params": 1.0, "flops": 2.0, "kv-bytes": 0.0}[budget]
     share = _share_of_experts(config) if budget == "flops" else 1.0
-    found = []
+    layer_prices = []
     for index, layer in enumerate(widths.layers):
         where, channel, expert_channel = f"{widths.layers_module}.{index}", 0.0, 0.0
         if widths.mlp and layer.intermediate_size:
@@ -91,8 +91,8 @@ def _described_prices(budget: str, config: Mapping[str, Any], shapes: Mapping[st
         if widths.experts and any(sizes := layer.expert_intermediate_sizes or ()):
             kept = next(expert for expert, size in enumerate(sizes) if size)
             expert_channel = _channel_weights(widths.experts, where, kept, shapes, with_biases=budget == "params")
-        found.append(Prices(channel=per_weight * channel, expert_channel=per_weight * share * expert_channel))
-    return found
+        layer_prices.append(Prices(channel=per_weight * channel, expert_channel=per_weight * share * expert_channel))
+    return layer_prices
 
 
 def _channel_weights(

@@ -171,8 +171,8 @@ def kernel(
     console = plain_console()
     results: dict[str, Any] = {}
 
-    def save(found: Mapping[str, Any]) -> None:
-        results.update(found)
+    def save(partial_results: Mapping[str, Any]) -> None:
+        results.update(partial_results)
         write_results(results, output)
 
     try:
@@ -217,18 +217,18 @@ def steps(as_json: bool, **options: Any) -> None:
     from ddp_benchmarks.tables import plain_console
 
     with terminable():
-        found = verbs.bench_steps(verbose=True, **options)
+        results = verbs.bench_steps(verbose=True, **options)
     console = plain_console()
-    console.print(f"{Workload(**found['settings']['workload'])}:")
-    for verdict in found["verdicts"]:
-        name = f"{Path(verdict['pruned']).name}: " if len(found["verdicts"]) > 1 else ""
+    console.print(f"{Workload(**results['settings']['workload'])}:")
+    for verdict in results["verdicts"]:
+        name = f"{Path(verdict['pruned']).name}: " if len(results["verdicts"]) > 1 else ""
         console.print(f"{name}{verdict['sentence']}")
         if "predicted" in verdict:
             console.print(f"{name}predicted {verdict['predicted']:.2f}×")
         if options["phase"] == "decode":
             console.print(f"{name}prefill {verdict['prefill']['sentence']}")
     if as_json:
-        echo(json.dumps(found))
+        echo(json.dumps(results))
 
 
 @click.command()
@@ -361,11 +361,11 @@ def eval(
         for one in settings:
             stack.enter_context(results_folder(one.output))
         stack.enter_context(terminable())
-        found = [evaluate(one, print_line=partial(console.print, style="dim")) for one in settings]
-    print_quality(found[-1], found[0] if against else None, console)
+        results = [evaluate(one, print_line=partial(console.print, style="dim")) for one in settings]
+    print_quality(results[-1], results[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")
     if as_json:
-        echo(json.dumps(found[-1]))
+        echo(json.dumps(results[-1]))
 
 
 def _evaluate_text(
@@ -393,10 +393,10 @@ def _evaluate_text(
     chosen = {name: options[name] for name in ("dtype", "max_length", "tokens")}
     console, missed = plain_console(as_json=as_json, quiet=quiet), list[str]()
     with lines_to_stderr(as_json):
-        found = evaluate_text(
+        results = evaluate_text(
             model, texts, output=output, against=against or "", verbose=not quiet, **chosen
         )  # fmt: skip
-    for name, quality in found["texts"].items():
+    for name, quality in results["texts"].items():
         ratio = perplexity_ratio(quality)
         assert ratio
         if max_ratio is not None and not ratio[0] <= max_ratio:
@@ -407,7 +407,7 @@ def _evaluate_text(
         )
     console.print(f"results are in {output or default_output(model)}")
     if as_json:
-        echo(json.dumps(found))
+        echo(json.dumps(results))
     if missed:
         raise LimitError(
             f"perplexity is {' and '.join(missed)} times the dense model's, above --max-ratio {max_ratio:g}; train for "

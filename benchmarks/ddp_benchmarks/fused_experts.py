@@ -74,8 +74,8 @@ def _on_cpu(w13: torch.Tensor, w2: torch.Tensor) -> FusedExperts:
 
 
 def by_oracle(w13: torch.Tensor, w2: torch.Tensor, num_slots: int) -> FusedExperts:
-    """Return the kernel that vLLM's own oracle chooses on this GPU, with weights in the format that
-    it wants.
+    """Return the kernel that vLLM's own oracle chooses on this GPU, with weights in its
+    format.
 
     w13: `[E, 2w, H]`, gate then up. w2: `[E, H, w]`. Raises: ServingError if the chosen kernel
     routes tokens itself.

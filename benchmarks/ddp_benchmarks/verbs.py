@@ -95,13 +95,13 @@ def bench_steps(
     chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **values)
     provenances = [read_checkpoint(Path(each)).provenance if is_pruned(Path(each)) else {} for each in chosen.pruned]
     predictions = [each.get("latency", {}) for each in provenances]
-    found = compare_steps(chosen, print_line=line_printer(verbose))
-    for prediction, verdict in zip(predictions, found["verdicts"], strict=True):
+    results = compare_steps(chosen, print_line=line_printer(verbose))
+    for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
         if prediction.get("workload") == asdict(workload):
             verdict["predicted"] = prediction["speedup"]
     if output:
-        write_results(found, Path(output))
-    return found
+        write_results(results, Path(output))
+    return results
 
 
 def evaluate(

@@ -237,8 +237,10 @@ class Fuzz:
             assert expected is not None and np.array_equal(blocks[0].ids, expected[0].ids), "other tokens"
 
     def case(self, seed: int) -> tuple[str, list[str], int]:
-        """Damage one file by a seed and read it; return what was done, the faults, and the number
-        of refusals."""
+        """Damage one file at random and let every reader read it.
+
+        Return a description of the damage, the faults, and the number of refusals.
+        """
         rng = random.Random(seed)
         target = rng.choice(list(TARGETS))
         shutil.rmtree(self.folder.parent, ignore_errors=True)

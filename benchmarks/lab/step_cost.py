@@ -184,8 +184,8 @@ CASES: dict[str, Callable[[Bench], Step]] = {  # each returns a function that do
 
 
 def work(connection: Connection, name: str, arguments: argparse.Namespace) -> None:
-    """Serve one case: for every True that is received do a step and send what was measured; in a
-    process of its own."""
+    """Measure one case in its own process: take a step for every True that is received, and send
+    its measurements."""
     torch.set_num_threads(arguments.threads)
     step = CASES[name](Bench(arguments))
     device = torch.device(arguments.device)

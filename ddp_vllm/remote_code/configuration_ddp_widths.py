@@ -111,8 +111,8 @@ class WidthsQuantizer(HfQuantizer):
         widths = self.quantization_config.widths
         widths.check(chain.from_iterable(file_tensors(Path(path)) for path in checkpoint_files or ()))
         conversions, present = get_model_conversion_mapping(model), model.state_dict()
-        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
 
         def place(module: str) -> str:
             """Return the name in the model of a module's weight on disk."""
@@ -145,7 +145,7 @@ class WidthsQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """Keep the experts apart: transformers would stack them."""
-        return [each for each in weight_conversions if not self.merging & {*getattr(each, "source_patterns", ())}]
+        return [rule for rule in weight_conversions if not self.merging & {*getattr(rule, "source_patterns", ())}]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         """Refuse tensors of other shapes, which transformers accepts in quantized models.

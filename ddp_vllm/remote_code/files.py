@@ -1,7 +1,7 @@
 """Reads the files of a checkpoint strictly: JSON, the index, and the headers of safetensors files.
 
-Programs interpret a duplicate name, a tensor in two files, or a wrong index differently. All of
-them are refused here, so that every program that loads a folder loads what was checked.
+Programs interpret a duplicate name, a tensor in two files, or a wrong index differently. This
+file refuses all of them, so every program loads exactly the files that were checked.
 
 This file is part of every checkpoint and imports only the standard library.
 """

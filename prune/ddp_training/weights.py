@@ -347,7 +347,7 @@ class TrainedWeights:
 
 
 class UpdatedWeights:
-    """The update of stored weights by what was trained."""
+    """Returns the updated value of each stored weight after training."""
 
     def __init__(
         self, trained: dict[str, torch.Tensor], products: dict[str, Callable[[], torch.Tensor]], dtype: torch.dtype
