@@ -42,56 +42,9 @@ from .configuration_ddp import (
 )
 from .files import WidthsError
 from .modeling_ddp import NonUniform
+from .ragged_experts import RaggedExperts
 from .tensors import expert_names
 from .widths import ModelWidths, is_routed
-
-
-class RaggedExperts(nn.Module):
-    """Routed experts of different widths: one module per expert, named by its id; a removed expert
-    has none.
-
-    names: the dense family's names on disk of gate, up and down projection.
-    """
-
-    def __init__(self, stock: Any, sizes: tuple[int, ...], names: tuple[str, str, str]) -> None:
-        super().__init__()
-        self.act_fn, self.names = stock.act_fn, names
-        self.kept = [expert for expert, size in enumerate(sizes) if size]
-        self.num_experts = len(sizes)
-        hidden_size = stock.hidden_dim
-        where = {"device": stock.down_proj.device, "dtype": stock.down_proj.dtype, "bias": False}
-        gate, up, down = names
-        for number in self.kept:
-            projections = {name: nn.Linear(hidden_size, sizes[number], **where) for name in (gate, up)}
-            projections[down] = nn.Linear(sizes[number], hidden_size, **where)
-            self.add_module(str(number), nn.ModuleDict(projections))
-
-    def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each token's expert outputs times their routing weights; removed
-        experts add nothing."""
-        sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
-        gate, up, down = self.names
-        symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        chosen = None if symbolic else self._chosen(ids_TK)
-        for number in self.kept:
-            # in eager mode this torch.where would synchronize with the GPU once per expert
-            tokens, slots = chosen[number] if chosen else torch.where(ids_TK == number)
-            # in training every expert gets a gradient, possibly zero; compiled code cannot branch
-            # on a length
-            if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(tokens) == 0:
-                continue
-            expert: Any = self.get_submodule(str(number))
-            x = x_TH[tokens]
-            y = expert[down](self.act_fn(expert[gate](x)) * expert[up](x))
-            sum_TH.index_add_(0, tokens, (y * weights_TK[tokens, slots, None]).float())
-        return sum_TH.to(x_TH.dtype)
-
-    def _chosen(self, ids_TK: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return for each expert the tokens routed to it, ascending, and their slot among the K
-        choices."""
-        experts_S, order_S = ids_TK.flatten().sort(stable=True)
-        pairs = order_S.split(torch.bincount(experts_S, minlength=self.num_experts).tolist())
-        return [(pair // ids_TK.shape[1], pair % ids_TK.shape[1]) for pair in pairs]
 
 
 class NonUniformExperts(NonUniform):
@@ -107,7 +60,8 @@ class NonUniformExperts(NonUniform):
     def narrow(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
         """Replace the routed experts of one stock decoder layer by narrower ones."""
         if (sizes := widths.layers[layer_idx].expert_intermediate_sizes) is not None:
-            layer.mlp.experts = RaggedExperts(layer.mlp.experts, sizes, expert_names(widths.table))
+            gate, up, down = expert_names(widths.table)
+            layer.mlp.experts = RaggedExperts(layer.mlp.experts, sizes, (gate, up), down)
 
 
 class DDPQwen3MoeForCausalLM(NonUniformExperts, Qwen3MoeForCausalLM):
