@@ -62,8 +62,9 @@ class TrainingSettings(Settings):
     8,192 tokens, 1,024 on a CPU, and fewer if memory is short."""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     """Number format of the weights in forward and backward passes. `auto` is the format of the
-    checkpoint, but bfloat16 for float16, in which small gradients vanish. The written model always
-    has the format of the checkpoint."""
+    checkpoint, but bfloat16 for float16, in which small gradients vanish, and float32 on devices
+    that do not compute in bfloat16, such as older GPUs and CPUs. The written model always has the
+    format of the checkpoint."""
     optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"))
     """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit
     weight on top of the weight; `adamw-8bit` moves the weights themselves, rounds them

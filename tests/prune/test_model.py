@@ -58,7 +58,7 @@ def test_auto_learns_in_the_stored_format_but_for_float16(tiny_model: Path, tmp_
         assert {parameter.dtype for parameter in load_model(source, "float16").parameters()} == {torch.float16}
 
 
-def test_a_gpu_without_bfloat16_learns_in_float32(
+def test_devices_without_bfloat16_train_in_float32(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float16).save_pretrained(tmp_path)
@@ -67,10 +67,19 @@ def test_a_gpu_without_bfloat16_learns_in_float32(
     def chosen(dtype: str, device: str) -> torch.dtype:
         return loading_options(source, dtype, torch.device(device))["dtype"]
 
-    for supported, wanted in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, answer=supported: answer)
-        assert chosen("auto", "cuda") == wanted
-        assert chosen("auto", "cpu") == chosen("bfloat16", "cuda") == torch.bfloat16
+    x86 = {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}
+    arm = {"architecture": "aarch64"}
+    for gpu, cpu, wanted in (
+        (True, x86 | {"avx512_bf16": True}, torch.bfloat16),
+        (True, x86 | {"amx_bf16": True}, torch.bfloat16),
+        (True, arm, torch.bfloat16),
+        (False, x86, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, answer=gpu: answer)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flags=cpu: flags)
+        assert chosen("auto", "cuda") == chosen("auto", "cpu") == wanted
+        assert chosen("bfloat16", "cuda") == chosen("bfloat16", "cpu") == torch.bfloat16
+        assert loading_options(source, "auto", None)["dtype"] == torch.bfloat16
 
 
 def test_a_model_is_loaded_where_it_computes(tiny_model: Path) -> None:
