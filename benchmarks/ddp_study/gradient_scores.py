@@ -115,7 +115,7 @@ def loraprune(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     frozen = {weight: weight.detach().clone() for weight in weights}
     generator = torch.Generator().manual_seed(0)
     adapters = {weight: _adapter(weight, generator) for weight in weights}
-    optimizer = torch.optim.AdamW([each for pair in adapters.values() for each in pair], lr=RATE)
+    optimizer = torch.optim.AdamW([weight for pair in adapters.values() for weight in pair], lr=RATE)
 
     def value(weight: torch.Tensor) -> torch.Tensor:
         b, a = adapters[weight]
