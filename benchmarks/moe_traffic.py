@@ -101,7 +101,7 @@ def list_product(
         counting; `down` has 1.
     item: bytes of a weight.
     """
-    found: list[tuple[float, ...]] = []
+    tiles: list[tuple[float, ...]] = []
     for count, width, length in experts:
         for start in range(0, width, columns):
             weights = matrices * min(columns, width - start)
@@ -109,12 +109,12 @@ def list_product(
                 rows = min(pairs, count - first)
                 written = rows * weights if matrices == 1 else 0
                 steps = -(-length // depth)
-                found.append((
+                tiles.append((
                     steps, ITEM * (length * rows + written) + item * length * weights,
                     item * length * weights * (first == 0),
                     2 * steps * depth * pairs * matrices * columns,
                 ))  # fmt: skip
-    steps, l2_bytes, hbm_bytes, operations = np.array(found, float).reshape(-1, 4).T
+    steps, l2_bytes, hbm_bytes, operations = np.array(tiles, float).reshape(-1, 4).T
     return Product(
         steps=steps, l2_bytes=l2_bytes, hbm_bytes=hbm_bytes, operations=operations, programs=programs, stages=stages,
         uses_wgmma=pairs >= 64,
@@ -141,13 +141,13 @@ def simulate(launch: Product, card: Card, *, is_persistent: bool) -> float:
     seconds = 0.0
     while len(tile):
         runs = waiting <= 0
-        own, on = tile[runs], processor[runs]
-        load = np.bincount(on, alone[own] * launch.operations[own], minlength=card.multiprocessors)
-        rate = alone[own] * np.minimum(1, tensor_cores / np.maximum(load, 1))[on]
-        rate *= min(1, card.l2 / max(1, (rate * launch.l2_bytes[own]).sum()))
-        from_hbm = (rate * launch.hbm_bytes[own]).sum()
+        tile_of, on = tile[runs], processor[runs]
+        load = np.bincount(on, alone[tile_of] * launch.operations[tile_of], minlength=card.multiprocessors)
+        rate = alone[tile_of] * np.minimum(1, tensor_cores / np.maximum(load, 1))[on]
+        rate *= min(1, card.l2 / max(1, (rate * launch.l2_bytes[tile_of]).sum()))
+        from_hbm = (rate * launch.hbm_bytes[tile_of]).sum()
         if from_hbm > card.hbm:
-            rate[launch.hbm_bytes[own] > 0] *= card.hbm / from_hbm
+            rate[launch.hbm_bytes[tile_of] > 0] *= card.hbm / from_hbm
         until = waiting.copy()
         until[runs] = remaining[runs] / rate
         first = until.min()

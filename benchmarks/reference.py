@@ -173,7 +173,7 @@ def run(cell: Cell, models: Mapping[str, str], ddp_vllm: Command, work: Path, ta
             done.write_text(json.dumps([spent, most]), encoding="utf-8")
         spent, most = json.loads(done.read_text(encoding="utf-8"))
         seconds, peak = seconds + spent, max(peak, most)
-    found = outputs[-1] if outputs else Path(models[cell.evaluates])
+    evaluated = outputs[-1] if outputs else Path(models[cell.evaluates])
     result = {
         "commands": commands,
         "versions": versions(),
@@ -183,14 +183,14 @@ def run(cell: Cell, models: Mapping[str, str], ddp_vllm: Command, work: Path, ta
         "peak_gb": round(peak / 1e9, 2),
     }
     if is_study:
-        page = (found / f"{cell.row}.md").read_text(encoding="utf-8")
+        page = (evaluated / f"{cell.row}.md").read_text(encoding="utf-8")
         write_result(result | {"page": page.partition("### Sources")[0].strip()}, cell.file)
         return
     result |= {
-        "weights_mb": round(sum(path.stat().st_size for path in found.glob("model*.safetensors")) / 1e6, 1),
-        "kv_bytes_per_token": describe_model(str(found)).kv_bytes_per_token,
-        **(training_facts(found) if (found / MASKS_FILE).exists() else {}),
-        "texts": evaluate(found, model, ddp_vllm, work / "eval" / cell.name, table),
+        "weights_mb": round(sum(path.stat().st_size for path in evaluated.glob("model*.safetensors")) / 1e6, 1),
+        "kv_bytes_per_token": describe_model(str(evaluated)).kv_bytes_per_token,
+        **(training_facts(evaluated) if (evaluated / MASKS_FILE).exists() else {}),
+        "texts": evaluate(evaluated, model, ddp_vllm, work / "eval" / cell.name, table),
     }
     write_result(result, cell.file)
     if "speed" not in table:
@@ -213,8 +213,8 @@ def evaluate(folder: Path, model: str, ddp_vllm: Command, output: Path, table: d
     texts, options = ",".join(table["texts"]), shlex.split(table["eval"])
     ddp_vllm(["eval", str(folder), "--against", model, "--text", texts, *options, "-o", str(output)])
     *_, path = sorted(output.glob("text*.json"))
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["texts"]
-    return found
+    quality: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["texts"]
+    return quality
 
 
 def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Path, options: str) -> None:
@@ -229,14 +229,16 @@ def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Pa
     if missing := [row for row in folders if row not in measured and not folders[row].exists()]:
         print(f"no speeds of {first.model}: the folders of {', '.join(missing)} are gone")
         return
-    found = work / f"{first.model}-steps.json"
+    measurement = work / f"{first.model}-steps.json"
     before, separator, engine = options.partition(" -- ")
     while rows := [row for row in folders if row not in measured][:TIMED_TOGETHER]:
         words = ["bench", "steps", "--dense", model, "--pruned", ",".join(str(folders[row]) for row in rows)]
-        ddp_vllm([*words, *shlex.split(before), "-o", str(found), "--overwrite", *shlex.split(separator + engine)])
-        results = json.loads(found.read_text(encoding="utf-8"))
+        ddp_vllm(
+            [*words, *shlex.split(before), "-o", str(measurement), "--overwrite", *shlex.split(separator + engine)]
+        )
+        results = json.loads(measurement.read_text(encoding="utf-8"))
         verdicts = [
-            {name: each for name, each in verdict.items() if name != "pruned"} for verdict in results["verdicts"]
+            {name: value for name, value in verdict.items() if name != "pruned"} for verdict in results["verdicts"]
         ]
         kept = {name: results[name] for name in ("versions", "hardware", "started")}
         measured |= dict(zip(rows, verdicts, strict=True))

@@ -209,44 +209,44 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     cases = arguments.cases.split(";") if arguments.cases else list(CASES)
     # of the processes to come
     os.environ |= {"OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for together in [[case] for case in cases] if arguments.one_at_a_time else [cases]:
         workers = {name: start(name, arguments) for name in together}
         for turn in range(arguments.rounds):
             for name in rotated(together, turn):
                 connection = workers[name][1]
                 connection.send(True)
-                found[name].append(connection.recv())
+                measured[name].append(connection.recv())
         for process, connection in workers.values():
             connection.send(False)
             process.join()
-    return found
+    return measured
 
 
 def start(name: str, arguments: argparse.Namespace) -> tuple[SpawnProcess, Connection]:
     """Start the process of a case, and return it when it has loaded its model and done a step."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, name, arguments), daemon=True)
+    connection, of_worker = context.Pipe()
+    process = context.Process(target=work, args=(of_worker, name, arguments), daemon=True)
     process.start()
-    theirs.close()
+    of_worker.close()
     try:
-        ours.recv()
+        connection.recv()
     except EOFError:
         raise SystemExit(f"{name} did not start") from None
-    return process, ours
+    return process, connection
 
 
-def verdicts(found: dict[str, list[dict[str, float]]], clock: str) -> list[dict[str, Any]]:
+def verdicts(measured: dict[str, list[dict[str, float]]], clock: str) -> list[dict[str, Any]]:
     """Return the ratio of times with its interval, and the goal for it."""
     answers = []
     for what, above, below, goal in GOALS:
-        if {above, below} <= found.keys():
-            before, after = ([row[clock] for row in found[name]] for name in (below, above))
+        if {above, below} <= measured.keys():
+            before, after = ([row[clock] for row in measured[name]] for name in (below, above))
             ratio = judge(before, after).to_json()
             answers.append({"what": what, "goal": goal} | {key: ratio[key] for key in ("ratio", "low", "high")})
-    if {"head", "naive head"} <= found.keys():
-        peak, naive = (max(1, *(row["above"] for row in found[name])) for name in ("head", "naive head"))
+    if {"head", "naive head"} <= measured.keys():
+        peak, naive = (max(1, *(row["above"] for row in measured[name])) for name in ("head", "naive head"))
         memory = {"what": "head, memory", "goal": HEAD_MEMORY_GOAL, "ratio": peak / naive, "low": None, "high": None}
         answers.append(memory)
     return answers
@@ -264,19 +264,19 @@ def main() -> None:
     parser.add_argument("--one-at-a-time", action="store_true", help="for models that fit only once; not interleaved")
     parser.add_argument("--clock", choices=("seconds", "cpu_seconds"), default="seconds", help="which one ratios use")
     arguments = parser.parse_args()
-    found = measure(arguments)
-    for name, rounds in found.items():
+    measured = measure(arguments)
+    for name, rounds in measured.items():
         times = spread([row[arguments.clock] for row in rounds])
         print(
             f"{name:32s} {times['median']:8.3f} s  ({times['lowest']:.3f} to {times['highest']:.3f})  "
             f"peak {max(row['peak'] for row in rounds) / 2**20:8.0f} MiB, "
             f"{max(row['above'] for row in rounds) / 2**20:7.0f} above the model"
         )
-    answers = verdicts(found, arguments.clock)
+    answers = verdicts(measured, arguments.clock)
     for answer in answers:
         goal = "" if answer["goal"] is None else f"  goal {answer['goal']:.3g}"
         print(f"{answer['what']:50s} {ratio_text(answer)}{goal}")
-    print_result(__doc__, arguments, threads=arguments.threads, verdicts=answers, rounds=found)
+    print_result(__doc__, arguments, threads=arguments.threads, verdicts=answers, rounds=measured)
 
 
 if __name__ == "__main__":

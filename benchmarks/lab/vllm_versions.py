@@ -80,10 +80,12 @@ def main() -> None:
     words, pytest_arguments = split_command_line()
     arguments = parser.parse_args(words)
     if arguments.wheel:
-        found = differences(Sources(arguments.wheel))
-        print(*found, sep="\n", flush=True)
-        print(result_line(__doc__, vars(arguments), seed=0, results={"wheel": arguments.wheel.name, "found": found}))
-        sys.exit(bool(found))
+        changes = differences(Sources(arguments.wheel))
+        print(*changes, sep="\n", flush=True)
+        print(
+            result_line(__doc__, vars(arguments), seed=0, results={"wheel": arguments.wheel.name, "changes": changes})
+        )
+        sys.exit(bool(changes))
     chosen = arguments.versions or [oldest(arguments.folder), SUPPORTED[-1]]
     results = {version: check(version, arguments.folder / version, pytest_arguments) for version in chosen}
     print(result_line(__doc__, vars(arguments) | {"pytest": pytest_arguments}, seed=0, results=results))
@@ -149,8 +151,8 @@ def installed(environment: Path, name: str) -> PathDistribution:
 
 def lowest(need: Requirement) -> str:
     """Return the lowest version that a requirement allows."""
-    found = re.search(r"[=>~]=(\d+(?:\.\d+)*(?:\+\w+)?)", str(need.specifier))
-    return found[1] if found else "0.1"
+    version = re.search(r"[=>~]=(\d+(?:\.\d+)*(?:\+\w+)?)", str(need.specifier))
+    return version[1] if version else "0.1"
 
 
 def stub(name: str, version: str, dependencies: list[str], folder: Path) -> str:
@@ -192,9 +194,9 @@ class Sources:
     def find(self, module: str, name: str) -> tuple[ast.AST, str] | None:
         """Return the definition of a module's name, following imports, and the module that defines
         it."""
-        if (found := self.module(module)) is None:
+        if (parsed := self.module(module)) is None:
             return None
-        statements, package = found
+        statements, package = parsed
         for node in reversed(statements):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
                 return node, module
@@ -216,53 +218,53 @@ class Sources:
     def members(self, node: ast.ClassDef, module: str) -> dict[str, ast.AST]:
         """Return the members of a class and its bases in vLLM: methods, fields, and attributes
         assigned to `self`."""
-        found: dict[str, ast.AST] = {}
+        members: dict[str, ast.AST] = {}
         for base in reversed(node.bases):
             definition = self.find(module, base.id) if isinstance(base, ast.Name) else None
             if definition and isinstance(definition[0], ast.ClassDef):
-                found |= self.members(definition[0], definition[1])
-        for each in ast.walk(node):
+                members |= self.members(definition[0], definition[1])
+        for statement in ast.walk(node):
             if (
-                isinstance(each, ast.Attribute)
-                and isinstance(each.ctx, ast.Store)
-                and ast.unparse(each.value) == "self"
+                isinstance(statement, ast.Attribute)
+                and isinstance(statement.ctx, ast.Store)
+                and ast.unparse(statement.value) == "self"
             ):
-                found.setdefault(each.attr, each)
-        for each in flat(node.body):
-            targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
-            found |= {target.id: each for target in targets if isinstance(target, ast.Name)}
-            if isinstance(each, ast.FunctionDef):
-                found[each.name] = each
-        return found
+                members.setdefault(statement.attr, statement)
+        for statement in flat(node.body):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+            members |= {target.id: statement for target in targets if isinstance(target, ast.Name)}
+            if isinstance(statement, ast.FunctionDef):
+                members[statement.name] = statement
+        return members
 
 
 def flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
     for node in statements:
         yield node
         for block in ("body", "orelse", "handlers", "finalbody") if isinstance(node, ast.If | ast.Try) else ():
-            for each in getattr(node, block, []):
-                yield from flat(each.body if isinstance(each, ast.ExceptHandler) else [each])
+            for child in getattr(node, block, []):
+                yield from flat(child.body if isinstance(child, ast.ExceptHandler) else [child])
 
 
 def differences(new: Sources) -> list[str]:
     """Return the names of vLLM that our code uses and that a version lacks or defines differently
     than installed."""
     old, (imports, mentioned, overridden) = Sources(), used()
-    found = []
+    changes = []
     for name in sorted(imports):
         before, after = (sources.find(*name.split(":")) for sources in (old, new))
         if not (before and after):
-            found.append(f"{name} was removed" if before else f"{name} is not in the installed vLLM")
+            changes.append(f"{name} was removed" if before else f"{name} is not in the installed vLLM")
         elif isinstance(before[0], ast.ClassDef) and isinstance(after[0], ast.ClassDef):
-            mine, theirs = old.members(before[0], before[1]), new.members(after[0], after[1])
-            for member in sorted(mentioned & mine.keys()):
+            members, new_members = old.members(before[0], before[1]), new.members(after[0], after[1])
+            for member in sorted(mentioned & members.keys()):
                 overrides = member in overridden - {"__init__"}
-                found += changed(f"{name}.{member}", mine[member], theirs.get(member), overrides=overrides)
+                changes += changed(f"{name}.{member}", members[member], new_members.get(member), overrides=overrides)
         else:
-            found += changed(name, before[0], after[0], overrides=False)
+            changes += changed(name, before[0], after[0], overrides=False)
     texts = [new.text(file) or "" for file in new.files if file.endswith(".py")]
-    logged = [text for text in LOGGED if not any(text in each for each in texts)]
-    return found + [f"vLLM does not log {text!r}" for text in logged]
+    logged = [text for text in LOGGED if not any(text in logged_text for logged_text in texts)]
+    return changes + [f"vLLM does not log {text!r}" for text in logged]
 
 
 def used() -> tuple[set[str], set[str], set[str]]:
@@ -276,7 +278,7 @@ def used() -> tuple[set[str], set[str], set[str]]:
             elif isinstance(node, ast.Attribute):
                 mentioned.add(node.attr)
             elif isinstance(node, ast.ClassDef):
-                defined |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                defined |= {member.name for member in node.body if isinstance(member, ast.FunctionDef)}
     return imports, mentioned | defined, defined
 
 
@@ -287,18 +289,18 @@ def changed(name: str, before: ast.AST, after: ast.AST | None, *, overrides: boo
     if not (isinstance(before, ast.FunctionDef) and isinstance(after, ast.FunctionDef)):
         return []
     old, new = parameters(before), parameters(after)
-    added = [each for each in new if each not in old and (overrides or new[each])]
-    removed = [f"{name} has no parameter {each} any more" for each in old if each not in new]
-    return removed + [f"{name} has a new parameter {each}" for each in added]
+    added = [parameter for parameter in new if parameter not in old and (overrides or new[parameter])]
+    removed = [f"{name} has no parameter {parameter} any more" for parameter in old if parameter not in new]
+    return removed + [f"{name} has a new parameter {parameter}" for parameter in added]
 
 
 def parameters(function: ast.FunctionDef) -> dict[str, bool]:
     """Return the parameters of a function, and for each whether it is required."""
     named = function.args.posonlyargs + function.args.args
     num_required = len(named) - len(function.args.defaults)
-    found = {each.arg: index < num_required for index, each in enumerate(named)}
+    parameters = {argument.arg: index < num_required for index, argument in enumerate(named)}
     pairs = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    return found | {each.arg: default is None for each, default in pairs}
+    return parameters | {argument.arg: default is None for argument, default in pairs}
 
 
 if __name__ == "__main__":
