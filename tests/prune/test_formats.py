@@ -95,6 +95,25 @@ def test_the_turns_of_an_agent_are_what_transformers_renders(form: str, tokenize
     assert mask.sum() <= sum(map(len, expected)) + 2 * len(expected)  # blanks after a turn at most
 
 
+ONE_CALL = (  # in the manner of Mistral-Nemo: a call stands instead of the turn's words, so the roles still alternate
+    "{%- set ns = namespace(index=0) %}{%- for m in messages %}"
+    "{%- if m.role != 'tool' and not m.tool_calls %}"
+    "{%- if (m.role == 'user') != (ns.index % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    "{%- set ns.index = ns.index + 1 %}{%- endif %}"
+    "{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'tool' %}{{- '[RESULT]' + m.content }}"
+    "{%- elif m.tool_calls %}{{- '[CALL] ' + m.tool_calls[0].function.name + '</s>' }}"
+    "{%- else %}{{- ' ' + m.content + '</s>' }}{%- endif %}{%- endfor %}"
+)
+
+
+def test_a_call_that_later_turns_depend_on_is_in_the_loss(tokenizer: Any) -> None:
+    """To replace the call by words would make the template reject the conversation."""
+    tokenizer.chat_template = ONE_CALL
+    in_mask = in_loss(document({"messages": AGENT_TURNS}, tokenizer))
+    assert [text for text in in_mask.split("|") if text] == ["[CALL] get_weather", " It is 21 degrees."]
+
+
 def test_a_turn_of_weight_0_is_not_in_the_loss(tokenizer: Any) -> None:
     tokenizer.chat_template = AGENT
     wrong = {"role": "assistant", "content": "no words", "weight": 0}
