@@ -126,10 +126,9 @@ def _step(step: int, generator: np.random.Generator) -> dict[str, float]:
     return {"step": step, **{name: float(generator.uniform(0.1, 1)) for name in names}, "tokens": 32.0}
 
 
-def write_evaluation(
-    folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results", answers: bool = False
-) -> Path:
-    """Write results as `eval` does: two accuracies and a perplexity; with `answers`, those of 100 rows."""
+def write_evaluation(folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results") -> Path:
+    """Write results as `eval` does: two accuracies with the answers to 100 rows, and a perplexity."""
+    rows = [float(row < 100 * accuracy) for row in range(100)]
     results = {
         "results": {
             "piqa": {"acc_norm,none": accuracy, "acc_norm_stderr,none": 0.01},
@@ -142,12 +141,10 @@ def write_evaluation(
             "model": describe_model(str(folder)).to_json(),
             "settings": {"limit": limit, "max_length": 2048, "backend": "hf"},
             "data": "hub",
+            "answers": {"piqa": rows, "boolq": rows},
             **MACHINE,
         },
     }
-    if answers:
-        rows = [float(row < 100 * accuracy) for row in range(100)]
-        results["ddp_vllm"]["answers"] = {"piqa": rows, "boolq": rows}
     path = folder / "eval" / f"{name}.json"
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps(results))
