@@ -71,7 +71,7 @@ def only(*names: str) -> Callable[..., Any]:
 @pytest.mark.nightly
 def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setattr(profile, "shapes_of", only("attention once"))
+    monkeypatch.setattr(profile, "shapes_of", only("attention 0"))
     engine = ("--enforce-eager", "--dtype", "float32")
     settings = ProfileSettings(
         model=str(tiny), concurrency=(3,), context_length=(32,), steps=12, engine_arguments=engine
@@ -85,7 +85,7 @@ def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("known")
 def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "shapes_of", only("mlp 0", "attention once"))
+    monkeypatch.setattr(profile, "shapes_of", only("mlp 0", "attention 0"))
     settings = ProfileSettings(model=str(tiny), concurrency=(1, 3), context_length=(32,), steps=24, rounds=2)
     said: list[str] = []
 
@@ -101,7 +101,7 @@ def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch:
     assert not first["complete"] and [run["shape"] for run in first["times"]] == ["mlp 0"] * 2
     run_profile(settings, output, overwrite=False, print_line=said.append)
     start = "starting the engine of the dense model"
-    assert said == [start, "1 of 2: mlp 0", "2 of 2: attention once", start, "2 of 2: attention once"]
+    assert said == [start, "1 of 2: mlp 0", "2 of 2: attention 0", start, "2 of 2: attention 0"]
     found = json.loads(output.read_text())
     assert found["complete"] and found["times"][:2] == first["times"]
     assert [run["round"] for run in found["times"]] == [0, 1, 0, 1]
