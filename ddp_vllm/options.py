@@ -76,17 +76,17 @@ class Several(click.ParamType):  # type: ignore[type-arg]  # not generic before 
 
 
 def list_option(
-    *names: str, of: Callable[[str], Any] = str, whole: Callable[[tuple[Any, ...]], Any] = tuple, **shown: Any
+    *names: str, of: Callable[[str], Any] = str, join: Callable[[tuple[Any, ...]], Any] = tuple, **shown: Any
 ) -> Decorator:
     """Return an option that takes a list: values separated by commas, or the option repeated, or
     both.
 
-    of: as for `Several`. whole: makes the value of the option of its parts. default: a text with
+    of: as for `Several`. join: makes the value of the option of its parts. default: a text with
     commas.
     """
 
     def joined(_ctx: click.Context, _param: click.Parameter, values: Sequence[Sequence[Any]]) -> Any:
-        return whole(tuple(itertools.chain.from_iterable(values)))
+        return join(tuple(itertools.chain.from_iterable(values)))
 
     if shown.get("default"):
         shown |= {"default": [shown["default"]], "show_default": True}
@@ -125,9 +125,9 @@ def settings_options(
             shown |= {"default": field.default, "show_default": True}
         flag = f"--{name.replace('_', '-')}"
         if known.get("is_several"):
-            return list_option(flag, name, of=fraction, whole=one_or_several, help=shown["help"])
+            return list_option(flag, name, of=fraction, join=one_or_several, help=shown["help"])
         if known.get("is_list"):
-            return list_option(flag, name, whole=",".join, **shown)
+            return list_option(flag, name, join=",".join, **shown)
         if kind is bool:
             return click.option(flag, name, is_flag=True, **shown)
         choices = known.get("choices")

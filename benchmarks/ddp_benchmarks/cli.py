@@ -351,10 +351,10 @@ def eval(
         raise SettingError("--model-args requires name=value pairs, comma-separated, such as max_model_len=2048")
     names = choose_tasks(",".join(tasks))
     settings = []
-    for each in filter(None, (against, model)):
-        chosen = output if output is None or each == model else against_output(each, output)
-        folder = chosen or default_output(each)
-        settings.append(EvalSettings(model=each, tasks=names, model_args=tuple(pairs), output=folder, **options))
+    for evaluated in filter(None, (against, model)):
+        chosen = output if output is None or evaluated == model else against_output(evaluated, output)
+        folder = chosen or default_output(evaluated)
+        settings.append(EvalSettings(model=evaluated, tasks=names, model_args=tuple(pairs), output=folder, **options))
         settings[-1].check()
     console = plain_console(as_json=as_json, quiet=quiet)
     with ExitStack() as stack:

@@ -89,8 +89,10 @@ def bench_steps(
         check_file(Path(output), overwrite=overwrite)
     workload = Workload(phase=phase, batch=concurrency, context=context_length)
     chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **settings)
-    provenances = [read_checkpoint(Path(each)).provenance if is_pruned(Path(each)) else {} for each in chosen.pruned]
-    predictions = [each.get("latency", {}) for each in provenances]
+    provenances = [
+        read_checkpoint(Path(folder)).provenance if is_pruned(Path(folder)) else {} for folder in chosen.pruned
+    ]
+    predictions = [provenance.get("latency", {}) for provenance in provenances]
     results = compare_steps(chosen, print_line=line_printer(verbose))
     for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
         if prediction.get("workload") == asdict(workload):

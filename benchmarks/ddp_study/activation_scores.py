@@ -23,7 +23,7 @@ def input_squares(gated: GatedModel, blocks: torch.Tensor) -> dict[Location, tor
         sums[location] = sums.get(location, 0.0) + x_TI.square().sum(0)
 
     observe_projections(gated, blocks, note)
-    return {location: each / blocks.numel() for location, each in sums.items()}
+    return {location: total / blocks.numel() for location, total in sums.items()}
 
 
 def wanda_sp(gated: GatedModel, blocks: torch.Tensor) -> Masks:
@@ -75,13 +75,13 @@ def lorap(gated: GatedModel, blocks: torch.Tensor) -> Masks:
 
 def _input_norms(gated: GatedModel, squares: dict[Location, torch.Tensor]) -> torch.Tensor:
     """Return ‖W_gate[j]⊙x̂‖ + ‖W_up[j]⊙x̂‖ of every MLP channel, [L, U]."""
-    found = torch.zeros(gated.shapes["mlp"], device=next(iter(squares.values())).device)
+    sums = torch.zeros(gated.shapes["mlp"], device=next(iter(squares.values())).device)
     for projection in gated.family.tensors.inputs("mlp"):
         for index, layer in enumerate(gated.layers):
             weight = layer.get_submodule(projection.name).weight.detach().float()  # type: ignore[operator]
             norms = (weight.square() @ squares[index, projection.name]).sqrt()
-            found[index] += norms.view(len(projection.units), -1).sum(0)
-    return found
+            sums[index] += norms.view(len(projection.units), -1).sum(0)
+    return sums
 
 
 def exempt_lowest(scores_LU: torch.Tensor) -> torch.Tensor:
@@ -133,14 +133,14 @@ def slimllm(gated: GatedModel, blocks: torch.Tensor) -> Masks:
 
 def _products(head_TO: torch.Tensor, all_TO: torch.Tensor) -> torch.Tensor:
     """Return sums over tokens, float64 [5, O]."""
-    part, whole = head_TO.double(), all_TO.double()
-    return torch.stack([each.sum(0) for each in (whole, whole.square(), part, part.square(), part * whole)])
+    part, total = head_TO.double(), all_TO.double()
+    return torch.stack([product.sum(0) for product in (total, total.square(), part, part.square(), part * total)])
 
 
 def _dissimilarity(means_U5O: torch.Tensor) -> torch.Tensor:
     """Return −Σ |Pearson(O − O_h, O)|, [U]."""
-    whole, whole_square, part, part_square, product = means_U5O.unbind(1)
-    variance, covariance = whole_square - whole.square(), product - part * whole
+    total, total_square, part, part_square, product = means_U5O.unbind(1)
+    variance, covariance = total_square - total.square(), product - part * total
     rest = variance - 2 * covariance + part_square - part.square()
     return -((variance - covariance) / (variance * rest).clamp_min(1e-24).sqrt()).abs().sum(1).float()
 

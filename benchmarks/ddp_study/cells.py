@@ -104,13 +104,13 @@ def _record(study: Study, facts: Mapping[str, Any], output: Path) -> None:
     """Record settings and rows of the study, or refuse a folder of another study.
     Raises: SettingError."""
     path, settings = output / STUDY_FILE, json.loads(json.dumps(study.shared() | {"text and weights": facts}))
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings
-    if other := [name for name in settings if found.get(name) != settings[name]]:
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings
+    if other := [name for name in settings if saved.get(name) != settings[name]]:
         raise SettingError(f"{output} has a study with another {', '.join(other)}; choose another folder")
-    tables: dict[str, list[str]] = found.setdefault("tables", {})
+    tables: dict[str, list[str]] = saved.setdefault("tables", {})
     names = [*tables.get(study.table, []), *(row.name for row in study.rows)]
     tables[study.table] = list(dict.fromkeys(names))
-    write_text(json.dumps(found, indent=1), path)
+    write_text(json.dumps(saved, indent=1), path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,27 +165,27 @@ class Cells:
             set_seed(seed)
             reset_peak(self.accelerator.device)
             began, cpu = time.perf_counter(), time.process_time()
-            masks, found = ({}, {"reason": reason}) if reason else self.masks(row, recipe, scores)
-            found |= {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
+            masks, facts = ({}, {"reason": reason}) if reason else self.masks(row, recipe, scores)
+            facts |= {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
             if masks:
-                found["peak_bytes"] = peak_bytes(self.accelerator.device)
+                facts["peak_bytes"] = peak_bytes(self.accelerator.device)
                 made_by = {"model": recipe.model, "method": row.name, "sparsity": sparsity, "seed": seed}
-                made_by |= {name: found.pop(name) for name in ("routing",) if name in found}
+                made_by |= {name: facts.pop(name) for name in ("routing",) if name in facts}
                 write_masks(masks, path.with_suffix(MASKS), head_unit=gated.head_unit, provenance=made_by)
-                found |= self.evaluate(masks, heldout) | kept_shares(masks, gated, self.source)
-                yield f"{name}: perplexity {found['perplexity']:.2f}"
+                facts |= self.evaluate(masks, heldout) | kept_shares(masks, gated, self.source)
+                yield f"{name}: perplexity {facts['perplexity']:.2f}"
             else:
-                found = {"reason": found["reason"]}
-                yield f"{name}: {found['reason']}"
+                facts = {"reason": facts["reason"]}
+                yield f"{name}: {facts['reason']}"
             if recipe.train == "weights":
                 self.__dict__.pop("gated", None)  # its weights were trained
             if row.first:
                 first = json.loads(self.of(row.first, sparsity, seed).read_text(encoding="utf-8"))
-                found |= {each: found[each] + first[each] for each in TOGETHER if each in found and each in first}
-            found |= {"source": row.method.source if row.method else row.first or row.name}
-            found["is_search"] = not isinstance(row.method, Score)
-            found["command"] = self.study.command(row, sparsity, seed, self.output)
-            write_text(json.dumps({"method": row.name, "sparsity": sparsity, "seed": seed, **found}), path)
+                facts |= {key: facts[key] + first[key] for key in TOGETHER if key in facts and key in first}
+            facts |= {"source": row.method.source if row.method else row.first or row.name}
+            facts["is_search"] = not isinstance(row.method, Score)
+            facts["command"] = self.study.command(row, sparsity, seed, self.output)
+            write_text(json.dumps({"method": row.name, "sparsity": sparsity, "seed": seed, **facts}), path)
 
     def evaluate(self, masks: Masks | None, heldout: torch.Tensor) -> dict[str, float]:
         """Return the perplexity with these gates on the test text and the held-out text."""
@@ -208,14 +208,14 @@ class Cells:
         if not scores:
             scores |= row.method.score(self.gated, blocks)
         scope = recipe.scope if "scope" in row.changes else row.method.scope
-        ratio, whole = 1.0 - recipe.sparsity, recipe.whole_experts
-        chosen = choose(scores, ratio, scope, whole_experts=whole, seed=recipe.seed)
+        ratio, only_whole = 1.0 - recipe.sparsity, recipe.whole_experts
+        chosen = choose(scores, ratio, scope, whole_experts=only_whole, seed=recipe.seed)
         return chosen, {"tokens": blocks.numel(), "learns": 0}
 
     def read(self, path: Path, sparsity: float) -> tuple[Masks, Facts]:
         """Return the gates of a file, or {} and the reason why the file does not fit the cell."""
         masks = read_masks(path)[0]
-        if {kind: tuple(each.shape) for kind, each in masks.items()} != self.gated.shapes:
+        if {kind: tuple(mask.shape) for kind, mask in masks.items()} != self.gated.shapes:
             return {}, {"reason": "masks of another model"}
         return _of_sparsity(masks, sparsity, {})
 
@@ -256,8 +256,8 @@ class Cells:
         files = weight_files(self.source.folder), tokenizer_and_config_files(self.source.folder)
         facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
         joint = None
-        asked = Run.alone(recipe, train=recipe.train, optimizer=OPTIMIZER if recipe.train == "weights" else "")
-        run = RunState(path.with_suffix(""), recipe, resolved=asked.to_dict(), fingerprint=facts)
+        resolved_run = Run.alone(recipe, train=recipe.train, optimizer=OPTIMIZER if recipe.train == "weights" else "")
+        run = RunState(path.with_suffix(""), recipe, resolved=resolved_run.to_dict(), fingerprint=facts)
         with run.locked():
             if recipe.train == "weights":
                 weights = TrainedWeights(self.gated.model, self.accelerator, optimizer=OPTIMIZER)
@@ -266,27 +266,27 @@ class Cells:
             means = self.accelerator, run, lambda _metrics: None, joint
             loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
             _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
-            learned = train(self.gated, text.train, asked, pools, *means, make=make, loss_mask=loss_mask)
+            learned = train(self.gated, text.train, resolved_run, pools, *means, make=make, loss_mask=loss_mask)
             seconds = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if joint:
                 joint.weights.finish()
             run.remove()
         numbers = [*learned.gates.values(), *(joint.weights.trained.values() if joint else ())]
-        found: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
-        found |= {
+        result: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
+        result |= {
             "learns": sum(map(torch.numel, numbers)),
             "step_seconds": statistics.median(seconds),
             **learned.routing(self.source.sizes.routed_layers),
         }
-        return _of_sparsity(learned.gates, recipe.sparsity, found)
+        return _of_sparsity(learned.gates, recipe.sparsity, result)
 
 
-def _of_sparsity(masks: Masks, sparsity: float, found: Facts) -> tuple[Masks, Facts]:
+def _of_sparsity(masks: Masks, sparsity: float, facts: Facts) -> tuple[Masks, Facts]:
     """Return gates and their metrics, or {} and the reason if they have another sparsity."""
-    counts = [(int((each > 0).sum()), each.numel()) for each in masks.values()]
+    counts = [(int((mask > 0).sum()), mask.numel()) for mask in masks.values()]
     if any(abs(kept - round((1.0 - sparsity) * units)) > TOLERANCE * units for kept, units in counts):
         return {}, {"reason": f"removes {' and '.join(f'{1 - kept / units:.0%}' for kept, units in counts)}"}
-    return masks, found
+    return masks, facts
 
 
 def kept_shares(gates: Masks, gated: GatedModel, source: Source) -> dict[str, float]:
@@ -295,9 +295,9 @@ def kept_shares(gates: Masks, gated: GatedModel, source: Source) -> dict[str, fl
         return {"params left": float((gates["experts"] > 0).float().mean())}
     names = [name for name, _ in gated.model.named_parameters()]
     kept, dense = layer_widths(gates, source.sizes), dense_layers(source.config)
-    found = {}
+    shares = {}
     for budget in ("params", "kv-bytes"):
         layers = list(zip(prices(budget, source.config, names, 0), kept, dense, strict=True))
-        whole = math.fsum(p.of(d) for p, _, d in layers)
-        found[f"{budget} left"] = math.fsum(p.of(k) for p, k, _ in layers) / whole
-    return found
+        all_units = math.fsum(p.of(d) for p, _, d in layers)
+        shares[f"{budget} left"] = math.fsum(p.of(k) for p, k, _ in layers) / all_units
+    return shares

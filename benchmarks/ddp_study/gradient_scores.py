@@ -115,7 +115,7 @@ def loraprune(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     frozen = {weight: weight.detach().clone() for weight in weights}
     generator = torch.Generator().manual_seed(0)
     adapters = {weight: _adapter(weight, generator) for weight in weights}
-    optimizer = torch.optim.AdamW([each for pair in adapters.values() for each in pair], lr=RATE)
+    optimizer = torch.optim.AdamW([weight for pair in adapters.values() for weight in pair], lr=RATE)
 
     def value(weight: torch.Tensor) -> torch.Tensor:
         b, a = adapters[weight]
@@ -132,7 +132,8 @@ def loraprune(gated: GatedModel, blocks: torch.Tensor) -> Masks:
                     b.grad, a.grad, weight.grad = SCALE * gradient @ a.T, SCALE * b.T @ gradient, None
                 now = coupled(gated, value, _normalized)
                 mean = {
-                    kind: MOMENTUM * mean[kind] + (1 - MOMENTUM) * each if mean else each for kind, each in now.items()
+                    kind: MOMENTUM * mean[kind] + (1 - MOMENTUM) * gradient if mean else gradient
+                    for kind, gradient in now.items()
                 }
                 optimizer.step()
                 for weight, (b, a) in adapters.items():

@@ -52,9 +52,9 @@ def write_study(folder: Path, table: str) -> Path:
     study = json.loads((folder / STUDY_FILE).read_text(encoding="utf-8"))
     rows = study["tables"][table]
     files = sorted((folder / CELLS).glob("*.json"))
-    found = [json.loads(path.read_text(encoding="utf-8")) | {"file": path} for path in files]
-    (dense,) = (cell for cell in found if cell["method"] == "dense")
-    cells = sorted((cell for cell in found if cell["method"] in rows), key=lambda cell: rows.index(cell["method"]))
+    contents = [json.loads(path.read_text(encoding="utf-8")) | {"file": path} for path in files]
+    (dense,) = (cell for cell in contents if cell["method"] == "dense")
+    cells = sorted((cell for cell in contents if cell["method"] in rows), key=lambda cell: rows.index(cell["method"]))
     page = page_of(table, cells, dense, study)
     write_text(to_html(page), folder / f"{table}.html")
     write_text(to_markdown(page), folder / f"{table}.md")
@@ -144,11 +144,11 @@ def _sparsities(cells: Iterable[Cell]) -> list[float]:
 
 def _means(cells: Iterable[Cell], sparsity: float, column: str = "perplexity") -> dict[str, float]:
     """Return each row's mean of a column over seeds."""
-    found: dict[str, list[float]] = {}
+    by_method: dict[str, list[float]] = {}
     for cell in cells:
         if cell["sparsity"] == sparsity and column in cell:
-            found.setdefault(cell["method"], []).append(cell[column])
-    return {name: statistics.fmean(values) for name, values in found.items()}
+            by_method.setdefault(cell["method"], []).append(cell[column])
+    return {name: statistics.fmean(values) for name, values in by_method.items()}
 
 
 def row_table(table: StudyTable, cells: Sequence[Cell], dense: Cell) -> Table:
@@ -161,9 +161,9 @@ def row_table(table: StudyTable, cells: Sequence[Cell], dense: Cell) -> Table:
         names.sort(key=lambda name: (first.get(name, math.inf), name))
     rows = [["dense", *[_quality([dense])] * len(sparsities), *[""] * len(table.columns)]]
     for name in names:
-        mine = [cell for cell in cells if cell["method"] == name]
-        by_sparsity = [[cell for cell in mine if cell["sparsity"] == sparsity] for sparsity in sparsities]
-        rows.append([name, *map(_quality, by_sparsity), *(_highest(mine, column) for column in table.columns)])
+        of_row = [cell for cell in cells if cell["method"] == name]
+        by_sparsity = [[cell for cell in of_row if cell["sparsity"] == sparsity] for sparsity in sparsities]
+        rows.append([name, *map(_quality, by_sparsity), *(_highest(of_row, column) for column in table.columns)])
     removed = [f"{100 * sparsity:g} % removed" for sparsity in sparsities]
     return Table(headings=["row", *removed, *(COLUMNS[column][0] for column in table.columns)], rows=rows)
 
@@ -219,7 +219,7 @@ def _draw(table: str, cells: Sequence[Cell], dense: Cell) -> Picture | None:
         tokens = {cell["method"]: cell["tokens"] for cell in cells if "tokens" in cell}
         curves: dict[str, dict[str, list[tuple[float, float]]]] = {label: {} for label in panels}
         for label, rows in panels.items():
-            for name in (each for each in rows if each in tokens):
+            for name in (row for row in rows if row in tokens):
                 points = curves[label].setdefault(name.partition("+steps=")[0], [])
                 points += [(tokens[name], value) for value in rows[name]]
         draw = partial(draw_lines, panels=curves, xlabel="training tokens", reference=dense["perplexity"])
@@ -247,8 +247,8 @@ def shapes_of(cells: Sequence[tuple[str, Path]]) -> tuple[str, list[Section]]:
         drawn.append(Section(heading=label, pictures=_draw_shape(gates, f"shape-{len(drawn)}")))
     if not rows:
         return "", []
-    held = {each: [test(row[each]) for row in rows if each in row] for each, (_, test) in CLAIMS.items()}
-    findings = [f"{CLAIMS[each][0]} in {sum(found)} of {len(found)} rows" for each, found in held.items() if found]
+    held = {claim: [test(row[claim]) for row in rows if claim in row] for claim, (_, test) in CLAIMS.items()}
+    findings = [f"{CLAIMS[claim][0]} in {sum(holds)} of {len(holds)} rows" for claim, holds in held.items() if holds]
     shown = [{name: value if name == "row" else f"{value:.3g}" for name, value in row.items()} for row in rows]
     remark = "Removed late − early: the removed share of units in the later half of the layers minus the earlier half. "
     remark += "Spread: its standard deviation over layers. Choice × removal: the correlation of ranks."
@@ -262,16 +262,16 @@ def numbers_of(gates: dict[str, NDArray[np.float32]], chosen_LE: NDArray[np.floa
     share_L = removed.get("experts", removed.get("mlp"))
     assert share_L is not None
     half = len(share_L) // 2
-    found = {"removed late − early": float(share_L[-half:].mean() - share_L[:half].mean())} if half else {}
+    facts = {"removed late − early": float(share_L[-half:].mean() - share_L[:half].mean())} if half else {}
     if "attn" in removed:
-        found["spread of attention ÷ MLP"] = float(removed["attn"].std() / max(removed["mlp"].std(), 1e-9))
+        facts["spread of attention ÷ MLP"] = float(removed["attn"].std() / max(removed["mlp"].std(), 1e-9))
     if chosen_LE.size and (gates["experts"] == 0).any():
-        ranks = [np.argsort(np.argsort(each.ravel())) for each in (chosen_LE, (gates["experts"] == 0).mean(-1))]
-        found["choice × removal"] = statistics.correlation(*(each.tolist() for each in ranks))
+        ranks = [np.argsort(np.argsort(shares.ravel())) for shares in (chosen_LE, (gates["experts"] == 0).mean(-1))]
+        facts["choice × removal"] = statistics.correlation(*(rank.tolist() for rank in ranks))
     scales = np.concatenate([kept_scales(values) for values in gates.values()])
-    found["median scale"] = float(np.median(scales))
-    found["scales above 1.05"] = float((scales > 1.05).mean())
-    return found
+    facts["median scale"] = float(np.median(scales))
+    facts["scales above 1.05"] = float((scales > 1.05).mean())
+    return facts
 
 
 def _draw_shape(gates: dict[str, NDArray[np.float32]], name: str) -> list[Picture]:

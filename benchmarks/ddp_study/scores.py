@@ -96,7 +96,7 @@ def even_support(score: torch.Tensor, kept: int, scope: str, draws: torch.Genera
     groups = score.reshape(num_groups, -1)
     counts = torch.full((num_groups,), kept // num_groups)
     counts[torch.randperm(num_groups, generator=draws)[: kept % num_groups]] += 1
-    return torch.stack([exact_support(*each) for each in zip(groups, counts.tolist(), strict=True)]).view_as(score)
+    return torch.stack([exact_support(*pair) for pair in zip(groups, counts.tolist(), strict=True)]).view_as(score)
 
 
 def routed_experts(gated: GatedModel) -> list[Any]:
@@ -106,7 +106,7 @@ def routed_experts(gated: GatedModel) -> list[Any]:
 
 def projections(gated: GatedModel) -> dict[Location, Any]:
     """Return the projections of heads and MLP channels of every layer."""
-    names = [each.name for each in gated.family.tensors.projections]
+    names = [projection.name for projection in gated.family.tensors.projections]
     return {(i, name): layer.get_submodule(name) for i, layer in enumerate(gated.layers) for name in names}
 
 
@@ -159,12 +159,12 @@ def by_columns(gated: GatedModel, value: Callable[[Location, torch.Tensor], torc
 
     value: maps the location and the weight, float32 [O, I], to one number per input, [I].
     """
-    found = {}
-    for block, (num_layers, num_units) in ((each, gated.shapes[each]) for each in DENSE_BLOCKS):
+    sums = {}
+    for block, (num_layers, num_units) in ((kind, gated.shapes[kind]) for kind in DENSE_BLOCKS):
         name = gated.family.tensors.output(block).name
         weights = (gated.layers[i].get_submodule(name).weight.detach().float() for i in range(num_layers))  # type: ignore[operator]
-        found[block] = torch.stack([value((i, name), w).view(num_units, -1).sum(1) for i, w in enumerate(weights)])
-    return found
+        sums[block] = torch.stack([value((i, name), w).view(num_units, -1).sum(1) for i, w in enumerate(weights)])
+    return sums
 
 
 def observe_projections(gated: GatedModel, blocks: torch.Tensor, note: Note) -> None:

@@ -111,5 +111,5 @@ def chains(table: StudyTable, rows: Sequence[str]) -> list[tuple[str, list[str]]
     text.
     """
     other = [("perplexity", [name, name.partition("+data=")[0]]) for name in rows if "+data=" in name]
-    found = [(column, [name for name in order if name in rows]) for column, order in table.falls] + other
-    return [(column, order) for column, order in found if len(order) > 1]
+    orders = [(column, [name for name in order if name in rows]) for column, order in table.falls] + other
+    return [(column, order) for column, order in orders if len(order) > 1]

@@ -41,12 +41,14 @@ def study(
         orders = tuple(map(int, seeds.split(","))) if isinstance(seeds, str) else tuple(seeds)
     except ValueError:
         raise SettingError(f"seeds is {seeds!r}; give numbers separated by commas, such as 0,1,2") from None
-    own = {name: settings.pop(name) for name in STUDY_FIELDS if name in settings}
-    if "other_data" in own:
-        own["other_data"] = tuple(map(str, own["other_data"]))
+    chosen = {name: settings.pop(name) for name in STUDY_FIELDS if name in settings}
+    if "other_data" in chosen:
+        chosen["other_data"] = tuple(map(str, chosen["other_data"]))
     file = Path(recipe) if recipe else None
     for size in sizes:
         base = load_recipe(file, {**settings, "model": model, "sparsity": size})
-    asked = Study(table=table, recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **own)
-    run_study(asked, Path(output), line_printer(verbose))
+    request = Study(
+        table=table, recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **chosen
+    )
+    run_study(request, Path(output), line_printer(verbose))
     return write_study(Path(output), table)

@@ -134,7 +134,7 @@ def _rows(comparison: Comparison) -> Iterator[Row]:
     yield "tokens the KV cache holds", partial(engine, fact="kv_cache_tokens"), "{:,.0f}".format
     yield from _speeds(models)
     yield "speed of a step, predicted", lambda model: model.predicted, _interval
-    yield "held-out perplexity, dense → own", _perplexities, " → ".join
+    yield "held-out perplexity, dense → pruned", _perplexities, " → ".join
     yield "… times the dense model's", lambda model: model.heldout, _interval
     yield f"mean accuracy{tasks}", lambda model: model.accuracy, partial(_mean, with_count=not tasks)
     yield (

@@ -144,7 +144,7 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     assert "| speed of a step, predicted | 1 | 1.10× [1.09, 1.11] | 1.25× [1.24, 1.26] | 1.50× [1.49, 1.51] |" in page
     html = (tmp_path / "page.html").read_text()
     assert "Held-out perplexity against speed" in html and "report.html" not in html
-    assert "| held-out perplexity, dense → own | – | 20.00 → 20.00 | 20.00 → 20.00 | 20.00 → 20.00 |" in page
+    assert "| held-out perplexity, dense → pruned | – | 20.00 → 20.00 | 20.00 → 20.00 | 20.00 → 20.00 |" in page
     assert "1.50× [1.49, 1.51] as fast, predicted; held-out perplexity 1.6" in page
     result = invoke(*arguments, "1.01", "--overwrite")
     assert result.exit_code == 9 and "none has a held-out perplexity of at most 1.01 times" in result.stdout
