@@ -32,6 +32,19 @@ quiet_option = click.option("--quiet", is_flag=True, help="Print no progress and
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing pruned model.")
 
 
+def default_option(*names: str, default: Any, help: str, **shown: Any) -> Decorator:
+    """Return an option with a default that its help text shows; its type is that of the default."""
+    return click.option(*names, default=default, show_default=True, help=help, **shown)
+
+
+def choice_option(
+    name: str, choices: Sequence[str], help: str, *, default: str | None = None, **shown: Any
+) -> Decorator:
+    """Return an option with one of several values, by default the first one."""
+    chosen = default or choices[0]
+    return default_option(name, type=click.Choice(choices), default=chosen, help=help, **shown)
+
+
 class Grouped(click.Command):
     """A command whose help text lists its options under the headings of settings."""
 
