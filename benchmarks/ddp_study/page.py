@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_study.pictures import draw_lines, draw_rows
+from ddp_study.pictures import draw_lines, draw_rows, draw_scales
 from ddp_study.tables import COLUMNS, TABLES, StudyTable, chains
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
 from ddp_vllm.output import write_text
-from ddp_vllm.pages.metrics import kept_scales
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
-from ddp_vllm.pages.pictures import draw_heatmaps, draw_histograms, draw_widths, height_of_map, render
+from ddp_vllm.pages.pictures import draw_heatmaps, draw_widths, height_of_map, render
 from ddp_vllm.provenance import bare_name
 
 Cell = Mapping[str, Any]
@@ -268,7 +267,7 @@ def numbers_of(gates: dict[str, NDArray[np.float32]], chosen_LE: NDArray[np.floa
     if chosen_LE.size and (gates["experts"] == 0).any():
         ranks = [np.argsort(np.argsort(shares.ravel())) for shares in (chosen_LE, (gates["experts"] == 0).mean(-1))]
         facts["choice × removal"] = statistics.correlation(*(rank.tolist() for rank in ranks))
-    scales = np.concatenate([kept_scales(values) for values in gates.values()])
+    scales = np.concatenate([values[values > 0] for values in gates.values()]).astype(np.float64)
     facts["median scale"] = float(np.median(scales))
     facts["scales above 1.05"] = float((scales > 1.05).mean())
     return facts
@@ -292,8 +291,8 @@ def _draw_shape(gates: dict[str, NDArray[np.float32]], name: str) -> list[Pictur
         draw = partial(draw_widths, kept_L=kept_L, dense=gates["mlp"].shape[1])
         caption = "Filled: kept channels. Outline: channels of the dense model."
         drawn.append(render(draw, name=f"{name}-widths", title="MLP widths", caption=caption, height=2.5))
-    kept = {LABELS[kind]: kept_scales(values) for kind, values in gates.items()}
-    draw = partial(draw_histograms, kept=kept, searched={})
+    kept = {LABELS[kind]: values[values > 0].astype(np.float64) for kind, values in gates.items()}
+    draw = partial(draw_scales, scales=kept)
     height = 0.6 + 1.6 * len(kept)
     caption = "Dotted line: 1, unscaled."
     drawn.append(render(draw, name=f"{name}-scales", title="Scales", caption=caption, height=height))
