@@ -55,8 +55,6 @@ FUNCTIONS = {  # module -> the public names it defines
     "ddp_vllm.pages.verbs": ("inspect", "report", "compare", "push"),
     "ddp_vllm.conversion.verb": ("convert",),
     "ddp_vllm.gguf.export": ("export",),
-    "ddp_vllm.hub.push": ("push",),
-    "ddp_benchmarks.fetch": ("fetch",),
     "ddp_prune.recipe": ("Recipe",),
     "ddp_vllm.checkpoint": ("Checkpoint",),
     "ddp_vllm.errors": (

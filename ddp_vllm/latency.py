@@ -157,28 +157,26 @@ def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerW
     and every layer of a pruned model runs the plugin's.
     """
     sizes, dense = dimensions_of(config), dense_layers(config)
-
-    def everywhere(**changes: Any) -> list[LayerWidths]:
-        return [replace(layer, **changes) for layer in dense]
-
     shapes = {}
     if sizes.num_experts:
         full = sizes.expert_intermediate_size
         for width in (0, *(_part(full, part, EXPERT_BLOCK) for part in FRACTIONS), full):
             shapes[f"experts {width}"] = [
-                replace(layer, expert_intermediate_sizes=(width,) * sizes.num_experts) if index in sizes.routed_layers
+                replace(layer, expert_intermediate_sizes=(width,) * sizes.num_experts)
+                if index in sizes.routed_layers
                 else layer
                 for index, layer in enumerate(dense)
-            ]  # fmt: skip
+            ]
         return shapes
     for part in (0.0, *FRACTIONS):
         width = _part(sizes.intermediate_size, part, multiple)
-        shapes[f"mlp {width}"] = everywhere(intermediate_size=width)
-    if sizes.num_kv_heads > 1:
-        half = -(-sizes.num_kv_heads // 2)
-        shapes[f"attention {half}"] = everywhere(query_heads_per_kv_head=(sizes.queries_per_kv,) * half)
-    removed = everywhere(query_heads_per_kv_head=())
-    shapes["attention once"] = [dense[0], *removed[1:]]  # vLLM requires one layer with a KV cache
+        shapes[f"mlp {width}"] = [replace(layer, intermediate_size=width) for layer in dense]
+    half = -(-sizes.num_kv_heads // 2)
+    for heads in (half, 0) if sizes.num_kv_heads > 1 else (0,):
+        groups = (sizes.queries_per_kv,) * heads
+        layers = [replace(layer, query_heads_per_kv_head=groups) for layer in dense]
+        # vLLM requires one layer with a KV cache
+        shapes[f"attention {heads}"] = layers if heads else [dense[0], *layers[1:]]
     return shapes
 
 
@@ -255,8 +253,8 @@ class Profile:
         return shares
 
     def _step_times(self, dense: float, shares: Mapping[str, float]) -> StepTimes:
-        seconds = {"dense": dense} | {name: dense * share for name, share in shares.items()}
-        return _step_times(seconds, self.content["config"], self.content["multiple"])
+        seconds = {name: dense * share for name, share in shares.items()}
+        return _step_times(dense, seconds, self.content["config"], self.content["multiple"])
 
 
 def read_profile(path: Path) -> Profile:
@@ -281,7 +279,7 @@ def _broken(content: Mapping[str, Any]) -> str:
         timed: dict[str, list[int]] = {name: [] for name in content["shapes"]}
         for run in content["times"]:
             timed[run["shape"]].append(run["round"])
-        _step_times({"dense": 1.0} | dict.fromkeys(timed, 1.0), content["config"], content["multiple"])
+        _step_times(1.0, dict.fromkeys(timed, 1.0), content["config"], content["multiple"])
     except (LookupError, ValueError, DdpError) as error:
         return f"{type(error).__name__}, {error}"
     if len({tuple(sorted(rounds)) for rounds in timed.values()}) != 1 or not content["times"]:
@@ -333,40 +331,34 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
     return first + (last - first) * (x - low) / (high - low)
 
 
-def _step_times(seconds: Mapping[str, float], config: Mapping[str, Any], multiple: int) -> StepTimes:
-    """Return the parts of a step, from the seconds of every shape."""
-    sizes, dense = dimensions_of(config), seconds["dense"]
+def _step_times(dense: float, seconds: Mapping[str, float], config: Mapping[str, Any], multiple: int) -> StepTimes:
+    """Return the parts of a step, from the seconds of the dense model and of every shape."""
+    sizes, by_width = dimensions_of(config), dict[str, dict[int, float]]()
+    for name, value in seconds.items():
+        kind, width = name.split()
+        by_width.setdefault(kind, {})[int(width)] = value
 
-    def block_seconds(without: str, layers: int) -> float:
-        """Return the seconds of a block of the dense model, from those of a model without `layers`
-        such blocks."""
-        return max(0.0, (dense - seconds[without]) / max(1, layers))
+    def curve_of(kind: str, full: int, layers: int, step: int) -> tuple[Curve, float]:
+        """Return the curve of a kind of block and the seconds of a block of the dense model.
 
-    def curve(kind: str, full: int, layers: int, step: int, full_seconds: float) -> Curve:
-        """Return a curve that rises to the widest pruned block: noise may make a wider block
-        measure faster."""
-        seconds_by_width = {}
-        for name, value in seconds.items():
-            of, _, text = name.partition(" ")
-            if of == kind and text.isdecimal() and int(text):
-                seconds_by_width[int(text)] = full_seconds - (dense - value) / layers
+        The curve rises to the widest pruned block: noise may make a wider block measure faster.
+        """
+        # a model without attention keeps it in one layer
+        removed = max(1, layers - (kind == "attention"))
+        block = max(0.0, (dense - by_width[kind][0]) / removed)
         points, highest = [], 0.0
-        for width in sorted(seconds_by_width):
-            highest = max(highest, seconds_by_width[width])
+        for width in sorted(by_width[kind].keys() - {0}):
+            highest = max(highest, block - (dense - by_width[kind][width]) / layers)
             points.append((width, highest))
-        return Curve(
-            points=tuple(points if full in seconds_by_width else [*points, (full, full_seconds)]), multiple=step
-        )
+        if full not in by_width[kind]:
+            points.append((full, block))
+        return Curve(points=tuple(points), multiple=step), block
 
-    layers, routed = sizes.num_layers, len(sizes.routed_layers)
     if sizes.num_experts:
-        routed_layer = block_seconds("experts 0", routed)
-        experts = curve("experts", sizes.expert_intermediate_size, routed, 1, routed_layer)
-        return StepTimes(
-            dense=dense, attention=None, mlp=None, experts=experts, prunable=routed * routed_layer, sizes=sizes
-        )
-    head, channel = block_seconds("attention once", layers - 1), block_seconds("mlp 0", layers)
-    attention = curve("attention", sizes.num_kv_heads, layers, 1, head)
-    mlp = curve("mlp", sizes.intermediate_size, layers, multiple, channel)
-    prunable = layers * (head + channel)
+        layers = len(sizes.routed_layers)
+        experts, block = curve_of("experts", sizes.expert_intermediate_size, layers, 1)
+        return StepTimes(dense=dense, attention=None, mlp=None, experts=experts, prunable=layers * block, sizes=sizes)
+    attention, head = curve_of("attention", sizes.num_kv_heads, sizes.num_layers, 1)
+    mlp, channel = curve_of("mlp", sizes.intermediate_size, sizes.num_layers, multiple)
+    prunable = sizes.num_layers * (head + channel)
     return StepTimes(dense=dense, attention=attention, mlp=mlp, experts=None, prunable=prunable, sizes=sizes)

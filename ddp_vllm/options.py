@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ddp_vllm.settings import field_docs, kind_of
+from ddp_vllm.settings import HEADINGS, field_docs, kind_of
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -32,31 +32,46 @@ quiet_option = click.option("--quiet", is_flag=True, help="Print no progress and
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing pruned model.")
 
 
-class Grouped(click.Command):
-    """A command whose help text lists its options under headings."""
+def default_option(*names: str, default: Any, help: str, **shown: Any) -> Decorator:
+    """Return an option with a default that its help text shows; its type is that of the default."""
+    return click.option(*names, default=default, show_default=True, help=help, **shown)
 
-    def __init__(self, *arguments: Any, headings: Mapping[str, Collection[str]], **options: Any) -> None:
-        """headings: heading -> the names of its options; the last heading has all others."""
+
+def choice_option(
+    name: str, choices: Sequence[str], help: str, *, default: str | None = None, **shown: Any
+) -> Decorator:
+    """Return an option with one of several values, by default the first one."""
+    chosen = default or choices[0]
+    return default_option(name, type=click.Choice(choices), default=chosen, help=help, **shown)
+
+
+class Grouped(click.Command):
+    """A command whose help text lists its options under the headings of settings."""
+
+    def __init__(self, *arguments: Any, settings: type, headings: Mapping[str, str], **options: Any) -> None:
+        """settings: their headings apply; headings: those of further options. The last heading has
+        all others."""
         super().__init__(*arguments, **options)
-        self.headings = headings
+        of_fields = {field.name: heading_of(field) for field in dataclasses.fields(settings)}
+        self.headings = of_fields | dict(headings)
 
     def groups(self) -> dict[str, list[click.Option]]:
         """Return the options of each heading."""
-        grouped: dict[str, list[click.Option]] = {heading: [] for heading in self.headings}
+        grouped: dict[str, list[click.Option]] = {heading: [] for heading in HEADINGS}
         for option in self.params:
             if isinstance(option, click.Option):
-                grouped[heading_of(option.name or "", self.headings)].append(option)
+                grouped[self.headings.get(option.name or "", HEADINGS[-1])].append(option)
         return {heading: options for heading, options in grouped.items() if options}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, options in self.groups().items():
             with formatter.section(heading):
-                formatter.write_dl([record for option in options if (record := option.get_help_record(ctx))])
+                records = (option.get_help_record(ctx) for option in options)
+                formatter.write_dl([record for record in records if record])
 
 
-def heading_of(name: str, headings: Mapping[str, Collection[str]]) -> str:
-    """Return the heading of a field or option."""
-    return next((heading for heading, names in headings.items() if name in names), [*headings][-1])
+def heading_of(field: "dataclasses.Field[Any]") -> str:
+    return str(field.metadata.get("heading", HEADINGS[-1]))
 
 
 class Several(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
@@ -74,17 +89,17 @@ class Several(click.ParamType):  # type: ignore[type-arg]  # not generic before 
 
 
 def list_option(
-    *names: str, of: Callable[[str], Any] = str, whole: Callable[[tuple[Any, ...]], Any] = tuple, **shown: Any
+    *names: str, of: Callable[[str], Any] = str, join: Callable[[tuple[Any, ...]], Any] = tuple, **shown: Any
 ) -> Decorator:
     """Return an option that takes a list: values separated by commas, or the option repeated, or
     both.
 
-    of: as for `Several`. whole: makes the value of the option of its parts. default: a text with
+    of: as for `Several`. join: makes the value of the option of its parts. default: a text with
     commas.
     """
 
     def joined(_ctx: click.Context, _param: click.Parameter, values: Sequence[Sequence[Any]]) -> Any:
-        return whole(tuple(itertools.chain.from_iterable(values)))
+        return join(tuple(itertools.chain.from_iterable(values)))
 
     if shown.get("default"):
         shown |= {"default": [shown["default"]], "show_default": True}
@@ -104,35 +119,32 @@ def settings_options(
     settings: type,
     *,
     instead: Mapping[str, Sequence[Decorator]],
-    sizes: Collection[str] = (),
-    lists: Collection[str] = (),
     inherited: Collection[str] = (),
 ) -> Decorator:
     """Return a decorator that gives a command an option for each field.
 
     instead: field -> the options that replace its own, possibly none.
-    sizes: fields that may have several numbers. lists: fields of text that hold a list separated by
-        commas.
     inherited: fields whose default comes from the pruning run.
     """
     docs = field_docs(settings)
 
     def option(field: "dataclasses.Field[Any]") -> Decorator:
-        name, kind, choices = field.name, kind_of(field), field.metadata.get("choices")
-        flag, shown = f"--{name.replace('_', '-')}", dict[str, Any](type=click.Choice(choices) if choices else kind)
-        if kind is bool:
-            shown = {"is_flag": True}
-        elif name in inherited:
-            shown |= {"default": None, "show_default": "that of the pruning run"}
-        elif name not in sizes and field.default not in ("", dataclasses.MISSING):
-            shown |= {"default": field.default, "show_default": True}
+        name, kind, known = field.name, kind_of(field), field.metadata
         sentence = docs.get(name, "").partition(". ")[0].removesuffix(".").replace("`", "")
-        shown["help"] = f"{sentence}."
-        if name in sizes:
-            return list_option(flag, name, of=fraction, whole=one_or_several, **shown)
-        if name in lists:
-            return list_option(flag, name, whole=",".join, **shown)
-        return click.option(flag, name, **shown)
+        shown: dict[str, Any] = {"help": f"{sentence}."}
+        if name in inherited:
+            shown |= {"default": None, "show_default": "that of the pruning run"}
+        elif kind is not bool and field.default not in ("", dataclasses.MISSING):
+            shown |= {"default": field.default, "show_default": True}
+        flag = f"--{name.replace('_', '-')}"
+        if known.get("is_several"):
+            return list_option(flag, name, of=fraction, join=one_or_several, help=shown["help"])
+        if known.get("is_list"):
+            return list_option(flag, name, join=",".join, **shown)
+        if kind is bool:
+            return click.option(flag, name, is_flag=True, **shown)
+        choices = known.get("choices")
+        return click.option(flag, name, type=click.Choice(choices) if choices else kind, **shown)
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
         for field in reversed(dataclasses.fields(settings)):

@@ -20,12 +20,30 @@ SETTINGS_HEADING = "Settings:"
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
+HEADINGS = ("Basic", "Budget", "Shape", "Text", "Run")
+"""The headings under which help texts and pages list settings, in order."""
+
+
 def setting(
-    default: Any, *, least: float | None = None, choices: tuple[str, ...] = (), is_fraction: bool = False
+    default: Any,
+    *,
+    least: float | None = None,
+    choices: tuple[str, ...] = (),
+    is_fraction: bool = False,
+    is_several: bool = False,
+    is_list: bool = False,
+    heading: str = HEADINGS[-1],
 ) -> Any:
-    """Return a field with limits: a smallest value, a list of possible values, or a fraction (0 to
-    below 1)."""
-    return dataclasses.field(default=default, metadata={"least": least, "choices": choices, "is_fraction": is_fraction})
+    """Return a field with everything that is known of a setting.
+
+    least, choices, is_fraction: limits of its value, the last from 0 to below 1.
+    is_several: a command takes several numbers. is_list: the value is text with commas.
+    """
+    metadata = {
+        "least": least, "choices": choices, "is_fraction": is_fraction, "is_several": is_several,
+        "is_list": is_list, "heading": heading,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:

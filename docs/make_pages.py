@@ -18,14 +18,14 @@ import click
 import make_measured
 
 import ddp_vllm
-from ddp_prune.cli import HEADINGS, INSTEAD, SIZES
+from ddp_prune.cli import INSTEAD
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_recover.recipe import INHERITED, RecoveryRecipe
 from ddp_training.settings import TrainingSettings
 from ddp_vllm import api
 from ddp_vllm.cli import main as command_line
 from ddp_vllm.options import Grouped, heading_of
-from ddp_vllm.settings import SETTINGS_HEADING, field_docs
+from ddp_vllm.settings import HEADINGS, SETTINGS_HEADING, field_docs
 
 FOLDER = Path(__file__).parent
 DEFAULT = re.compile(r"\s*\[((?:default: |required)[^\]]*)\]")
@@ -102,8 +102,8 @@ def recipe() -> Iterator[str]:
     docs = field_docs(Recipe)
     fields = [each for each in dataclasses.fields(Recipe) if each.name not in ("model", "alm") and each.name in docs]
     for title in HEADINGS:
-        found = [each for each in fields if heading_of(each.name, HEADINGS) == title and not is_internal(each.name)]
-        yield f"## {title}\n\n{settings_table(Recipe, found)}\n"
+        under = [field for field in fields if heading_of(field) == title and not is_internal(field.name)]
+        yield f"## {title}\n\n{settings_table(Recipe, under)}\n"
     yield f"## The table [alm]\n\n{settings_table(AlmSettings, dataclasses.fields(AlmSettings))}\n"
     shared = {each.name for each in dataclasses.fields(TrainingSettings)}
     own = [each for each in dataclasses.fields(RecoveryRecipe) if each.name not in {*shared, "model"}]
@@ -124,7 +124,8 @@ def settings_table(settings: type, fields: Any) -> str:
         text, choices = docs[field.name], [f"`{choice}`" for choice in field.metadata.get("choices", ())]
         if any(choice not in text for choice in choices):
             text += f" One of {', '.join(choices)}."
-        has_default = field.name not in {*SIZES, "target"} and field.default not in (dataclasses.MISSING, None, "")
+        is_size = field.name in {"sparsity", "speedup", "target"}
+        has_default = not is_size and field.default not in (dataclasses.MISSING, None, "")
         default = str(field.default).lower() if field.type is bool else field.default
         rows.append(f"| `{field.name}` | {escape(text)} | {escape(str(default)) if has_default else ''} |")
     return "\n".join(rows)

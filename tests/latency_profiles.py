@@ -28,8 +28,8 @@ def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256, kerne
     """
     total = REST
     for layer in layers:
-        if each := layer.expert_intermediate_sizes:
-            mean = sum(-(-width // 16) * 16 for width in each) / len(each)
+        if sizes := layer.expert_intermediate_sizes:
+            mean = sum(-(-width // 16) * 16 for width in sizes) / len(sizes)
             total += kernel * (EXPERTS + EXPERT_CHANNEL * mean) * bool(mean)
             continue
         total += (ATTENTION + KV_HEAD * layer.num_kv_heads) * bool(layer.num_kv_heads)
@@ -43,11 +43,12 @@ def written(
     """Write a profile of two rounds, the second of which decodes a tenth slower."""
 
     def cells(widths: list[LayerWidths], turn: int, kernel: float) -> list[dict[str, Any]]:
-        found = []
+        measured = []
         for batch, context in ((1, 256), (1, 1024), (8, 256), (8, 1024)):
-            each = seconds(widths, batch, context, kernel)
-            found.append({"batch": batch, "context": context, "decode": (1 + turn / 10) * each, "prefill": 50 * each})
-        return found
+            step = seconds(widths, batch, context, kernel)
+            times = {"decode": (1 + turn / 10) * step, "prefill": 50 * step}
+            measured.append({"batch": batch, "context": context} | times)
+        return measured
 
     shapes, dense = shapes_of(config, multiple), dense_layers(config)
     times = [

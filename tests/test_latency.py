@@ -37,13 +37,13 @@ def test_an_untimed_model_takes_as_long_as_its_blocks(profile: Profile, batch: i
 @pytest.mark.parametrize("width", [0, 192, 400, 576, 672, 768])
 def test_experts_are_predicted_by_the_kernel_that_runs_them(kernel: float, width: int, tmp_path: Path) -> None:
     """The dense model runs another kernel, so slightly narrower experts may be slower, and the prediction shows it."""
-    found, dense = read_profile(written(tmp_path, MIXTURE, kernel=kernel)), dense_layers(MIXTURE)
+    profile, dense = read_profile(written(tmp_path, MIXTURE, kernel=kernel)), dense_layers(MIXTURE)
     pruned = [replace(layer, expert_intermediate_sizes=(width,) * 8) for layer in dense]
     expected = seconds(dense) / seconds(pruned, kernel=kernel)
     assert (expected < 0.75) == (kernel > 1.0 and width > 700)
     work = Workload(phase="decode", batch=8, context=256)
-    assert found.speedup(pruned, work)[0] == pytest.approx(expected, rel=1e-6)
-    assert found.each_round(work)[0].unremovable == pytest.approx(4 * 4 * kernel * EXPERTS)
+    assert profile.speedup(pruned, work)[0] == pytest.approx(expected, rel=1e-6)
+    assert profile.each_round(work)[0].unremovable == pytest.approx(4 * 4 * kernel * EXPERTS)
 
 
 def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp_path: Path) -> None:
@@ -51,15 +51,15 @@ def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp
     path = written(tmp_path)
     content = json.loads(path.read_text())
     for run in content["times"]:
-        for own, dense in zip(run["cells"], run["beside"], strict=True):
+        for cell, dense in zip(run["cells"], run["beside"], strict=True):
             share = {"mlp 768": 1 / 0.83, "mlp 256": 0.95, "mlp 512": 0.9}.get(run["shape"])
-            own["decode"] = dense["decode"] * share if share else own["decode"]
+            cell["decode"] = dense["decode"] * share if share else cell["decode"]
     path.write_text(json.dumps(content))
     for width, speedup in ((768, 0.83), (512, 1 / 0.95), (256, 1 / 0.95), (1024, 1.0)):
-        found, low, high = read_profile(path).speedup(
+        middle, low, high = read_profile(path).speedup(
             layers(*[(4, width)] * 4), profile_work := Workload(phase="decode", batch=8, context=256)
         )
-        assert found == pytest.approx(speedup) and low <= found <= high
+        assert middle == pytest.approx(speedup) and low <= middle <= high
     times = read_profile(path).times(profile_work)
     assert times.mlp and times.mlp.unit > 0 and times.mlp.fixed >= 0
 

@@ -18,11 +18,19 @@ from ddp_benchmarks import verbs
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import LimitError, SettingError
 from ddp_vllm.latency import PHASES, Workload
-from ddp_vllm.options import json_option, lines_to_stderr, list_option, quiet_option
+from ddp_vllm.options import (
+    choice_option,
+    default_option,
+    json_option,
+    lines_to_stderr,
+    list_option,
+    quiet_option,
+)
 
+_PATH = click.Path(path_type=Path)
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print the results as one line of JSON at the end.")
-_seed = click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
+_seed = default_option("--seed", default=0, help="Of everything random.")
 _dense = click.option(
     "--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a Hub name."
 )
@@ -41,33 +49,24 @@ def bench() -> None:
 @bench.command()
 @_dense
 @_pruned
+@choice_option("--mode", ["offline", "serve"], "All prompts at once, or requests over HTTP.")
+@default_option("--num-prompts", default=1000, help="Conversations to replay.")
+@default_option("--pairs", default=5, help="Measurements of each model.")
 @click.option(
-    "--mode",
-    type=click.Choice(["offline", "serve"]),
-    default="offline",
-    show_default=True,
-    help="All prompts at once, or requests over HTTP.",
+    "--dataset-path", "--dataset", "dataset", type=_PATH, show_default="fetched", help="ShareGPT file (JSON or JSONL)."
 )
-@click.option("--num-prompts", type=int, default=1000, show_default=True, help="Conversations to replay.")
-@click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
-@click.option(
-    "--dataset-path", "--dataset", "dataset", type=click.Path(path_type=Path), show_default="fetched",
-    help="ShareGPT file (JSON or JSONL).",
-)  # fmt: skip
-@click.option("--output", "-o", type=click.Path(path_type=Path), show_default="DIR/sharegpt-MODE.json", help="Results.")
+@click.option("--output", "-o", type=_PATH, show_default="DIR/sharegpt-MODE.json", help="Results.")
 @_overwrite
 @_json
 @_seed
-@click.option("--max-model-len", type=int, default=2048, show_default=True, help="Context of the engines, in tokens.")
+@default_option("--max-model-len", default=2048, help="Context of the engines, in tokens.")
 @list_option("--request-rate", of=float, default="inf", help="Requests/s.")
 @list_option("--max-concurrency", of=_limit, default="none", metavar="N,…", help="Requests in flight.")
 @list_option("--goodput", metavar="NAME:MS,…", help="Service levels such as ttft:500.")
-@click.option(
-    "--num-warmups", "--warmups", "warmups", default=2, show_default=True, help="Requests before an engine is measured."
-)
+@default_option("--num-warmups", "--warmups", "warmups", default=2, help="Requests before an engine is measured.")
 @click.option("--no-warmup-round", is_flag=True, help="Skip the discarded round before the pairs.")
 @click.option("--port", type=int, show_default="a free one", help="Port of the server.")
-@click.option("--startup-seconds", type=float, default=1800, show_default=True, help="Time limit of a server's start.")
+@default_option("--startup-seconds", type=float, default=1800, help="Time limit of a server's start.")
 @click.argument("engine_arguments", nargs=-1)
 def sharegpt(output: Path | None, overwrite: bool, as_json: bool, **options: Any) -> None:
     """Replay ShareGPT prompts through real vLLM and report how much faster the pruned model is.
@@ -121,25 +120,17 @@ def _picture(results: Mapping[str, Any], path: Path) -> str:
 @list_option("--shape", "shapes", default="qwen3-30b-a3b", metavar="MODEL,…", help="Models, or all.")
 @list_option("--tokens", of=int, default="1,4,16,64,256,1024,4096", help="Batch sizes.")
 @list_option("--sparsity", "sparsities", of=int, default="0,20,40,60", help="Percent removed.")
-@click.option("--rounds", type=int, default=9, show_default=True, help="Interleaved measurements of each kernel.")
+@default_option("--rounds", default=9, help="Interleaved measurements of each kernel.")
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), show_default="cuda if available", help="Where the kernels run."
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
-    default="bfloat16",
-    show_default=True,
-    help="Of weights and activations.",
-)
-@click.option("--scale", type=float, default=1.0, show_default=True, help="Factor of hidden and intermediate size.")
+@choice_option("--dtype", ["bfloat16", "float16", "float32"], "Of weights and activations.")
+@default_option("--scale", default=1.0, help="Factor of hidden and intermediate size.")
 @click.option("--experts", type=int, show_default="the model's", help="Maximum number of experts.")
-@click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall", show_default=True, help="On a CPU.")
-@click.option("--popularity", type=float, default=0.5, show_default=True, help="Unevenness of the routing.")
+@choice_option("--clock", ["wall", "cpu"], "On a CPU.")
+@default_option("--popularity", default=0.5, help="Unevenness of the routing.")
 @_seed
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path), default="kernel.json", show_default=True, help="Results."
-)
+@default_option("--output", "-o", type=_PATH, default="kernel.json", help="Results.")
 @_overwrite
 @_json
 def kernel(
@@ -188,18 +179,12 @@ def kernel(
 @bench.command()
 @_dense
 @_pruned
-@click.option(
-    "--phase",
-    type=click.Choice(PHASES),
-    default="decode",
-    show_default=True,
-    help="The step to compare; decode also reports prefill.",
-)
-@click.option("--concurrency", type=int, default=8, show_default=True, help="Sequences served at once.")
-@click.option("--context-length", type=int, default=2048, show_default=True, help="Tokens per sequence.")
-@click.option("--rounds", type=int, default=5, show_default=True, help="Measurements of each model.")
-@click.option("--steps", type=int, default=96, show_default=True, help="Decode steps per round, in turns.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), show_default="not saved", help="Results.")
+@choice_option("--phase", PHASES, "The step to compare; decode also reports prefill.")
+@default_option("--concurrency", default=8, help="Sequences served at once.")
+@default_option("--context-length", default=2048, help="Tokens per sequence.")
+@default_option("--rounds", default=5, help="Measurements of each model.")
+@default_option("--steps", default=96, help="Decode steps per round, in turns.")
+@click.option("--output", "-o", type=_PATH, show_default="not saved", help="Results.")
 @_overwrite
 @_json
 @click.argument("engine_arguments", nargs=-1)
@@ -235,11 +220,9 @@ def steps(as_json: bool, **options: Any) -> None:
 @click.argument("model")
 @list_option("--concurrency", of=int, default="8", help="Sequences served at once.")
 @list_option("--context-length", of=int, default="2048", help="Tokens per sequence.")
-@click.option("--rounds", type=int, default=2, show_default=True, help="Measurements of each shape.")
-@click.option("--steps", type=int, default=96, show_default=True, help="Decode steps per round, in turns.")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), default="machine.json", show_default=True, help="The profile."
-)
+@default_option("--rounds", default=2, help="Measurements of each shape.")
+@default_option("--steps", default=96, help="Decode steps per round, in turns.")
+@default_option("-o", "--output", type=_PATH, default="machine.json", help="The profile.")
 @_overwrite
 @click.argument("engine_arguments", nargs=-1)
 def profile(output: Path, overwrite: bool, **options: Any) -> None:
@@ -280,30 +263,21 @@ def _refuse_without(needed: str, *names: str) -> None:
 @click.command()
 @click.argument("model")
 @list_option("--tasks", default="paper", metavar="TASK,…", help="Tasks or suites: paper, nine, llama, generative.")
-@click.option(
-    "--backend",
-    type=click.Choice(["hf", "vllm"]),
-    default="hf",
-    show_default=True,
-    help="Runs the tasks: transformers or vLLM.",
-)
+@choice_option("--backend", ["hf", "vllm"], "Runs the tasks: transformers or vLLM.")
 @list_option("--rows", of=Path, help="Folders or files with the rows of the tasks, instead of the Hub's.")
 @list_option("--text", "texts", help="Compare with the dense model on these texts.")
-@click.option("--tokens", type=int, default=16_384, show_default=True, help="Tokens of each --text, at least 8 blocks.")
+@default_option("--tokens", default=16_384, help="Tokens of each --text, at least 8 blocks.")
 @click.option("--max-ratio", type=float, help="With --text: exit with 9 if perplexity is above this × the dense one.")
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print the retained fraction.")
 @click.option("--batch-size", type=int, show_default="8; on a GPU as many as fit, up to 64", help="Rows at once.")
-@click.option("--dtype", default="auto", show_default=True, help="Of weights and activations.")
-@click.option("--max-length", type=int, default=2048, show_default=True, help="Longest context, in tokens.")
+@default_option("--dtype", default="auto", help="Of weights and activations.")
+@default_option("--max-length", default=2048, help="Longest context, in tokens.")
 @list_option("--model-args", metavar="K=V,…", help="Further arguments of lm-eval's model class.")
 @click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    show_default="MODEL/eval; eval-NAME for a Hub model",
+    "--output", "-o", type=_PATH, show_default="MODEL/eval; eval-NAME for a Hub model",
     help="Folder for the results; --against uses its subfolder against-NAME.",
-)
+)  # fmt: skip
 @json_option
 @quiet_option
 def eval(
@@ -351,10 +325,10 @@ def eval(
         raise SettingError("--model-args requires name=value pairs, comma-separated, such as max_model_len=2048")
     names = choose_tasks(",".join(tasks))
     settings = []
-    for each in filter(None, (against, model)):
-        chosen = output if output is None or each == model else against_output(each, output)
-        folder = chosen or default_output(each)
-        settings.append(EvalSettings(model=each, tasks=names, model_args=tuple(pairs), output=folder, **options))
+    for evaluated in filter(None, (against, model)):
+        chosen = output if output is None or evaluated == model else against_output(evaluated, output)
+        folder = chosen or default_output(evaluated)
+        settings.append(EvalSettings(model=evaluated, tasks=names, model_args=tuple(pairs), output=folder, **options))
         settings[-1].check()
     console = plain_console(as_json=as_json, quiet=quiet)
     with ExitStack() as stack:

@@ -43,7 +43,7 @@ class Sample:
     def to_json(self) -> dict[str, Any]:
         return {
             "conversations": len(self.entries),
-            "asked": self.num_requested,
+            "requested": self.num_requested,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "sha256": self.sha256,

@@ -196,8 +196,8 @@ class Engine:
         """Return KV-cache tokens, GiB of weights and seconds to load from the log, and the peak
         memory in bytes."""
         text = self.log.read_text(errors="replace")
-        found = {name: pattern.findall(text) for name, pattern in _FACTS.items()}
-        facts = {name: float(values[-1].replace(",", "")) for name, values in found.items() if values}
+        matches = {name: pattern.findall(text) for name, pattern in _FACTS.items()}
+        facts = {name: float(values[-1].replace(",", "")) for name, values in matches.items() if values}
         facts["peak_memory_bytes"] = self.peak_memory_bytes
         return facts
 

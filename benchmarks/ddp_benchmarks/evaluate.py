@@ -158,11 +158,11 @@ def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
 def _finished(file: Path) -> dict[str, Any] | None:
     """Return a task's cached results; None if there are none or the file is damaged."""
     try:
-        found = read_json(file)
-        check(found, _PART, file.name)
+        saved = read_json(file)
+        check(saved, _PART, file.name)
     except (OSError, ValueError):
         return None
-    return dict(found)
+    return dict(saved)
 
 
 def run_alone(function: Callable[..., None], *arguments: Any) -> None:
@@ -171,13 +171,13 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
     Raises: the DdpError or ModuleNotFoundError of the function; ServingError if the process dies.
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_call, args=(theirs, function, arguments))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=_call, args=(sender, function, arguments))
     process.start()
     release = kill_with_us(process.pid or 0)
-    theirs.close()
+    sender.close()
     try:
-        answer = ours.recv()
+        answer = receiver.recv()
         process.join(timeout=10)
     except EOFError:
         process.join()
@@ -191,7 +191,7 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
             end_group(process.pid or 0, lambda: process.exitcode)
         finally:
             release()
-        ours.close()
+        receiver.close()
     if answer is not None:
         raise answer
 
@@ -245,7 +245,7 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
             samples = results.pop("samples")[name]
             if TASKS[name].higher_is_better:
                 metric, kept = TASKS[name].metric, TASKS[name].filter
-                results["answers"] = {name: [float(each[metric]) for each in samples if each["filter"] == kept]}
+                results["answers"] = {name: [float(sample[metric]) for sample in samples if sample["filter"] == kept]}
             write_results(json.loads(json.dumps(results, default=str)), _cache_file(settings, name, files.get(name)))
 
 

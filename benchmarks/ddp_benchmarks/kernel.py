@@ -142,10 +142,10 @@ def run_kernel_benchmark(
 
 def find_kernel() -> Callable[[Sequence[Expert]], Run]:
     """Return the installed builder of ragged experts. Raises: ServingError."""
-    found = importlib.metadata.entry_points(group=KERNELS, name="ragged")
-    if not found:
+    entries = importlib.metadata.entry_points(group=KERNELS, name="ragged")
+    if not entries:
         raise ServingError(f"no entry point ragged in the group {KERNELS}; install ddp-vllm again: pip install -e .")
-    builder: Callable[[Sequence[Expert]], Run] = next(iter(found)).load()
+    builder: Callable[[Sequence[Expert]], Run] = next(iter(entries)).load()
     return builder
 
 
@@ -189,11 +189,11 @@ def _measure(
 
 def _check_agreement(runs: Mapping[str, Run], batch: Batch) -> None:
     """Compare the kernels on the same experts. Raises: ServingError if they disagree."""
-    for ours, theirs in (("ragged", "padded"), ("uniform", "vllm_uniform")):
-        expected = runs[theirs](*batch).double()
-        error = ((runs[ours](*batch).double() - expected).norm() / expected.norm()).item()
+    for name, reference in (("ragged", "padded"), ("uniform", "vllm_uniform")):
+        expected = runs[reference](*batch).double()
+        error = ((runs[name](*batch).double() - expected).norm() / expected.norm()).item()
         if not error <= AGREE[batch[0].dtype]:  # also true for NaN
-            raise ServingError(f"{ours} and {theirs} differ by {error:.2e} of the result's norm; nothing was timed")
+            raise ServingError(f"{name} and {reference} differ by {error:.2e} of the result's norm; nothing was timed")
 
 
 def time_interleaved(

@@ -116,7 +116,9 @@ def terminable() -> Iterator[None]:
 def held_interrupts() -> Iterator[None]:
     """Hold back signals that raise an exception until the end of the block, in which one would
     orphan a new process."""
-    numbers = [each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(each))]
+    numbers = [
+        number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(number))
+    ]
     # signals interrupt only the main thread
     if threading.current_thread() is not threading.main_thread():
         numbers = []

@@ -89,16 +89,16 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, pri
 
 def _rounds(name: str, engines: Mapping[str, StepEngine], settings: ProfileSettings) -> list[dict[str, Any]]:
     """Time a shape and the dense model in turns; return every round after a warm-up round."""
-    found = []
+    rounds = []
     for turn in range(-1, settings.rounds):
         cells = [
             take_turns(engines, Workload(phase="decode", batch=batch, context=context), settings.steps, max(turn, 0))
             for batch in settings.concurrency
             for context in settings.context_length
         ]
-        dense, own = ([each[one] for each in cells] for one in engines)
-        found.append({"round": turn, "shape": name, "cells": own, "beside": dense})
-    return found[1:]
+        dense, other = ([cell[one] for cell in cells] for one in engines)
+        rounds.append({"round": turn, "shape": name, "cells": other, "beside": dense})
+    return rounds[1:]
 
 
 def _resumed(
@@ -112,10 +112,10 @@ def _resumed(
     new["shapes"] = list(shapes)
     new = json.loads(json.dumps(new))
     try:
-        found = json.loads(output.read_text(encoding="utf-8"))
-        same = all(found[key] == new[key] for key in ("format", "settings", "model", "versions", "shapes"))
-        if same and not found["complete"] and found["hardware"]["cpu"] == new["hardware"]["cpu"]:
-            return dict(found)
+        saved = json.loads(output.read_text(encoding="utf-8"))
+        same = all(saved[key] == new[key] for key in ("format", "settings", "model", "versions", "shapes"))
+        if same and not saved["complete"] and saved["hardware"]["cpu"] == new["hardware"]["cpu"]:
+            return dict(saved)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     check_file(output, overwrite=overwrite)
@@ -159,8 +159,8 @@ def describe(path: Path) -> list[str]:
                 layers = len(times.sizes.routed_layers) or times.sizes.num_layers
                 share = layers * curve.points[-1][1] / times.dense
                 parts.append(f"{share:.0%} {name} (of it {fixed:.0%} at any width)")
-        each = [one.dense for one in profile.each_round(work)]
-        spread = f" [{min(each) * 1e3:.2f}, {max(each) * 1e3:.2f}]" if len(each) > 1 else ""
+        rounds = [one_round.dense for one_round in profile.each_round(work)]
+        spread = f" [{min(rounds) * 1e3:.2f}, {max(rounds) * 1e3:.2f}]" if len(rounds) > 1 else ""
         lines.append(
             f"{work}: {times.dense * 1e3:.2f} ms{spread} per step; {', '.join(parts)}; at most {times.max_speedup:.2f}×"
         )

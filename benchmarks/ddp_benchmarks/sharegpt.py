@@ -135,8 +135,8 @@ def run_benchmark(settings: Settings, output: Path, *, print_line: Callable[[str
     described = [describe_model(model, dtype=_dtype(settings.engine_arguments)) for model in models]
     for pruned in settings.pruned:
         check_vocabularies(settings.dense, pruned)
-    labels = _labels([each.name for each in described])
-    facts = [each.to_json() | {"label": label} for each, label in zip(described, labels, strict=True)]
+    labels = _labels([model.name for model in described])
+    facts = [model.to_json() | {"label": label} for model, label in zip(described, labels, strict=True)]
     settings = _fit(settings)
     sample = _draw(settings)
     print_line(sample.describe())

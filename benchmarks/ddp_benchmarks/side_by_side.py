@@ -165,12 +165,12 @@ def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int
     ]
     for engine in engines.values():
         engine.ask("end")
-    first = statistics.median(each[names[0]] for each in turns)
+    first = statistics.median(cell[names[0]] for cell in turns)
     return {
         name: {
             "batch": workload.batch,
             "context": workload.context,
-            "decode": first * statistics.median(each[name] / each[names[0]] for each in turns),
+            "decode": first * statistics.median(cell[name] / cell[names[0]] for cell in turns),
             "prefill": prefill[name],
         }
         for name in names
@@ -201,16 +201,16 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
             engines[model] = stack.enter_context(engine)
         for turn in range(-1, settings.rounds):  # the first one is discarded
             print_line("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
-            found = take_turns(engines, workload, settings.steps, max(turn, 0))
-            for model, cell in found.items() if turn >= 0 else ():
+            measured = take_turns(engines, workload, settings.steps, max(turn, 0))
+            for model, cell in measured.items() if turn >= 0 else ():
                 cells[model].append(cell)
     shutil.rmtree(scratch, ignore_errors=True)
     seconds = {model: [seconds_of([cell], workload) for cell in cells[model]] for model in models}
     prefill = {model: [cell["prefill"] for cell in cells[model]] for model in models}
     verdicts = [
-        {"pruned": each}
-        | judge(seconds[each], seconds[settings.dense]).to_json()
-        | {"prefill": judge(prefill[each], prefill[settings.dense]).to_json()}
-        for each in settings.pruned
+        {"pruned": pruned}
+        | judge(seconds[pruned], seconds[settings.dense]).to_json()
+        | {"prefill": judge(prefill[pruned], prefill[settings.dense]).to_json()}
+        for pruned in settings.pruned
     ]
     return new_results(STEPS_FORMAT, asdict(settings)) | {"seconds": seconds, "verdicts": verdicts}

@@ -64,19 +64,19 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
     for load in dict.fromkeys(run["load"] for run in results["runs"]):
         table = Table(title=f"ShareGPT, {load}: medians of the measured rounds", box=box.SIMPLE_HEAD)
         table.add_column("metric")
-        answers = {each["label"]: each["metrics"] for each in results["verdicts"] if each["load"] == load}
+        answers = {verdict["label"]: verdict["metrics"] for verdict in results["verdicts"] if verdict["load"] == load}
         for label in (*labels, *(f"{label}, times better [95 %]" for label in answers)):
             table.add_column(label, justify="right")
         runs = {label: measured(results, label, load) for label in labels}
         for metric, heading, decimals in _METRICS:
             values = [[run["metrics"].get(metric) for run in runs[label]] for label in labels]
-            ratios = [ratio_text(found[metric]) if metric in found else "–" for found in answers.values()]
+            ratios = [ratio_text(metrics[metric]) if metric in metrics else "–" for metrics in answers.values()]
             _add_row(table, heading, values, decimals, ratios)
         for fact, heading, divisor, decimals in _FACTS:
             if fact == "peak_memory_bytes" and on_gpu(results):
                 continue
             values = [[run["engine"].get(fact) for run in runs[label]] for label in labels]
-            _add_row(table, heading, [[v / divisor for v in each if v is not None] for each in values], decimals)
+            _add_row(table, heading, [[v / divisor for v in runs if v is not None] for runs in values], decimals)
         console.print(table)
     for answer in results["verdicts"]:
         console.print(Text.assemble((answer["label"], "bold"), f", {answer['load']}: ", (answer["sentence"], "bold")))
@@ -180,21 +180,21 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
         console.print(same_questions.append(in_points(*difference), "bold"))
 
 
-def _quality(found: Sequence[tuple[float, float | None] | None], *, in_percent: bool) -> list[str]:
+def _quality(scores: Sequence[tuple[float, float | None] | None], *, in_percent: bool) -> list[str]:
     """Return a table cell for each (value, standard error) and, for two, the ratio of the second to
     the first.
 
     The ratio of accuracies is in percent, that of perplexities a factor.
     """
     cells = []
-    for each in found:
-        value, error = each or (None, None)
+    for result in scores:
+        value, error = result or (None, None)
         scale, around = (100, error) if in_percent else (1, None)
         cell = "–" if value is None else f"{scale * value:.2f}"
         cells.append(cell if around is None else f"{cell} ± {100 * around:.2f}")
-    if len(found) == 2:
-        (dense, _), (ours, _) = (each or (0.0, None) for each in found)
-        kept = ours / dense if dense else None
+    if len(scores) == 2:
+        (dense, _), (pruned, _) = (result or (0.0, None) for result in scores)
+        kept = pruned / dense if dense else None
         cells.append("–" if kept is None else f"{100 * kept:.1f} %" if in_percent else f"×{kept:.2f}")
     return cells
 
@@ -204,9 +204,9 @@ def print_kernel(results: Mapping[str, Any], console: Console) -> None:
     settings, ceilings = results["settings"], results["ceilings"]
     for name in settings["shapes"]:
         for sparsity in settings["sparsities"]:
-            found = [row for row in results["rows"] if row["shape"] == name and row["sparsity"] == sparsity]
-            if found:
-                console.print(_kernel_table(name, sparsity, found))
+            rows = [row for row in results["rows"] if row["shape"] == name and row["sparsity"] == sparsity]
+            if rows:
+                console.print(_kernel_table(name, sparsity, rows))
     if settings["scale"] != 1 or settings["experts"]:
         console.print("The shapes are smaller than the real ones, by --scale or --experts.", style="bold")
     console.print(
@@ -217,8 +217,8 @@ def print_kernel(results: Mapping[str, Any], console: Console) -> None:
     )
 
 
-def _kernel_table(name: str, sparsity: int, found: Sequence[Mapping[str, Any]]) -> Table:
-    first = found[0]
+def _kernel_table(name: str, sparsity: int, rows: Sequence[Mapping[str, Any]]) -> Table:
+    first = rows[0]
     title = (
         f"{name}: {first['num_experts']} experts of {min(first['widths'])}…{max(first['widths'])} channels, top "
         f"{first['num_experts_per_tok']}, hidden {first['hidden_size']}, {sparsity} % removed"
@@ -226,7 +226,7 @@ def _kernel_table(name: str, sparsity: int, found: Sequence[Mapping[str, Any]]) 
     table = Table(title=title, box=box.SIMPLE_HEAD)
     for heading in ("tokens", "ms", "dense", "padded", "even", "vLLM even", "∝ kept", "GB/s", "GFLOP/s"):
         table.add_column(heading, justify="right")
-    for row in found:
+    for row in rows:
         table.add_row(
             f"{row['tokens']}",
             f"{1000 * row['seconds']['ragged']['median']:.3g}",

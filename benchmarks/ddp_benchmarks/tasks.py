@@ -45,13 +45,13 @@ def find_files(names: Iterable[str], data: Sequence[Path]) -> dict[str, Path]:
 
     data: folders or files; later ones take precedence. Raises: TextError if one does not exist.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for path in data:
         if not path.exists():
             raise TextError(f"{path} does not exist; pass a folder with files such as {TASKS['piqa'].file}.jsonl")
         files = {file.stem: file for file in ([path] if path.is_file() else sorted(path.glob("*.jsonl")))}
-        found |= {name: files[TASKS[name].file] for name in names if TASKS[name].file in files}
-    return found
+        paths |= {name: files[TASKS[name].file] for name in names if TASKS[name].file in files}
+    return paths
 
 
 def write_task(name: str, file: Path, folder: Path) -> Path:

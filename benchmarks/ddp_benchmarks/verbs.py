@@ -4,9 +4,8 @@ it is called."""
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
-from ddp_benchmarks.keywords import BenchKeywords, EvalKeywords, ProfileKeywords, StepKeywords
 from ddp_vllm.errors import line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.latency import Profile, Workload, read_profile
@@ -19,7 +18,7 @@ def profile(
     output: str | Path = "machine.json",
     overwrite: bool = False,
     verbose: bool = False,
-    **settings: Unpack[ProfileKeywords],
+    **settings: Any,
 ) -> Profile:
     """Measure in vLLM how long a step of a model takes here by the widths of its layers, for
     `prune(speedup=…)`.
@@ -29,10 +28,9 @@ def profile(
     """
     from ddp_benchmarks.profile import ProfileSettings, run_profile
 
-    values: dict[str, Any] = {**settings}
-    for name in {"concurrency", "context_length"} & values.keys():
-        values[name] = (values[name],) if isinstance(values[name], int) else tuple(values[name])
-    chosen, file = ProfileSettings(model=str(model), **values), Path(output)
+    for name in {"concurrency", "context_length"} & settings.keys():
+        settings[name] = (settings[name],) if isinstance(settings[name], int) else tuple(settings[name])
+    chosen, file = ProfileSettings(model=str(model), **settings), Path(output)
     run_profile(chosen, file, overwrite=overwrite, print_line=line_printer(verbose))
     return read_profile(file)
 
@@ -44,7 +42,7 @@ def bench(
     output: str | Path | None = None,
     overwrite: bool = False,
     verbose: bool = False,
-    **settings: Unpack[BenchKeywords],
+    **settings: Any,
 ) -> dict[str, Any]:
     """Replay ShareGPT prompts through real vLLM, with the dense model and the pruned ones in turn.
 
@@ -54,10 +52,9 @@ def bench(
     """
     from ddp_benchmarks.sharegpt import Settings, results_file, run_benchmark
 
-    values: dict[str, Any] = {**settings}
-    if values.get("dataset"):
-        values["dataset"] = Path(values["dataset"])
-    chosen = Settings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), **values)
+    if settings.get("dataset"):
+        settings["dataset"] = Path(settings["dataset"])
+    chosen = Settings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), **settings)
     file = results_file(chosen, Path(output) if output else None, overwrite=overwrite)
     return dict(run_benchmark(chosen, file, print_line=line_printer(verbose)))
 
@@ -72,7 +69,7 @@ def bench_steps(
     output: str | Path | None = None,
     overwrite: bool = False,
     verbose: bool = False,
-    **settings: Unpack[StepKeywords],
+    **settings: Any,
 ) -> dict[str, Any]:
     """Compare a step of vLLM's engine on the dense model and the pruned ones, which run at once and
     take turns.
@@ -91,10 +88,11 @@ def bench_steps(
     if output:
         check_file(Path(output), overwrite=overwrite)
     workload = Workload(phase=phase, batch=concurrency, context=context_length)
-    values: dict[str, Any] = {**settings}
-    chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **values)
-    provenances = [read_checkpoint(Path(each)).provenance if is_pruned(Path(each)) else {} for each in chosen.pruned]
-    predictions = [each.get("latency", {}) for each in provenances]
+    chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **settings)
+    provenances = [
+        read_checkpoint(Path(folder)).provenance if is_pruned(Path(folder)) else {} for folder in chosen.pruned
+    ]
+    predictions = [provenance.get("latency", {}) for provenance in provenances]
     results = compare_steps(chosen, print_line=line_printer(verbose))
     for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
         if prediction.get("workload") == asdict(workload):
@@ -110,7 +108,7 @@ def evaluate(
     tasks: str = "paper",
     output: str | Path | None = None,
     verbose: bool = False,
-    **settings: Unpack[EvalKeywords],
+    **settings: Any,
 ) -> dict[str, Any]:
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's
     results.
@@ -123,9 +121,8 @@ def evaluate(
     from ddp_benchmarks.tasks import choose_tasks
 
     folder = Path(output) if output else default_output(str(model))
-    values: dict[str, Any] = {**settings}
-    values["rows"] = tuple(map(Path, _several(values.get("rows", ()))))
-    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, **values)
+    settings["rows"] = tuple(map(Path, _several(settings.get("rows", ()))))
+    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, **settings)
     chosen.check()
     with results_folder(folder):
         return dict(evaluating.evaluate(chosen, print_line=line_printer(verbose)))

@@ -75,13 +75,13 @@ def lorap(gated: GatedModel, blocks: torch.Tensor) -> Masks:
 
 def _input_norms(gated: GatedModel, squares: dict[Location, torch.Tensor]) -> torch.Tensor:
     """Return ‖W_gate[j]⊙x̂‖ + ‖W_up[j]⊙x̂‖ of every MLP channel, [L, U]."""
-    importance = torch.zeros(gated.shapes["mlp"], device=next(iter(squares.values())).device)
+    sums = torch.zeros(gated.shapes["mlp"], device=next(iter(squares.values())).device)
     for projection in gated.family.tensors.inputs("mlp"):
         for index, layer in enumerate(gated.layers):
             weight = layer.get_submodule(projection.name).weight.detach().float()  # type: ignore[operator]
             norms = (weight.square() @ squares[index, projection.name]).sqrt()
-            importance[index] += norms.view(len(projection.units), -1).sum(0)
-    return importance
+            sums[index] += norms.view(len(projection.units), -1).sum(0)
+    return sums
 
 
 def exempt_lowest(scores_LU: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def slimllm(gated: GatedModel, blocks: torch.Tensor) -> Masks:
 def _products(head_TO: torch.Tensor, all_TO: torch.Tensor) -> torch.Tensor:
     """Return sums over tokens, float64 [5, O]."""
     part, total = head_TO.double(), all_TO.double()
-    return torch.stack([values.sum(0) for values in (total, total.square(), part, part.square(), part * total)])
+    return torch.stack([product.sum(0) for product in (total, total.square(), part, part.square(), part * total)])
 
 
 def _dissimilarity(means_U5O: torch.Tensor) -> torch.Tensor:

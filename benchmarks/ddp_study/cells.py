@@ -104,13 +104,13 @@ def _record(study: Study, facts: Mapping[str, Any], output: Path) -> None:
     """Record settings and rows of the study, or refuse a folder of another study.
     Raises: SettingError."""
     path, settings = output / STUDY_FILE, json.loads(json.dumps(study.shared() | {"text and weights": facts}))
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings
-    if other := [name for name in settings if stored.get(name) != settings[name]]:
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings
+    if other := [name for name in settings if saved.get(name) != settings[name]]:
         raise SettingError(f"{output} has a study with another {', '.join(other)}; choose another folder")
-    tables: dict[str, list[str]] = stored.setdefault("tables", {})
+    tables: dict[str, list[str]] = saved.setdefault("tables", {})
     names = [*tables.get(study.table, []), *(row.name for row in study.rows)]
     tables[study.table] = list(dict.fromkeys(names))
-    write_text(json.dumps(stored, indent=1), path)
+    write_text(json.dumps(saved, indent=1), path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,8 +208,8 @@ class Cells:
         if not scores:
             scores |= row.method.score(self.gated, blocks)
         scope = recipe.scope if "scope" in row.changes else row.method.scope
-        ratio, of_experts = 1.0 - recipe.sparsity, recipe.whole_experts
-        chosen = choose(scores, ratio, scope, whole_experts=of_experts, seed=recipe.seed)
+        ratio, only_whole = 1.0 - recipe.sparsity, recipe.whole_experts
+        chosen = choose(scores, ratio, scope, whole_experts=only_whole, seed=recipe.seed)
         return chosen, {"tokens": blocks.numel(), "learns": 0}
 
     def read(self, path: Path, sparsity: float) -> tuple[Masks, Facts]:
@@ -256,8 +256,8 @@ class Cells:
         files = weight_files(self.source.folder), tokenizer_and_config_files(self.source.folder)
         facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
         joint = None
-        resolved = Run.alone(recipe, train=recipe.train, optimizer=OPTIMIZER if recipe.train == "weights" else "")
-        run = RunState(path.with_suffix(""), recipe, resolved=resolved.to_dict(), fingerprint=facts)
+        resolved_run = Run.alone(recipe, train=recipe.train, optimizer=OPTIMIZER if recipe.train == "weights" else "")
+        run = RunState(path.with_suffix(""), recipe, resolved=resolved_run.to_dict(), fingerprint=facts)
         with run.locked():
             if recipe.train == "weights":
                 weights = TrainedWeights(self.gated.model, self.accelerator, optimizer=OPTIMIZER)
@@ -266,19 +266,19 @@ class Cells:
             means = self.accelerator, run, lambda _metrics: None, joint
             loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
             _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
-            learned = train(self.gated, text.train, resolved, pools, *means, make=make, loss_mask=loss_mask)
+            learned = train(self.gated, text.train, resolved_run, pools, *means, make=make, loss_mask=loss_mask)
             seconds = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if joint:
                 joint.weights.finish()
             run.remove()
         numbers = [*learned.gates.values(), *(joint.weights.trained.values() if joint else ())]
-        costs: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
-        costs |= {
+        result: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
+        result |= {
             "learns": sum(map(torch.numel, numbers)),
             "step_seconds": statistics.median(seconds),
             **learned.routing(self.source.sizes.routed_layers),
         }
-        return _of_sparsity(learned.gates, recipe.sparsity, costs)
+        return _of_sparsity(learned.gates, recipe.sparsity, result)
 
 
 def _of_sparsity(masks: Masks, sparsity: float, facts: Facts) -> tuple[Masks, Facts]:
@@ -298,6 +298,6 @@ def kept_shares(gates: Masks, gated: GatedModel, source: Source) -> dict[str, fl
     shares = {}
     for budget in ("params", "kv-bytes"):
         layers = list(zip(prices(budget, source.config, names, 0), kept, dense, strict=True))
-        total = math.fsum(p.of(d) for p, _, d in layers)
-        shares[f"{budget} left"] = math.fsum(p.of(k) for p, k, _ in layers) / total
+        all_units = math.fsum(p.of(d) for p, _, d in layers)
+        shares[f"{budget} left"] = math.fsum(p.of(k) for p, k, _ in layers) / all_units
     return shares

@@ -14,7 +14,7 @@ from ddp_vllm.options import fraction, list_option
 @click.command()
 @click.argument("table", type=click.Choice([*TABLES]))
 @click.argument("model")
-@list_option("--data", whole=",".join, help="Training text, named as for prune. [default: as prune]")
+@list_option("--data", join=",".join, help="Training text, named as for prune. [default: as prune]")
 @list_option("--other-data", metavar="TEXT,…", help="Further texts; each adds rows that are trained on it instead.")
 @click.option("--test", type=click.Path(path_type=Path), required=True, help="Text file to evaluate on.")
 @list_option("--methods", metavar="ROW,…", help="Rows of the table. [default: all]")

@@ -132,7 +132,8 @@ def loraprune(gated: GatedModel, blocks: torch.Tensor) -> Masks:
                     b.grad, a.grad, weight.grad = SCALE * gradient @ a.T, SCALE * b.T @ gradient, None
                 now = coupled(gated, value, _normalized)
                 mean = {
-                    kind: MOMENTUM * mean[kind] + (1 - MOMENTUM) * each if mean else each for kind, each in now.items()
+                    kind: MOMENTUM * mean[kind] + (1 - MOMENTUM) * gradient if mean else gradient
+                    for kind, gradient in now.items()
                 }
                 optimizer.step()
                 for weight, (b, a) in adapters.items():

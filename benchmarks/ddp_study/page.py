@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_study.pictures import draw_lines, draw_rows
+from ddp_study.pictures import draw_lines, draw_rows, draw_scales
 from ddp_study.tables import COLUMNS, TABLES, StudyTable, chains
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
 from ddp_vllm.output import write_text
-from ddp_vllm.pages.metrics import kept_scales
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
-from ddp_vllm.pages.pictures import draw_heatmaps, draw_histograms, draw_widths, height_of_map, render
+from ddp_vllm.pages.pictures import draw_heatmaps, draw_widths, height_of_map, render
 from ddp_vllm.provenance import bare_name
 
 Cell = Mapping[str, Any]
@@ -52,11 +51,9 @@ def write_study(folder: Path, table: str) -> Path:
     study = json.loads((folder / STUDY_FILE).read_text(encoding="utf-8"))
     rows = study["tables"][table]
     files = sorted((folder / CELLS).glob("*.json"))
-    cells_on_disk = [json.loads(path.read_text(encoding="utf-8")) | {"file": path} for path in files]
-    (dense,) = (cell for cell in cells_on_disk if cell["method"] == "dense")
-    cells = sorted(
-        (cell for cell in cells_on_disk if cell["method"] in rows), key=lambda cell: rows.index(cell["method"])
-    )
+    contents = [json.loads(path.read_text(encoding="utf-8")) | {"file": path} for path in files]
+    (dense,) = (cell for cell in contents if cell["method"] == "dense")
+    cells = sorted((cell for cell in contents if cell["method"] in rows), key=lambda cell: rows.index(cell["method"]))
     page = page_of(table, cells, dense, study)
     write_text(to_html(page), folder / f"{table}.html")
     write_text(to_markdown(page), folder / f"{table}.md")
@@ -146,11 +143,11 @@ def _sparsities(cells: Iterable[Cell]) -> list[float]:
 
 def _means(cells: Iterable[Cell], sparsity: float, column: str = "perplexity") -> dict[str, float]:
     """Return each row's mean of a column over seeds."""
-    values_of: dict[str, list[float]] = {}
+    by_method: dict[str, list[float]] = {}
     for cell in cells:
         if cell["sparsity"] == sparsity and column in cell:
-            values_of.setdefault(cell["method"], []).append(cell[column])
-    return {name: statistics.fmean(values) for name, values in values_of.items()}
+            by_method.setdefault(cell["method"], []).append(cell[column])
+    return {name: statistics.fmean(values) for name, values in by_method.items()}
 
 
 def row_table(table: StudyTable, cells: Sequence[Cell], dense: Cell) -> Table:
@@ -163,9 +160,9 @@ def row_table(table: StudyTable, cells: Sequence[Cell], dense: Cell) -> Table:
         names.sort(key=lambda name: (first.get(name, math.inf), name))
     rows = [["dense", *[_quality([dense])] * len(sparsities), *[""] * len(table.columns)]]
     for name in names:
-        of_method = [cell for cell in cells if cell["method"] == name]
-        by_sparsity = [[cell for cell in of_method if cell["sparsity"] == sparsity] for sparsity in sparsities]
-        rows.append([name, *map(_quality, by_sparsity), *(_highest(of_method, column) for column in table.columns)])
+        of_row = [cell for cell in cells if cell["method"] == name]
+        by_sparsity = [[cell for cell in of_row if cell["sparsity"] == sparsity] for sparsity in sparsities]
+        rows.append([name, *map(_quality, by_sparsity), *(_highest(of_row, column) for column in table.columns)])
     removed = [f"{100 * sparsity:g} % removed" for sparsity in sparsities]
     return Table(headings=["row", *removed, *(COLUMNS[column][0] for column in table.columns)], rows=rows)
 
@@ -250,9 +247,7 @@ def shapes_of(cells: Sequence[tuple[str, Path]]) -> tuple[str, list[Section]]:
     if not rows:
         return "", []
     held = {claim: [test(row[claim]) for row in rows if claim in row] for claim, (_, test) in CLAIMS.items()}
-    findings = [
-        f"{CLAIMS[claim][0]} in {sum(results)} of {len(results)} rows" for claim, results in held.items() if results
-    ]
+    findings = [f"{CLAIMS[claim][0]} in {sum(holds)} of {len(holds)} rows" for claim, holds in held.items() if holds]
     shown = [{name: value if name == "row" else f"{value:.3g}" for name, value in row.items()} for row in rows]
     remark = "Removed late − early: the removed share of units in the later half of the layers minus the earlier half. "
     remark += "Spread: its standard deviation over layers. Choice × removal: the correlation of ranks."
@@ -270,9 +265,9 @@ def numbers_of(gates: dict[str, NDArray[np.float32]], chosen_LE: NDArray[np.floa
     if "attn" in removed:
         facts["spread of attention ÷ MLP"] = float(removed["attn"].std() / max(removed["mlp"].std(), 1e-9))
     if chosen_LE.size and (gates["experts"] == 0).any():
-        ranks = [np.argsort(np.argsort(values.ravel())) for values in (chosen_LE, (gates["experts"] == 0).mean(-1))]
+        ranks = [np.argsort(np.argsort(shares.ravel())) for shares in (chosen_LE, (gates["experts"] == 0).mean(-1))]
         facts["choice × removal"] = statistics.correlation(*(rank.tolist() for rank in ranks))
-    scales = np.concatenate([kept_scales(values) for values in gates.values()])
+    scales = np.concatenate([values[values > 0] for values in gates.values()]).astype(np.float64)
     facts["median scale"] = float(np.median(scales))
     facts["scales above 1.05"] = float((scales > 1.05).mean())
     return facts
@@ -296,8 +291,8 @@ def _draw_shape(gates: dict[str, NDArray[np.float32]], name: str) -> list[Pictur
         draw = partial(draw_widths, kept_L=kept_L, dense=gates["mlp"].shape[1])
         caption = "Filled: kept channels. Outline: channels of the dense model."
         drawn.append(render(draw, name=f"{name}-widths", title="MLP widths", caption=caption, height=2.5))
-    kept = {LABELS[kind]: kept_scales(values) for kind, values in gates.items()}
-    draw = partial(draw_histograms, kept=kept, searched={})
+    kept = {LABELS[kind]: values[values > 0].astype(np.float64) for kind, values in gates.items()}
+    draw = partial(draw_scales, scales=kept)
     height = 0.6 + 1.6 * len(kept)
     caption = "Dotted line: 1, unscaled."
     drawn.append(render(draw, name=f"{name}-scales", title="Scales", caption=caption, height=height))

@@ -3,8 +3,10 @@ tokens."""
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
+from numpy.typing import NDArray
 
 from ddp_vllm.pages.pictures import LINES, MARKERS, panels_of
 
@@ -49,3 +51,15 @@ def draw_lines(
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend(frameon=False, fontsize=8)
+
+
+def draw_scales(figure: Figure, *, scales: Mapping[str, NDArray[np.float64]]) -> None:
+    """Draw the histogram of the scales of kept units, one panel per module type."""
+    for axes, (label, values) in zip(panels_of(figure, len(scales)), scales.items(), strict=True):
+        # steps of 0.05 from 0 to past the highest scale, but at most 80 of them
+        top = max(1.5, float(values.max(initial=0.0)))
+        bins = np.linspace(0.0, top, min(81, int(np.ceil(top / 0.05)) + 1)).tolist()
+        axes.hist(values, bins=bins, color="0.6")
+        axes.axvline(1.0, color="black", linestyle=":", linewidth=1)
+        axes.set(xlabel=f"scale of kept {label}", ylabel="units")
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))

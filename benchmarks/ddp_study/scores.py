@@ -96,7 +96,7 @@ def even_support(score: torch.Tensor, kept: int, scope: str, draws: torch.Genera
     groups = score.reshape(num_groups, -1)
     counts = torch.full((num_groups,), kept // num_groups)
     counts[torch.randperm(num_groups, generator=draws)[: kept % num_groups]] += 1
-    return torch.stack([exact_support(*group) for group in zip(groups, counts.tolist(), strict=True)]).view_as(score)
+    return torch.stack([exact_support(*pair) for pair in zip(groups, counts.tolist(), strict=True)]).view_as(score)
 
 
 def routed_experts(gated: GatedModel) -> list[Any]:

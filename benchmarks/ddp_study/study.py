@@ -62,16 +62,16 @@ def read_row(name: str) -> Row:
         first = read_row("+".join([head, *words[:last]]))
         if first.changes.get("train") == "weights":
             raise SettingError(f"method {name!r} continues trained weights, which are not saved; omit +{words[last]}")
-        settings = {"controller": "gradual", "polish": FIXED_SUPPORT, "train": SECOND_RUNS[words[last]]}
-        return Row(name=name, first=first.name, changes=settings | _changes(name, words[last + 1 :], CHANGES))
+        fixed = {"controller": "gradual", "polish": FIXED_SUPPORT, "train": SECOND_RUNS[words[last]]}
+        return Row(name=name, first=first.name, changes=fixed | _changes(name, words[last + 1 :], CHANGES))
     if (method := METHODS.get(head)) is None:
         raise SettingError(
             f"method {head!r} is unknown; choose {', '.join(METHODS)} or a file of masks ({MASKS}), alone or "
             f"with +{', +'.join(SECOND_RUNS)} or settings such as +scope=layer"
         )
-    settings = dict(method.settings) if isinstance(method, Search) else {}
+    fixed = dict(method.settings) if isinstance(method, Search) else {}
     allowed = CHANGES if isinstance(method, Search) else OF_SCORES
-    return Row(name=name, method=method, changes=settings | _changes(name, words, allowed))
+    return Row(name=name, method=method, changes=fixed | _changes(name, words, allowed))
 
 
 def _changes(name: str, words: Sequence[str], allowed: Sequence[str]) -> dict[str, Any]:
@@ -153,8 +153,8 @@ class Study:
         """Return each row once, a first run before its second run."""
         names = [*(self.methods or TABLES[self.table].rows or BY_DEFAULT)]
         names += [f"{name}+data={data}" for data in self.other_data for name in names]
-        rows = dict.fromkeys(row for name in names for row in self._expand(read_row(name)))
-        return [read_row(name) for name in rows]
+        expanded = dict.fromkeys(row for name in names for row in self._expand(read_row(name)))
+        return [read_row(name) for name in expanded]
 
     def _expand(self, row: Row) -> Iterator[str]:
         """Yield the names of a second run's first run, of the row itself, and with `polish` of a
@@ -181,8 +181,8 @@ class Study:
         """Return the settings that all cells of a folder share."""
         recipe = {name: value for name, value in self.recipe.to_dict().items() if name not in ("sparsity", "seed")}
         del recipe["alm"]["raw_masks"]  # `recipe_of` never sets it
-        measured = {name: getattr(self, name) for name in ("samples", "detokenize", "test_length")}
-        return {**recipe, "test": str(self.test), **measured}
+        evaluation = {name: getattr(self, name) for name in ("samples", "detokenize", "test_length")}
+        return {**recipe, "test": str(self.test), **evaluation}
 
     def command(self, row: Row, sparsity: float, seed: int, output: Path) -> str:
         """Return the command that computes one cell."""

@@ -47,6 +47,8 @@ def study(
     file = Path(recipe) if recipe else None
     for size in sizes:
         base = load_recipe(file, {**settings, "model": model, "sparsity": size})
-    study = Study(table=table, recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **chosen)
-    run_study(study, Path(output), line_printer(verbose))
+    request = Study(
+        table=table, recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **chosen
+    )
+    run_study(request, Path(output), line_printer(verbose))
     return write_study(Path(output), table)

@@ -9,14 +9,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from matplotlib.figure import Figure
+
 from ddp_vllm.evaluations import TASKS, in_points, perplexity_ratio, points, score
 from ddp_vllm.intervals import ratio_text, with_interval
 from ddp_vllm.manifest import REPORT_FILE
 from ddp_vllm.output import atomic_file, sync, writing
-from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference, engine_fact, retained
+from ddp_vllm.pages.measurements import (
+    Comparison,
+    Interval,
+    Model,
+    Results,
+    difference,
+    engine_fact,
+)
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import Point, draw_points, render
-from ddp_vllm.results import main_metric, main_verdict, measured_on, sentence
+from ddp_vllm.results import main_metric, measured_on, sentence
 
 PICTURE_HEIGHT = 3.6  # inches
 # a model can do a task with generated answers if its accuracy is two standard errors above this
@@ -72,10 +81,10 @@ def headline(model: Model, comparison: Comparison) -> str:
         parts.append(f"{sentence(model.speed)}, {model.speed['load']}")
     elif model.predicted:
         parts.append(f"{with_interval(*model.predicted)} as fast, predicted")
-    if model.evaluation and (kept := retained(model, dense)) is not None:
-        limit, lost = model.evaluation["ddp_vllm"]["settings"]["limit"], difference(model, dense)
+    if model.evaluation and (lost := difference(model, dense)):
+        limit = model.evaluation["ddp_vllm"]["settings"]["limit"]
         rows = f" (first {limit} rows of each task)" if limit else ""
-        parts.append((f"accuracy: {in_points(*lost)}" if lost else f"{100 * kept:.1f} % of the dense accuracy") + rows)
+        parts.append(f"accuracy: {in_points(*lost)}{rows}")
     if model.heldout:
         parts.append(f"held-out perplexity {with_interval(*model.heldout)} the dense model's")
     for label, fact in (("fewer parameters", "parameters"), ("less KV cache per token", "kv_bytes_per_token")):
@@ -88,77 +97,102 @@ def headline(model: Model, comparison: Comparison) -> str:
 def comparison_table(comparison: Comparison) -> Table:
     """Return everything that is known, one column per model; rows without any value are left
     out."""
-    models = comparison.models
-    rows = [*_sizes(comparison), *_speeds(comparison), *_quality(comparison), *_tasks(comparison), *_texts(comparison)]
-    known = [[heading, *cells] for heading, cells in rows if set(cells) - {"–", "1"}]
-    return Table(headings=["", *(model.name for model in models)], rows=known)
+    rows = []
+    for heading, value_of, write in _rows(comparison):
+        compares = comparison.dense is not None and write in RATIOS
+        others = comparison.pruned if compares else comparison.models
+        values = [value_of(model) for model in others]
+        if any(value is not None for value in values):
+            cells = ["–" if value is None else write(value) for value in values]
+            rows.append([heading, "1", *cells] if compares else [heading, *cells])
+    return Table(headings=["", *(model.name for model in comparison.models)], rows=rows)
 
 
-Row = tuple[str, list[str]]
-"""A heading, and the cell of each model."""
+Row = tuple[str, Callable[[Model], Any], Callable[[Any], str]]
+"""A heading, the value of a model (None if unknown), and how the value is written."""
 
 
-def _row(heading: str, values: Sequence[Any], write: Callable[[Any], str], *, dense: str | None = None) -> Row:
-    """Return a row with a dash for each unknown value; dense: the cell of the dense model, in a row
-    of ratios to it."""
-    cells = ["–" if value is None else write(value) for value in values]
-    return heading, cells if dense is None else [dense, *cells[1:]]
+def _interval(ratio: Interval) -> str:
+    return with_interval(*ratio)
 
 
-def _sizes(comparison: Comparison) -> Iterator[Row]:
-    models = comparison.models
-    yield _row("units removed", [model.sparsity for model in models], lambda share: f"{100 * share:g} %")
-    yield _row("parameters", [model.facts.parameters for model in models], _millions)
-    yield _row("KV-cache bytes per token", [model.facts.kv_bytes_per_token for model in models], "{:,}".format)
-    for fact, heading, write in (
-        ("peak_memory_bytes", "peak memory, GiB", lambda size: f"{size / 2**30:,.2f}"),
-        ("weights_gib", "weights in memory, GiB", "{:,.2f}".format),
-        ("kv_cache_tokens", "tokens the KV cache holds", "{:,.0f}".format),
-    ):
-        yield _row(heading, [engine_fact(model, comparison, fact) for model in models], write)
+RATIOS = (ratio_text, _interval)
+"""How ratios to the dense model are written."""
 
 
-def _speeds(comparison: Comparison) -> Iterator[Row]:
-    """Yield a row per load and metric, and one of predicted speeds."""
-    models, one = comparison.models, "1" if comparison.dense else None
-    for load in dict.fromkeys(speed["load"] for model in models for speed in model.speeds):
-        at_load = [next((speed for speed in model.speeds if speed["load"] == load), None) for model in models]
+def _rows(comparison: Comparison) -> Iterator[Row]:
+    """Yield all rows: sizes, speeds, quality, tasks, texts."""
+    dense, models = comparison.dense, comparison.models
+    engine = partial(engine_fact, comparison=comparison)
+    counts = {model.accuracy[2] for model in models if model.accuracy}
+    tasks = f", {min(counts)} tasks" if len(counts) == 1 else ""
+    yield "units removed", lambda model: model.sparsity, lambda share: f"{100 * share:g} %"
+    yield "parameters", lambda model: model.facts.parameters, _millions
+    yield "KV-cache bytes per token", lambda model: model.facts.kv_bytes_per_token, "{:,}".format
+    yield "peak memory, GiB", partial(engine, fact="peak_memory_bytes"), lambda size: f"{size / 2**30:,.2f}"
+    yield "weights in memory, GiB", partial(engine, fact="weights_gib"), "{:,.2f}".format
+    yield "tokens the KV cache holds", partial(engine, fact="kv_cache_tokens"), "{:,.0f}".format
+    yield from _speeds(models)
+    yield "speed of a step, predicted", lambda model: model.predicted, _interval
+    yield "held-out perplexity, dense → pruned", _perplexities, " → ".join
+    yield "… times the dense model's", lambda model: model.heldout, _interval
+    yield f"mean accuracy{tasks}", lambda model: model.accuracy, partial(_mean, with_count=not tasks)
+    yield (
+        "points, same questions, 95 %",
+        lambda model: difference(model, dense),
+        lambda change: points(*change),
+    )
+    for name, task in TASKS.items():
+        value, error = _score_of(name, models[0]) or (1.0, None)
+        # nothing to lose on it
+        cannot = dense and task.is_generated and value < CAN + 2 * (error or 0)
+        heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
+        if cannot:
+            heading += ", which the dense model cannot do"
+        yield heading, partial(_score_of, name), partial(_score, name)
+    for text in dict.fromkeys(text for model in models for text in model.texts):
+        yield f"perplexity on {text}, × dense", partial(_on_text, text, perplexity_ratio), _interval
+        yield f"KL on {text}, nats", partial(_on_text, text, _agreement), lambda near: f"{near['kl']:.3f}"
+        yield (
+            f"top-1 agreement on {text}",
+            partial(_on_text, text, _agreement),
+            lambda near: f"{near['top1']:.1%}",
+        )
+
+
+def _speeds(models: Sequence[Model]) -> Iterator[Row]:
+    """Yield a row per load and metric."""
+    speeds = [speed for model in models for speed in model.speeds]
+    for load in dict.fromkeys(speed["load"] for speed in speeds):
         main = main_metric(load)
-        verdicts = [main_verdict(speed) if speed else None for speed in at_load]
-        yield _row(f"{SPEEDS[main]}, {load}", verdicts, ratio_text, dense=one)
-        metrics = dict.fromkeys(metric for speed in at_load if speed for metric in speed["metrics"])
-        for metric in metrics:
+        yield f"{SPEEDS[main]}, {load}", partial(_verdict, load, main), ratio_text
+        metrics = (metric for speed in speeds if speed["load"] == load for metric in speed["metrics"])
+        for metric in dict.fromkeys(metrics):
             if metric != main and metric.startswith(OTHER_SPEEDS):
                 heading = f"{metric.removesuffix('_ms').replace('_', ' ')}, {load}"
-                verdicts = [speed["metrics"].get(metric) if speed else None for speed in at_load]
-                yield _row(heading, verdicts, ratio_text, dense=one)
-    yield _row("speed of a step, predicted", [model.predicted for model in models], _interval, dense=one)
+                yield heading, partial(_verdict, load, metric), ratio_text
 
 
-def _quality(comparison: Comparison) -> Iterator[Row]:
-    models, dense, one = comparison.models, comparison.dense, "1" if comparison.dense else None
-    both = [model.perplexities for model in models]
-    yield _row("held-out perplexity, dense → own", both, lambda pair: f"{pair[0]:.2f} → {pair[1]:.2f}")
-    yield _row("… times the dense model's", [model.heldout for model in models], _interval, dense=one)
-    means = [model.accuracy for model in models]
-    counts = {mean[2] for mean in means if mean}
-    heading = f"mean accuracy, {min(counts)} tasks" if len(counts) == 1 else "mean accuracy"
-    tasks = "" if len(counts) == 1 else " ({} tasks)"
-    yield _row(heading, means, lambda mean: f"{100 * mean[0]:.2f} ± {100 * mean[1]:.2f}" + tasks.format(mean[2]))
-    yield _row("retained accuracy", [retained(model, dense) for model in models], lambda kept: f"{100 * kept:.1f} %")
-    lost = [None if model is dense else difference(model, dense) for model in models]
-    yield _row("points, same questions, 95 %", lost, lambda change: points(*change))
+def _verdict(load: str, metric: str, model: Model) -> Results | None:
+    speeds = (speed for speed in model.speeds if speed["load"] == load)
+    return next((speed["metrics"].get(metric) for speed in speeds), None)
 
 
-def _tasks(comparison: Comparison) -> Iterator[Row]:
-    """Yield the score of every task with its standard error."""
-    for name, task in TASKS.items():
-        scores = [score(model.evaluation, name) if model.evaluation else None for model in comparison.models]
-        value, error = scores[0] or (1.0, None)
-        # nothing to lose on it
-        cannot = comparison.dense and task.is_generated and value < CAN + 2 * (error or 0)
-        heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
-        yield _row(heading + ", which the dense model cannot do" * bool(cannot), scores, partial(_score, name))
+def _perplexities(model: Model) -> tuple[str, str] | None:
+    """Return the dense model's perplexity and this model's, on held-out text."""
+    quality = model.quality
+    if not quality:
+        return None
+    return f"{quality['dense']:.2f}", f"{quality.get('recovered', quality['pruned']):.2f}"
+
+
+def _mean(accuracy: tuple[float, float, int], *, with_count: bool) -> str:
+    mean, error, count = accuracy
+    return f"{100 * mean:.2f} ± {100 * error:.2f}" + (f" ({count} tasks)" if with_count else "")
+
+
+def _score_of(name: str, model: Model) -> tuple[float, float | None] | None:
+    return score(model.evaluation, name) if model.evaluation else None
 
 
 def _score(name: str, result: tuple[float, float | None]) -> str:
@@ -167,19 +201,12 @@ def _score(name: str, result: tuple[float, float | None]) -> str:
     return f"{scale * value:.2f}" + (f" ± {scale * error:.2f}" if error is not None else "")
 
 
-def _texts(comparison: Comparison) -> Iterator[Row]:
-    """Yield the results of `eval --text`."""
-    models = comparison.models
-    for text in dict.fromkeys(text for model in models for text in model.texts):
-        results = [model.texts.get(text, {}) for model in models]
-        yield _row(f"perplexity on {text}, × dense", [perplexity_ratio(quality) for quality in results], _interval)
-        agreement = [quality.get("agreement", {}).get("pruned") for quality in results]
-        yield _row(f"KL on {text}, nats", agreement, lambda near: f"{near['kl']:.3f}")
-        yield _row(f"top-1 agreement on {text}", agreement, lambda near: f"{near['top1']:.1%}")
+def _on_text(text: str, read: Callable[[Results], Any], model: Model) -> Any:
+    return read(model.texts.get(text, {}))
 
 
-def _interval(ratio: Interval) -> str:
-    return with_interval(*ratio)
+def _agreement(quality: Results) -> Results | None:
+    return quality.get("agreement", {}).get("pruned")
 
 
 def _millions(value: int) -> str:
@@ -195,38 +222,39 @@ def _draw_accuracy(comparison: Comparison) -> Picture | None:
             percent, error = 100 * model.accuracy[0], 196 * model.accuracy[1]
             quality = (percent, percent - error, percent + error)
             points.append(Point(name=model.name, is_dense=not model.facts.pruned, ratio=ratio, quality=quality))
-    if len(points) < 2:
-        return None
-    speeds = dict.fromkeys(SPEEDS[main_metric(model.speed["load"])] for model in comparison.pruned if model.speed)
-    return render(
-        partial(draw_points, points=points, speed=" or ".join(speeds), quality="mean accuracy, %"),
-        name="quality",
-        title="Accuracy against speed",
-        caption="Right and up is better. Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors "
-        "for accuracy. The dashed line joins the models that no other beats in both. The dense model is at 1.",
-        height=PICTURE_HEIGHT,
+    measured = [model.speed for model in comparison.pruned if model.speed]
+    speeds = dict.fromkeys(SPEEDS[main_metric(speed["load"])] for speed in measured)
+    caption = (
+        "Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors for accuracy. "
+        "The dashed line joins the models that no other beats in both. The dense model is at 1."
     )
+    draw = partial(draw_points, points=points, speed=" or ".join(speeds), quality="mean accuracy, %")
+    return _against_speed(points, draw, "quality", "Accuracy against speed", caption)
 
 
 def _draw_heldout(comparison: Comparison) -> Picture | None:
     """Return held-out perplexity against speed; None if no two models have both."""
-    points = [
-        Point(name=model.name, is_dense=False, ratio=model.speedup, quality=model.heldout)
-        for model in comparison.pruned
-        if model.heldout and model.speedup
-    ]
+    points = [Point(name="dense", is_dense=True, ratio=(1.0, 1.0, 1.0), quality=(1.0, 1.0, 1.0))]
+    for model in comparison.pruned:
+        if model.heldout and model.speedup:
+            point = Point(name=model.name, is_dense=False, ratio=model.speedup, quality=model.heldout)
+            points.append(point)
+    caption = (
+        "Speed is measured by bench, or else predicted by the profile, with its range. Perplexity is "
+        "relative to the dense model's, on text held out of each model's training text; bars are "
+        "95 % intervals over blocks of text."
+    )
+    draw = partial(draw_points, points=points, speed="speed", quality="perplexity, × dense", less_is_better=True)
+    return _against_speed(points[1:], draw, "heldout", "Held-out perplexity against speed", caption)
+
+
+def _against_speed(
+    points: Sequence[Point], draw: Callable[[Figure], None], name: str, title: str, caption: str
+) -> Picture | None:
     if len(points) < 2:
         return None
-    points.insert(0, Point(name="dense", is_dense=True, ratio=(1.0, 1.0, 1.0), quality=(1.0, 1.0, 1.0)))
-    return render(
-        partial(draw_points, points=points, speed="speed", quality="perplexity, × dense", less_is_better=True),
-        name="heldout",
-        title="Held-out perplexity against speed",
-        caption="Right and up is better. Speed is measured by bench, or else predicted by the profile, with its range. "
-        "Perplexity is relative to the dense model's, on text held out of each model's training text; bars are 95 % "
-        "intervals over blocks of text.",
-        height=PICTURE_HEIGHT,
-    )
+    caption = f"Right and up is better. {caption}"
+    return render(draw, name=name, title=title, caption=caption, height=PICTURE_HEIGHT)
 
 
 def choice(comparison: Comparison, tolerance: float) -> str:

@@ -34,7 +34,6 @@ Results = Mapping[str, Any]
 """The results of one run of bench or eval, or a part of them, as in the file."""
 Notes = dict[str, str]
 """A sentence on each missing or incomparable result -> the command that corrects it, or ""."""
-LARGEST_FILE = 100 * 2**20  # bytes; larger files in a model folder are not results
 # of results in a folder
 PLACES = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")
 
@@ -46,10 +45,8 @@ class Model:
     facts: ModelFacts
     sparsity: float | None = None
     """The fraction of units to remove, from the recipe; None for another budget than `units`."""
-    perplexities: tuple[float, float] | None = None
-    """On held-out text of the kind it was trained on: the dense model's, and its own."""
-    heldout: Interval | None = None
-    """Its own perplexity over the dense model's."""
+    quality: Results = field(default_factory=dict)
+    """Perplexities on held-out text of the kind it was trained on, as `prune` stores them."""
     predicted: Interval | None = None
     """Predicted speedup of a budget in measured time, with the range of the profile's rounds."""
     evaluation: Results | None = None
@@ -64,6 +61,11 @@ class Model:
         return self.facts.name if self.facts.pruned else f"{self.facts.name} (dense)"
 
     @property
+    def heldout(self) -> Interval | None:
+        """Its own perplexity on that text over the dense model's."""
+        return perplexity_ratio(self.quality)
+
+    @property
     def accuracy(self) -> tuple[float, float, int] | None:
         """Mean accuracy, its standard error, and the number of tasks."""
         mean = mean_accuracy(self.evaluation) if self.evaluation else None
@@ -72,8 +74,11 @@ class Model:
     @property
     def speed(self) -> Results | None:
         """The verdict for the picture: offline, else all at once, else the first load."""
-        order = ("offline", "all at once", "")
-        return next((speed for start in order for speed in self.speeds if speed["load"].startswith(start)), None)
+        for start in ("offline", "all at once", ""):
+            for speed in self.speeds:
+                if speed["load"].startswith(start):
+                    return speed
+        return None
 
     @property
     def measured_speedup(self) -> Interval | None:
@@ -96,12 +101,20 @@ class Comparison:
 
     dense: Model | None
     pruned: tuple[Model, ...]
-    benches: tuple[Results, ...]
     notes: Notes
 
     @property
     def models(self) -> tuple[Model, ...]:
         return (self.dense, *self.pruned) if self.dense else self.pruned
+
+    @property
+    def benches(self) -> list[Results]:
+        """The benchmarks that the speeds come from."""
+        benches: list[Results] = []
+        for speed in (speed for model in self.pruned for speed in model.speeds):
+            if speed["bench"] not in benches:
+                benches.append(speed["bench"])
+        return benches
 
 
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
@@ -115,13 +128,13 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
     dense = dense or _common_dense(checkpoints)
-    nearby = [*folders, *([Path(dense) if Path(dense).is_dir() else default_output(dense)] if dense else [])]
+    nearby = [*folders]
+    if dense:
+        nearby.append(Path(dense) if Path(dense).is_dir() else default_output(dense))
     files = _read_files(nearby, results)
     notes: Notes = {}
     pruned = tuple(_pruned_model(checkpoint, dense, files, notes) for checkpoint in checkpoints)
-    used = [speed["bench"] for model in pruned for speed in model.speeds]
-    benches = tuple(bench for bench in files["bench"] if any(bench is other for other in used))
-    return Comparison(dense=_dense_model(dense, files, pruned, notes), pruned=pruned, benches=benches, notes=notes)
+    return Comparison(dense=_dense_model(dense, files, pruned, notes), pruned=pruned, notes=notes)
 
 
 def _dense_of(checkpoint: Checkpoint) -> str | None:
@@ -149,40 +162,42 @@ def _read_files(nearby: Sequence[Path], passed: Sequence[Path]) -> dict[str, lis
 
     Raises: TextError for a passed file that holds no results, and a passed folder without any.
     """
-    contents: dict[str, list[Results]] = {"bench": [], "tasks": [], "text": []}
-    read = set[Path]()
+    by_path: dict[Path, tuple[str, Results]] = {}
     for place in (*passed, *nearby):
         in_folder = place.is_dir() or place in nearby
-        paths = [path for pattern in PLACES for path in sorted(place.glob(pattern))] if in_folder else [place]
-        known = [path for path in paths if _add(path, contents, read, is_passed=not in_folder)]
-        if place in passed and not known:
+        paths = [path for pattern in PLACES for path in sorted(place.glob(pattern))]
+        known = {path.resolve(): _read_file(path) for path in (paths if in_folder else [place])}
+        results = {path: content for path, content in known.items() if content}
+        if place in passed and not results:
             raise TextError(
-                f"{place} holds no results of ddp-vllm bench or eval; pass the folder of eval -o, or a file"
+                f"{place} holds no results of ddp-vllm bench or eval; pass the folder of eval -o, or a results file"
             )
+        by_path |= results
+    contents: dict[str, list[Results]] = {"bench": [], "tasks": [], "text": []}
+    for kind, content in by_path.values():
+        contents[kind].append(content)
     return contents
 
 
-def _add(path: Path, contents: dict[str, list[Results]], read: set[Path], *, is_passed: bool) -> bool:
-    """Add a results file to the contents of its kind. Returns False for any other file, or raises
-    if it was passed."""
-    if path.resolve() in read or (not is_passed and path.stat().st_size > LARGEST_FILE):
-        return path.resolve() in read
+def _read_file(path: Path) -> tuple[str, Results] | None:
+    """Return the kind and the content of a results file; None for any other file.
+
+    Raises: TextError if it is damaged.
+    """
     try:
         content = read_json(path)
-    except (OSError, ValueError) as error:
-        if is_passed:
-            raise TextError(f"{path} cannot be read ({error}); pass a results file of bench or eval") from error
-        return False
-    by_format = {FORMAT: "bench", FIDELITY_FORMAT: "text"}
-    is_object = isinstance(content, dict)
-    kind = by_format.get(str(content.get("format")), "tasks" if "ddp_vllm" in content else "") if is_object else ""
-    if kind:
-        (check_results if kind == "bench" else check_evaluation)(content, path)
-        contents[kind].append(content)
-        read.add(path.resolve())
-    elif is_passed:
-        raise TextError(f"{path} is not a results file of ddp-vllm bench or eval; run one of them first")
-    return bool(kind)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    if content.get("format") == FORMAT:
+        check_results(content, path)
+        return "bench", content
+    is_text = content.get("format") == FIDELITY_FORMAT
+    if not is_text and "ddp_vllm" not in content:
+        return None
+    check_evaluation(content, path)
+    return "text" if is_text else "tasks", content
 
 
 def _pruned_model(
@@ -206,8 +221,7 @@ def _pruned_model(
     return Model(
         facts=facts,
         sparsity=recipe.get("sparsity") or None if counts_units else None,
-        perplexities=(quality["dense"], quality.get("recovered", quality["pruned"])) if quality else None,
-        heldout=perplexity_ratio(quality),
+        quality=quality,
         predicted=(latency["speedup"], latency["low"], latency["high"]) if latency else None,
         evaluation=evaluation,
         texts=texts,
@@ -298,25 +312,12 @@ def conditions(evaluation: Results) -> tuple[Any, ...]:
 
 def difference(model: Model, dense: Model | None) -> tuple[float, float] | None:
     """Return the difference of mean accuracy from the dense model on the same questions, and half
-    its 95 % interval."""
-    both = _comparable(model, dense)
-    return mean_difference(*both) if both else None
-
-
-def retained(model: Model, dense: Model | None) -> float | None:
-    """Return the retained fraction of the dense mean accuracy, if both models answered the same
-    questions."""
-    both = _comparable(model, dense)
-    mean, dense_mean = map(mean_accuracy, both) if both else (None, None)
-    return mean["value"] / dense_mean["value"] if mean and dense_mean and dense_mean["value"] else None
-
-
-def _comparable(model: Model, dense: Model | None) -> tuple[Results, Results] | None:
-    """Return both evaluations if there are two, of the same questions."""
-    if not (dense and model.evaluation and dense.evaluation):
+    its 95 % interval; None if they did not answer the same questions."""
+    if dense is None or model is dense or not model.evaluation or not dense.evaluation:
         return None
-    same = conditions(model.evaluation) == conditions(dense.evaluation)
-    return (model.evaluation, dense.evaluation) if same else None
+    if conditions(model.evaluation) != conditions(dense.evaluation):
+        return None
+    return mean_difference(model.evaluation, dense.evaluation)
 
 
 def engine_fact(model: Model, comparison: Comparison, fact: str) -> float | None:

@@ -33,19 +33,10 @@ class Metrics:
     gates: Mapping[str, NDArray[np.float32]]
     """Final gates by module type, 0 where the unit was removed: [L, U], of routed experts [routed
     layers, E, C]; empty without a masks file."""
-    searched: Mapping[str, NDArray[np.float32]]
-    """The gates before rounding and polish (z)."""
     pruning: Sequence[Mapping[str, float]]
     """The logged metrics of pruning, one object per step; empty if published masks were applied."""
     recovery: Sequence[Mapping[str, float]]
     """The logged metrics of the recovery; empty if there was none."""
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The name of a unit of each module type."""
-        heads = "KV groups" if self.checkpoint.provenance.get("head_unit") != "query-head" else "query heads"
-        names = {"attn": heads, "mlp": "MLP channels", "experts": "expert channels"}
-        return {kind: names.get(kind, kind) for kind in self.gates}
 
 
 def gather(checkpoint: Checkpoint) -> Metrics:
@@ -56,7 +47,6 @@ def gather(checkpoint: Checkpoint) -> Metrics:
         metrics = Metrics(
             checkpoint=checkpoint,
             gates={name.removesuffix(".gates"): value for name, value in tensors.items() if name.endswith(".gates")},
-            searched={name.removesuffix(".z"): value for name, value in tensors.items() if name.endswith(".z")},
             pruning=_read_steps(folder / METRICS_FILE),
             recovery=_read_steps(folder / RECOVERY_FILE),
         )
@@ -84,7 +74,7 @@ def _check_masks(metrics: Metrics) -> None:
     """Refuse masks of a model of other sizes. Raises: CheckpointError."""
     sizes = dimensions_of(metrics.checkpoint.config)
     shapes = [unit_shapes(sizes, head_unit) for head_unit in ("kv-group", "query-head")]
-    for kind, values in (*metrics.gates.items(), *metrics.searched.items()):
+    for kind, values in metrics.gates.items():
         if (
             values.shape not in [unit_shape.get(kind) for unit_shape in shapes]
             or not (np.isfinite(values) & (values >= 0)).all()
@@ -107,11 +97,6 @@ def _read_steps(path: Path) -> list[dict[str, float]]:
         check(step, {"step": COUNT}, f"line {number} of {path.name}")
         check(step, {str: Number(-math.inf, math.inf)}, f"line {number} of {path.name}")
     return steps
-
-
-def kept_scales(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the gates of the kept units, flat."""
-    return values[values > 0].astype(np.float64)
 
 
 def expert_widths(checkpoint: Checkpoint) -> NDArray[np.float64]:

@@ -109,30 +109,6 @@ def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
     _legend(figure, axes)
 
 
-def draw_histograms(
-    figure: Figure, *, kept: Mapping[str, NDArray[np.float64]], searched: Mapping[str, NDArray[np.float64]]
-) -> None:
-    """Draw the gates of kept units, one panel per module type; `searched` are the gates before
-    rounding and polish."""
-    for axes, (label, gates) in zip(panels_of(figure, len(kept)), kept.items(), strict=True):
-        bins = bin_edges(gates)
-        axes.hist(gates, bins=bins, color="0.6", label="final")
-        if label in searched:
-            axes.hist(searched[label], bins=bins, histtype="step", color="black", label="after the search")
-        axes.axvline(1.0, color="black", linestyle=":", linewidth=1)
-        axes.set(xlabel=f"scale of kept {label}", ylabel="units")
-        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    _legend(figure, axes)
-
-
-def bin_edges(gates: NDArray[np.float64]) -> list[float]:
-    """Return the edges of a histogram: steps of 0.05 from 0 to past the highest gate, but at most
-    80 of them."""
-    top = max(1.5, float(gates.max(initial=0.0)))
-    edges: list[float] = np.linspace(0.0, top, min(81, int(np.ceil(top / 0.05)) + 1)).tolist()
-    return edges
-
-
 def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
     """Return the panels that the metrics of a run fill: (label of the axis, metric -> its name)."""
     kinds = [name.removesuffix("_sparsity") for name in curves[0] if name.endswith("_sparsity")]

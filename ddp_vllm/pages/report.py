@@ -17,7 +17,7 @@ from ddp_vllm.families import dimensions_of
 from ddp_vllm.manifest import PICTURE_FOLDER, REPORT_FILE
 from ddp_vllm.output import write_files
 from ddp_vllm.pages import pictures
-from ddp_vllm.pages.metrics import Metrics, expert_use, expert_widths, gather, kept_scales
+from ddp_vllm.pages.metrics import Metrics, expert_use, expert_widths, gather
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
 from ddp_vllm.pages.summary import answers, dense_name, lead, sections
 from ddp_vllm.provenance import bare_name
@@ -89,8 +89,6 @@ def draw(metrics: Metrics) -> list[Picture]:
     kinds = {"attn": _heads, "mlp": _widths, "experts": _experts}
     drawn = [draw_kind(metrics) for kind, draw_kind in kinds.items() if kind in metrics.gates]
     provenance = metrics.checkpoint.provenance
-    if metrics.gates:
-        drawn.append(_scales(metrics))
     if metrics.pruning:
         caption = (
             "Losses: each step in light gray, and a running mean over a twentieth of the steps. At the vertical line "
@@ -145,25 +143,6 @@ def _experts(metrics: Metrics) -> Picture:
         title="Width of each expert",
         caption=f"The bar shows which shade is which width; crossed out: removed.{use if len(panels) > 1 else ''}",
         height=pictures.height_of_map(widths_LE.shape[1]) * len(panels),
-    )
-
-
-def _scales(metrics: Metrics) -> Picture:
-    kept, searched = (
-        {metrics.labels[kind]: kept_scales(values) for kind, values in masks.items() if kind in metrics.gates}
-        for masks in (metrics.gates, metrics.searched)
-    )
-    ranges = [
-        "{}: median {:.2f}, 90 % between {:.2f} and {:.2f}.".format(label, *np.quantile(scales, [0.5, 0.05, 0.95]))
-        for label, scales in kept.items()
-        if len(scales)
-    ]
-    return pictures.render(
-        partial(pictures.draw_histograms, kept=kept, searched=searched),
-        name="gates",
-        title="Scales of kept units",
-        caption=" ".join([*ranges, "Dotted: 1, unscaled."]),
-        height=0.6 + 1.6 * len(kept),
     )
 
 

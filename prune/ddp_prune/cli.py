@@ -40,19 +40,10 @@ INSTEAD = {
     "model": (), "alm": (), "masks_every": (),
     "target": [click.option(f"--target-{budget}", metavar="N", help=text) for budget, text in TARGETS.items()],
 }  # fmt: skip
-SIZES = {"sparsity", "speedup"}  # may have several values
-LISTS = {"data", "watch"}  # text with commas
-HEADINGS = {  # heading -> its fields and options; the last heading has all others
-    "Basic": ("sparsity", "speedup", "data", "minutes", "output"),
-    "Budget": (
-        *("attention_sparsity", "target", "target_params", "target_flops", "target_kv_bytes"),
-        *("budget", "scope", "context_length", "concurrency", "phase", "profile", "other_machine"),
-    ),
-    "Shape": ("whole_experts", "head_unit", "max_head_counts", "align", "tp"),
-    "Text": ("text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),
-    "Run": (),
-}
-
+# of the options that are no fields
+OUTPUT_HEADING = {"output": "Basic"}
+TARGET_OPTIONS = {budget: f"target_{budget.replace('-', '_')}" for budget in TARGETS}
+HEADINGS = OUTPUT_HEADING | dict.fromkeys(TARGET_OPTIONS.values(), "Budget")
 
 tracker_option = click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
 
@@ -67,19 +58,18 @@ def end_command() -> None:
 def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the fields `budget` and `target` in place of a --target option.
     Raises: SettingError."""
-    options = {budget: f"target_{budget.replace('-', '_')}" for budget in TARGETS}
-    budgets = [budget for budget, option in options.items() if option in settings]
+    budgets = [budget for budget, option in TARGET_OPTIONS.items() if option in settings]
     if not budgets:
         return settings
     if len({*budgets, settings.get("budget", budgets[0])}) > 1:
         other = next(name for name in (*budgets[1:], settings.get("budget")) if name)
         raise SettingError(f"a target in {budgets[0]} and a budget in {other} are given; give one of them")
-    return settings | {"budget": budgets[0], "target": settings.pop(options[budgets[0]])}
+    return settings | {"budget": budgets[0], "target": settings.pop(TARGET_OPTIONS[budgets[0]])}
 
 
-@click.command(cls=Grouped, headings=HEADINGS)
+@click.command(cls=Grouped, settings=Recipe, headings=HEADINGS)
 @click.argument("model")
-@settings_options(Recipe, instead=INSTEAD, sizes=SIZES, lists=LISTS)
+@settings_options(Recipe, instead=INSTEAD)
 @recipe_option
 @tracker_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write the model to.")

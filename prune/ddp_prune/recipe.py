@@ -7,13 +7,13 @@ inside the checkpoint, so a result can be reproduced. The options of the command
 texts and defaults are made from these fields.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ddp_training.settings import TrainingKeywords, TrainingSettings
+from ddp_training.settings import TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import BLOCK_NAMES
 from ddp_vllm.latency import PHASES, Workload
@@ -64,63 +64,63 @@ class AlmSettings(Settings):
 class Recipe(TrainingSettings):
     """Settings of a pruning run, as the user passed them."""
 
-    model: str
-    """Folder or Hugging Face Hub name of the dense model."""
+    model: str = ""
+    """Folder or Hugging Face Hub name of the dense model. `prune` takes it as an argument."""
 
-    sparsity: float = 0.0
+    sparsity: float = setting(0.0, heading="Basic", is_several=True)
     """Fraction of the prunable units to remove, between 0 and 1. It is 1 − ρ of Eq. 6. By default
     it applies to each module type: heads and MLP channels, or the expert channels of a mixture of
     experts. Embeddings, norms and routers are not prunable."""
-    attention_sparsity: float | None = setting(None, is_fraction=True)
+    attention_sparsity: float | None = setting(None, is_fraction=True, heading="Budget")
     """Fraction of the attention units to remove, if it differs from that of the MLP channels; 0
     prunes MLPs only. It requires the budget `units`."""
-    target: float = 0.0
+    target: float = setting(0.0, heading="Budget")
     """Size of the whole model after pruning, embeddings included, in the unit of `budget`. Replaces
     `sparsity`."""
-    speedup: float = 0.0
+    speedup: float = setting(0.0, heading="Basic", is_several=True)
     """Target speedup of a step over the dense model on the serving machine, for example 1.25.
     Replaces `sparsity` and implies the budget `latency`."""
-    budget: str = setting("units", choices=("units", "params", "flops", "kv-bytes", "latency"))
+    budget: str = setting("units", choices=("units", "params", "flops", "kv-bytes", "latency"), heading="Budget")
     """Quantity that the fraction is taken of: `units` of each module type as in the paper; or, over
     all types together, `params`, `flops` (per token), `kv-bytes` (KV cache per token, at 16 bits)
     or `latency` (measured time per step)."""
-    context_length: int = setting(2048, least=1)
+    context_length: int = setting(2048, least=1, heading="Budget")
     """Tokens in the context; the budgets `flops` and `latency` depend on it."""
-    concurrency: int = setting(8, least=1)
+    concurrency: int = setting(8, least=1, heading="Budget")
     """Sequences served at the same time; the budget `latency` depends on it."""
-    phase: str = setting("decode", choices=PHASES)
+    phase: str = setting("decode", choices=PHASES, heading="Budget")
     """Step whose time the budget `latency` limits: `decode` or the `prefill` of prompts."""
-    profile: str = ""
+    profile: str = setting("", heading="Budget")
     """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, this
     machine is profiled first."""
-    other_machine: bool = False
+    other_machine: bool = setting(False, heading="Budget")
     """Accept a latency profile from another machine, where the model will be served."""
     prune: str = ""
     """Parts to prune, separated by commas: `attention`, `mlp`, `experts`. The default is attention
     and MLPs, or the routed experts of a mixture of experts; the MLPs alone where attention cannot
     be pruned."""
-    scope: str = setting("global", choices=("global", "layer", "expert"))
+    scope: str = setting("global", choices=("global", "layer", "expert"), heading="Budget")
     """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
-    whole_experts: bool = False
+    whole_experts: bool = setting(False, heading="Shape")
     """Remove whole experts of a mixture of experts, equally many from every layer, and their rows
     of the router. The result is a stock checkpoint that requires no plugin. It keeps as many
     experts as the budget allows."""
-    head_unit: str = setting("auto", choices=("auto", "kv-group", "query-head"))
+    head_unit: str = setting("auto", choices=("auto", "kv-group", "query-head"), heading="Shape")
     """Attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
-    max_head_counts: int = setting(0, least=0)
+    max_head_counts: int = setting(0, least=0, heading="Shape")
     """Most different numbers of attention units that layers keep, apart from none; 0: any. vLLM
     plans attention once per step for each different number of heads, so fewer numbers save time at
     small batches and waste less KV cache."""
-    align: int = setting(1, least=1)
+    align: int = setting(1, least=1, heading="Shape")
     """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit
     kernels and quantization. The kept width is the largest multiple within the budget."""
-    tp: int = setting(1, least=1)
+    tp: int = setting(1, least=1, heading="Shape")
     """Make every layer split over this many devices without padding; the share of a device is a
     multiple of `align`."""
 
     steps: int = setting(1000, least=1)
     """Optimizer steps in total: search and polish."""
-    minutes: float = setting(0.0, least=0)
+    minutes: float = setting(0.0, least=0, heading="Basic")
     """Minutes of training, without loading and evaluation. A step is timed first, and the number of
     steps that fit replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. The numbers
     are saved with the run, so that an interrupted run resumes with the same numbers."""
@@ -230,36 +230,6 @@ class Recipe(TrainingSettings):
     def workload(self) -> Workload:
         """Workload whose time the budget `latency` limits."""
         return Workload(phase=self.phase, batch=self.concurrency, context=self.context_length)
-
-
-class RecipeKeywords(TrainingKeywords, total=False):
-    """The settings of a recipe, without its model, as keywords of `prune`, `prune_sizes` and
-    `plan`."""
-
-    sparsity: float | Sequence[float]
-    attention_sparsity: float | None
-    target: float | str
-    speedup: float | Sequence[float]
-    budget: str
-    context_length: int
-    concurrency: int
-    phase: str
-    profile: str | Path
-    other_machine: bool
-    prune: str
-    scope: str
-    whole_experts: bool
-    head_unit: str
-    max_head_counts: int
-    align: int
-    tp: int
-    steps: int
-    minutes: float
-    controller: str
-    polish: float
-    alm: Mapping[str, Any]
-    masks_every: int
-    train: str
 
 
 def load_recipes(path: Path | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> list[Recipe]:

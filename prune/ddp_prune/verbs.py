@@ -7,11 +7,11 @@ torch.
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import ddp_vllm
 from ddp_models.source import check_model
-from ddp_prune.recipe import Recipe, RecipeKeywords, load_recipes
+from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import schedule
 from ddp_text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ def prune(
     overwrite: bool = False,
     tracker: str | None = None,
     verbose: bool = False,
-    **settings: Unpack[RecipeKeywords],
+    **settings: Any,
 ) -> Checkpoint:
     """Find the units a model needs least, remove them and write the pruned checkpoint.
 
@@ -60,7 +60,7 @@ def prune_sizes(
     overwrite: bool = False,
     tracker: str | None = None,
     verbose: bool = False,
-    **settings: Unpack[RecipeKeywords],
+    **settings: Any,
 ) -> list[Checkpoint]:
     """Prune a model to several sizes in one search, such as `sparsity=[0.1, 0.2, 0.3]`.
 
@@ -89,7 +89,7 @@ def plan(
     recipe: str | Path | Recipe | None = None,
     on: str | None = None,
     verbose: bool = False,
-    **settings: Unpack[RecipeKeywords],
+    **settings: Any,
 ) -> "Plan":
     """Return what `prune` would remove and the memory and time it would take; nothing is written.
 

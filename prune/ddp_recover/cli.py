@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ddp_prune.cli import HEADINGS, LISTS, end_command, tracker_option
+from ddp_prune.cli import OUTPUT_HEADING, end_command, tracker_option
 from ddp_recover import verbs
 from ddp_recover.recipe import INHERITED, RecoveryRecipe
 from ddp_vllm.cli import echo
@@ -25,9 +25,9 @@ from ddp_vllm.options import (
 from ddp_vllm.pages.summary import summary
 
 
-@click.command(cls=Grouped, headings=HEADINGS)
+@click.command(cls=Grouped, settings=RecoveryRecipe, headings=OUTPUT_HEADING)
 @click.argument("model")
-@settings_options(RecoveryRecipe, instead={"model": ()}, inherited=INHERITED, lists=LISTS)
+@settings_options(RecoveryRecipe, instead={"model": ()}, inherited=INHERITED)
 @recipe_option
 @tracker_option
 @output_option

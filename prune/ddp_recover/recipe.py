@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_training.settings import TrainingKeywords, TrainingSettings
+from ddp_training.settings import TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.settings import read_settings, setting
 
@@ -22,7 +22,7 @@ class RecoveryRecipe(TrainingSettings):
     """Folder of the pruned model."""
     teacher: str
     """Folder or Hub name of the dense model from which the model was pruned."""
-    minutes: float = setting(10.0, least=0)
+    minutes: float = setting(10.0, least=0, heading="Basic")
     """Minutes of training. A step is timed first; the number of steps that fit is saved with the
     run, so that an interrupted run resumes with the same number."""
     tokens: int = setting(0, least=0)
@@ -47,17 +47,6 @@ class RecoveryRecipe(TrainingSettings):
     def steps(self) -> int:
         """Optimizer steps; at least one."""
         return max(1, self.tokens // (self.batch_size * self.seq_len))
-
-
-class RecoveryKeywords(TrainingKeywords, total=False):
-    """The settings of a recovery, without its model, as keywords of `recover`."""
-
-    teacher: str | Path
-    minutes: float
-    tokens: int
-    train: str
-    rank: int
-    warmup: float
 
 
 def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Mapping[str, Any]) -> RecoveryRecipe:

@@ -6,11 +6,11 @@ torch.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from ddp_models.source import check_model
 from ddp_recover.fidelity_settings import FidelitySettings
-from ddp_recover.recipe import RecoveryKeywords, RecoveryRecipe, load_recovery
+from ddp_recover.recipe import RecoveryRecipe, load_recovery
 from ddp_text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, line_printer
@@ -32,7 +32,7 @@ def recover(
     overwrite: bool = False,
     tracker: str | None = None,
     verbose: bool = False,
-    **settings: Unpack[RecoveryKeywords],
+    **settings: Any,
 ) -> Checkpoint:
     """Train a pruned model on the dense model's outputs to recover quality, and write the better
     model.

@@ -24,20 +24,20 @@ TOOLS = ("tools", "functions")
 COLUMNS = ("text", *TURNS, *QUESTION, *ANSWER, *CONTEXT, *SYSTEM, *TOOLS, "history")
 """All columns that are read; of each group the first that is not empty."""
 
-SPEAKERS = (
-    dict.fromkeys(("user", "human", "prompter", "customer", "instruction"), "user")
-    | dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai", "bot", "chatbot"), "assistant")
-    | dict.fromkeys(("agent", "llm", "claude", "gemini", "llama", "output"), "assistant")
-    | dict.fromkeys(("function_call", "tool_call", "functioncall", "tool_calls"), "assistant")
-    | dict.fromkeys(("system", "developer", "system_prompt"), "system")
-    | dict.fromkeys(("tool", "observation", "function", "ipython", "environment"), "tool")
-    | dict.fromkeys(("tool_response", "tool_result", "tool_output"), "tool")
-    | dict.fromkeys(("function_response", "function_result", "function_output"), "tool")
-)
+CALLS = ("function_call", "tool_call", "functioncall", "tool_calls")
+_NAMES = {
+    "user": "user human prompter customer instruction",
+    "assistant": "assistant gpt chatgpt bing bard model ai bot chatbot agent llm claude gemini llama output",
+    "system": "system developer system_prompt",
+    "tool": "tool observation function ipython environment tool_response tool_result tool_output "
+    "function_response function_result function_output",
+}
+SPEAKERS = dict.fromkeys(CALLS, "assistant")
 """The role of each speaker, in lower case; versions such as gpt-4 are recognized by their
 beginning."""
+for _role, _speakers in _NAMES.items():
+    SPEAKERS |= dict.fromkeys(_speakers.split(), _role)
 VERSIONED = ("gpt-", "gpt4", "gpt3", "chatgpt-", "claude-", "gemini-", "llama-", "assistant_")
-CALLS = ("function_call", "tool_call", "functioncall", "tool_calls")
 WORDS = ("tool_calls", "function_call", *THOUGHTS)
 """Keys of a message, next to its content, that hold what a model generates."""
 READ_HERE = ("weight", "train")
@@ -85,6 +85,7 @@ class Notes:
             yield f"{source}: {statement}: {', '.join(listed)}{f' and {more:,} more' * bool(more)}"
 
 
+UNREAD_COLUMNS = "columns that are not read, with their rows"
 EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
@@ -115,53 +116,104 @@ class RowParser:
                 f"{place} has no column {self.column}, only {self._listed(row)}; name another with --text-column"
             )
         name = self.column or _first(row, ("text", *TURNS))
-        value = _unpacked(row[name]) if name and (name in TURNS or self.column) else row.get(name)
+        value = row.get(name) if name == "text" and not self.column else _unpacked(row.get(name))
         if isinstance(value, str) and name not in TURNS:
-            if not value.strip():
-                self.notes.add("rows without text")
-            return value
-        if name and value is not None:
-            messages = self._messages(value, f"{place}, {name}")
+            return self._text(value)
+        if name:
+            messages = [] if value is None else self._messages(value, f"{place}, {name}")
         else:
-            messages = [] if name else self._question_and_answer(row, place)
+            messages = self._question_and_answer(row, place)
         if not messages:
-            self.notes.add("rows without text")
-            return ""
-        for other in self.columns or row:
-            if other != name and other not in COLUMNS:
-                self.notes.add("columns that are not read, with their rows", other)
+            return self._text("")
+        for column in self.columns or row:
+            if column != name and column not in COLUMNS:
+                self.notes.add(UNREAD_COLUMNS, column)
         return Conversation(self._before(row, messages, place) + messages, _tools(row, place))
+
+    def _text(self, text: str) -> str:
+        if not text.strip():
+            self.notes.add("rows without text")
+        return text
 
     def _listed(self, row: Mapping[str, Any]) -> str:
         return ", ".join(map(str, self.columns or row))[:200]
+
+    def _question_and_answer(self, row: Mapping[str, Any], place: str) -> list[Message]:
+        """Return the messages of a row as in Alpaca, Dolly, OpenOrca, or TRL's prompts with
+        completions.
+
+        Returns [] if a column is empty. Raises: TextError if the row has no such columns.
+        """
+        if not (row.keys() & set(QUESTION) and row.keys() & set(ANSWER)):
+            if row.keys() & {"text", *TURNS}:
+                return []
+            lists = (key for key, value in row.items() if _kind(value) == "a list of objects")
+            rows_key = next(lists, "")
+            remedy = f"write the rows under {rows_key} one per line, or " if rows_key else ""
+            raise TextError(
+                f"{place} has no column text, messages or conversations, nor instruction and "
+                f"response, only {self._listed(row)}; {remedy}name one with --text-column"
+            )
+        question, answer = _first(row, QUESTION), _first(row, ANSWER)
+        if not question or not answer:
+            return []
+        messages = self._column(row, question, "user", place)
+        contexts = (name for name in CONTEXT if name != question and not _is_empty(row.get(name)))
+        if context := next(contexts, ""):
+            (message,) = self._column(row, context, "user", place)
+            messages[0]["content"] = f"{words_of(messages[0])}\n\n{words_of(message)}"
+        return messages + self._column(row, answer, "assistant", place)
+
+    def _column(self, row: Mapping[str, Any], name: str, role: str, place: str) -> list[Message]:
+        """Return the messages of a column that holds the words of one role, or a list of turns."""
+        value = _unpacked(row[name])
+        turns = value if isinstance(value, list) else [{"role": role, "content": value}]
+        return self._messages(turns, f"{place}, {name}")
+
+    def _before(self, row: Mapping[str, Any], messages: list[Message], place: str) -> list[Message]:
+        """Return the messages that the columns for system and history put before a conversation."""
+        before = list[Message]()
+        if not _is_empty(history := row.get("history")):
+            if isinstance(history, list) and all(isinstance(turn, list) for turn in history):
+                texts = itertools.chain.from_iterable(history)
+                roles = itertools.cycle(("user", "assistant"))
+                pairs = zip(roles, texts, strict=False)
+                history = [{"role": role, "content": text} for role, text in pairs]
+            before = self._messages(history, f"{place}, history")
+        system = _first(row, SYSTEM)
+        if system and messages[0]["role"] in ("system", "developer"):
+            self.notes.add(UNREAD_COLUMNS, system)
+        elif system:
+            before = self._column(row, system, "system", place) + before
+        return before
 
     def _messages(self, turns: Any, place: str) -> list[Message]:
         """Return the messages of a conversation that hold words. Raises: TextError."""
         if not isinstance(turns, list):
             raise TextError(f"{place} holds {_kind(turns)}, not a text or a list of messages; write {EXAMPLE}")
-        messages = []
-        for number, turn in enumerate(turns, 1):
-            here = f"{place}, turn {number}"
-            if not isinstance(turn, dict):
-                raise TextError(f"{here} is {_kind(turn)}, not an object; write {EXAMPLE}")
-            speaker_key, content_key = (
-                _first(turn, keys) or keys[0] for keys in (("role", "from"), ("content", "value"))
-            )
-            speaker = turn.get(speaker_key)
-            if not isinstance(speaker, str) or not speaker.strip():
-                reason = f"{_kind(speaker)} under {speaker_key}" if speaker_key in turn else "no role"
-                raise TextError(f"{here} has {reason}; name the speaker under role")
-            content = self._content(turn.get(content_key), here, content_key)
-            others = {key: turn[key] for key in turn if key not in ("role", "from", "content", "value")}
-            if _is_empty(content) and all(_is_empty(others.get(key)) for key in WORDS):
-                if not {"content", "value"} & turn.keys() and not others.keys() <= set(READ_HERE):
-                    raise TextError(f"{here} has no content, only {', '.join(turn)}; name it content")
-                self.notes.add("turns without words, which are dropped", speaker)
-                continue
-            message = {"role": self._role(speaker)}
-            message |= {"content": content} if {"content", "value"} & turn.keys() else {}
-            messages.append(self._with_calls(message | others, speaker))
-        return messages
+        messages = (self._message(turn, f"{place}, turn {number}") for number, turn in enumerate(turns, 1))
+        return [message for message in messages if message]
+
+    def _message(self, turn: Any, place: str) -> Message | None:
+        """Return a turn as a message; None if it holds no words. Raises: TextError."""
+        if not isinstance(turn, dict):
+            raise TextError(f"{place} is {_kind(turn)}, not an object; write {EXAMPLE}")
+        speaker_key = _first(turn, ("role", "from")) or "role"
+        content_key = _first(turn, ("content", "value")) or "content"
+        speaker = turn.get(speaker_key)
+        if not isinstance(speaker, str) or not speaker.strip():
+            reason = f"{_kind(speaker)} under {speaker_key}" if speaker_key in turn else "no role"
+            raise TextError(f"{place} has {reason}; name the speaker under role")
+        content = self._content(turn.get(content_key), place, content_key)
+        has_content = bool({"content", "value"} & turn.keys())
+        more = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value")}
+        if _is_empty(content) and all(_is_empty(more.get(key)) for key in WORDS):
+            if not has_content and not more.keys() <= set(READ_HERE):
+                raise TextError(f"{place} has no content, only {', '.join(turn)}; name it content")
+            self.notes.add("turns without words, which are dropped", speaker)
+            return None
+        message = {"role": self._role(speaker)} | ({"content": content} if has_content else {})
+        return self._with_calls(message | more, speaker)
 
     def _role(self, speaker: str) -> str:
         """Return the role of a speaker that the chat template knows."""
@@ -215,54 +267,6 @@ class RowParser:
             return parts
         return "\n".join(part["text"] for part in parts)
 
-    def _question_and_answer(self, row: Mapping[str, Any], place: str) -> list[Message]:
-        """Return the messages of a row as in Alpaca, Dolly, OpenOrca, or TRL's prompts with
-        completions.
-
-        Returns [] if a column is empty. Raises: TextError if the row has no such columns.
-        """
-        question, answer = _first(row, QUESTION), _first(row, ANSWER)
-        context = next((name for name in CONTEXT if name != question and not _is_empty(row.get(name))), "")
-        if not (row.keys() & set(QUESTION) and row.keys() & set(ANSWER)):
-            if row.keys() & {"text", *TURNS}:
-                return []
-            rows_key = next((key for key, value in row.items() if _kind(value) == "a list of objects"), "")
-            remedy = f"write the rows under {rows_key} one per line, or name" if rows_key else "name"
-            raise TextError(
-                f"{place} has no column text, messages or conversations, nor instruction and response, only "
-                f"{self._listed(row)}; {remedy} one with --text-column"
-            )
-        if not question or not answer:
-            return []
-        messages = list[Message]()
-        for name, role in ((question, "user"), (answer, "assistant")):
-            if isinstance(value := _unpacked(row[name]), list):
-                messages += self._messages(value, f"{place}, {name}")
-            else:
-                messages.append({"role": role, "content": _string(value, place, name)})
-        if context:
-            words = _string(row[context], place, context)
-            _string(row[question], place, question)
-            messages[0]["content"] += f"\n\n{words}"
-        return messages
-
-    def _before(self, row: Mapping[str, Any], messages: list[Message], place: str) -> list[Message]:
-        """Return the messages that the columns for system and history put before a conversation."""
-        before = list[Message]()
-        if not _is_empty(history := row.get("history")):
-            if isinstance(history, list) and all(isinstance(turn, list) for turn in history):
-                texts = itertools.chain.from_iterable(history)
-                roles = itertools.cycle(("user", "assistant"))
-                history = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-            before = self._messages(history, f"{place}, history")
-        if system := _first(row, SYSTEM):
-            words = _string(row[system], place, system)
-            if messages[0]["role"] in ("system", "developer"):
-                self.notes.add("columns that are not read, with their rows", system)
-            else:
-                before.insert(0, {"role": "system", "content": words})
-        return before
-
 
 def words_of(message: Message) -> str:
     """Return the text of a message."""
@@ -279,12 +283,6 @@ def _is_empty(value: Any) -> bool:
 def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return the first name under which a row holds anything; "" if none."""
     return next((name for name in names if not _is_empty(row.get(name))), "")
-
-
-def _string(value: Any, place: str, name: str) -> str:
-    if isinstance(value, str):
-        return value
-    raise TextError(f"{place} has {_kind(value)} under {name}; write it as a string")
 
 
 def _kind(value: Any) -> str:

@@ -12,8 +12,9 @@ import lzma
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -93,24 +94,21 @@ def check_sources(data: str, column: str = "") -> None:
     are cached: they may be those of this text. Raises: TextError.
     """
     for name in dict.fromkeys(sources_of(data)):
-        path = Path(name)
         with reading_text(name):
-            kind = _kind_of_file(path)
+            kind = _kind_of_file(Path(name))
             if kind is None and not any((cache_folder() / "tokens").glob("*.tokens")):
                 _check_hub(name)
-            if kind == "json" and path.suffix == ".jsonl":
-                with open(path, "rb") as lines:
-                    first = next((line for line in lines if line.strip(BOM + b" \t\r\n")), b"").removeprefix(BOM)
-                # not one value over several lines
-                if not first.lstrip().startswith((b"[", b"{")) or b"}" in first:
-                    place = f"{name}, line 1"
-                    RowParser(Notes(), column=column).parse(_parse_line(first, place), place)
+            if kind == "json" and Path(name).suffix == ".jsonl":
+                rows = open_rows(name, column)
+                number, first = next(rows.read(None))
+                RowParser(Notes(), column=column).parse(first, rows.place(number))
 
 
 def _kind_of_file(path: Path) -> str | None:
     """Return how a file is read, or None for a dataset of the hub. Raises: TextError."""
-    kind = _kind(path)
-    if not (path.exists() or kind):
+    endings = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
+    kind = READERS.get(endings[-1]) if endings else None
+    if not path.exists() and not kind:
         return None
     if not path.is_file():
         raise TextError(f"{path} is not a file; give a {KINDS} file or a hub dataset")
@@ -150,11 +148,6 @@ def reading_text(data: str) -> Iterator[None]:
             raise
 
 
-def _kind(path: Path) -> str | None:
-    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
-    return READERS.get(suffixes[-1]) if suffixes else None
-
-
 def _decompressed(path: Path) -> Path:
     """Return a plain file: this one, or its decompressed copy in the cache, named by its
     content."""
@@ -183,85 +176,76 @@ def _open_compressed(path: Path) -> IO[bytes]:
 
 def _json_rows(name: str, file: Path) -> Rows:
     """Open JSON Lines, or one JSON value that holds all rows."""
-    starts, numbers, at = list[int](), list[int](), 0
+    starts, numbers, position, first = list[int](), list[int](), 0, b""
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip(BOM + b" \t\r\n" if number == 1 else b" \t\r\n"):
-                starts.append(at)
+            content = line.removeprefix(BOM).strip()
+            if content:
+                first = first or content
+                starts.append(position)
                 numbers.append(number)
-            at += len(line)
+            position += len(line)
     if not starts:
         raise TextError(f"{name} is empty; give a file with text")
-    with open(file, "rb") as lines:
-        lines.seek(starts[0])
-        first = lines.readline().removeprefix(BOM)
-    if values := _whole_file(name, file, first, len(starts)):
-        return Rows(
-            name=name,
-            num_rows=len(values),
-            read=lambda order: ((number, values[number][1]) for number in _numbers(order, values)),
-            lines=[line for line, _ in values],
-        )
+    if values := _single_value(name, file, first, len(starts)):
+        return Rows(name=name, num_rows=len(values), read=partial(_ordered, values))
 
     def read(order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
         with open(file, "rb") as lines:
-            for number in _numbers(order, starts):
-                lines.seek(starts[number])
-                yield number, _parse_line(lines.readline().removeprefix(BOM), f"{name}, line {numbers[number]}")
+            for number, start in _ordered(starts, order):
+                lines.seek(start)
+                yield number, _parse(lines.readline(), name, numbers[number])
 
     return Rows(name=name, num_rows=len(starts), read=read, lines=numbers)
 
 
-def _numbers(order: Sequence[int] | None, rows: Sequence[Any]) -> Sequence[int]:
-    return range(len(rows)) if order is None else order
+def _ordered(values: Sequence[Any], order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+    numbers = range(len(values)) if order is None else order
+    return ((number, values[number]) for number in numbers)
 
 
-def _whole_file(name: str, file: Path, first: bytes, num_lines: int) -> list[tuple[int, Any]]:
-    """Return (line, row) of a file that is an array, or one object of several lines; []: JSON
-    Lines.
+def _single_value(name: str, file: Path, first: bytes, num_lines: int) -> list[Any]:
+    """Return the rows of a file that is an array, or one object of several lines; []: JSON Lines.
 
     first: its first line. A single line with a list is an array of rows, or one conversation.
     """
-    is_list = first.lstrip().startswith(b"[")
-    if (num_lines > 1 and _is_json(first)) or (num_lines == 1 and not is_list):
-        return []
-    text = file.read_text(encoding="utf-8-sig")
-    if is_list:
-        values = list(array_entries(Path(name), text))
-        if not values:
-            raise TextError(f"{name} is an empty list; give a file with text")
-        return [(1, [value for _, value in values])] if _is_conversation(values) else values
+    with suppress(TextError):
+        row = _parse(first, name)
+        if num_lines > 1 or not isinstance(row, list):
+            return []
+    is_list = first.startswith(b"[")
     try:
-        return [(1, json.loads(text))]
-    except (RecursionError, ValueError):
-        return []  # the error of the first line names its place
+        value = _parse(file.read_bytes(), name)
+    except TextError:
+        if is_list:
+            raise
+        return []  # the error of the first row names its place
+    if value == []:
+        raise TextError(f"{name} is an empty list; give a file with text")
+    return value if is_list and not _is_conversation(value) else [value]
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_conversation(values: list[tuple[int, Any]]) -> bool:
+def _is_conversation(values: list[Any]) -> bool:
     """Tell whether a list holds the messages of one conversation, and not rows."""
     return all(
         isinstance(value, dict) and {"role", "from"} & value.keys() and not set(COLUMNS) & value.keys()
-        for _, value in values
+        for value in values
     )
 
 
-def _parse_line(line: bytes, place: str) -> Any:
+def _parse(content: bytes, name: str, line: int = 1) -> Any:
+    """Return the JSON value of a line, or of a file whose first line is `line`."""
     try:
-        return json.loads(line.decode())
+        return json.loads(content.removeprefix(BOM).decode())
     except json.JSONDecodeError as error:
-        raise TextError(f"{place}: not JSON ({error.msg} at column {error.colno}); repair or delete the line") from None
+        raise TextError(
+            f"{name}, line {line + error.lineno - 1}: not JSON ({error.msg} at column "
+            f"{error.colno}); is the file cut off? Repair or delete the line"
+        ) from None
     except UnicodeDecodeError as error:
-        raise TextError(f"{place} cannot be read as text ({error}); save the file as UTF-8") from None
+        raise TextError(f"{name}, line {line} cannot be read as text ({error}); save the file as UTF-8") from None
     except (RecursionError, ValueError):
-        raise TextError(f"{place}: nested too deeply, or a number too long; delete the line") from None
+        raise TextError(f"{name}, line {line}: nested too deeply, or a number too long; delete the line") from None
 
 
 def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:
@@ -277,8 +261,8 @@ def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:
     table = table.select_columns(_used_columns(columns, column))
 
     def read(order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
-        rows = table if order is None else table.select(order)
-        yield from zip(_numbers(order, table), _rows_of(rows), strict=True)
+        numbers = range(len(table)) if order is None else order
+        yield from zip(numbers, _rows_of(table.select(numbers)), strict=True)
 
     return Rows(name=name, num_rows=len(table), read=read, columns=columns)
 
@@ -318,41 +302,3 @@ def _without_nulls(value: Any) -> Any:
         items = {key: _without_nulls(item) for key, item in value.items()}
         return {key: item for key, item in items.items() if item is not None or key == "content"}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line, element) of a JSON array one by one, so that the elements before a fault are not
-    lost.
-
-    path: named in errors. Raises: TextError, naming the line.
-    """
-    decoder = json.JSONDecoder()
-    at, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
-    first = True
-    while True:
-        at, line = _skip(text, at, line)
-        if text[at : at + 1] == "]":
-            return
-        if not first:
-            if text[at : at + 1] != ",":
-                character = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
-                raise TextError(f"{path}, line {line}: {character} where a comma or ] belongs; is the file cut off?")
-            at, line = _skip(text, at + 1, line)
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise TextError(
-                f"{path}, line {error.lineno}: no JSON ({error.msg} at column {error.colno}); is the file cut off?"
-            ) from None
-        except (RecursionError, ValueError):
-            raise TextError(f"{path}, line {line}: nested too deeply, or a number too long; drop the entry") from None
-        yield line, value
-        line += text.count("\n", at, end)
-        at, first = end, False
-
-
-def _skip(text: str, at: int, line: int) -> tuple[int, int]:
-    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
-        line += text[at] == "\n"
-        at += 1
-    return at, line

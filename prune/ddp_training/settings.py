@@ -1,10 +1,9 @@
 """The settings that pruning and recovery share: text, batches, memory."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.provenance import identity_of, published_recipe, split_sources
@@ -12,7 +11,8 @@ from ddp_vllm.settings import Settings, setting
 
 # settings that do not change the result, or whose resolved values are compared instead
 INDECISIVE = (
-    "save_every", "micro_batch_size", "activation_checkpointing", "shard", "train", "optimizer", "profile", "watch",
+    "save_every", "micro_batch_size", "activation_checkpointing", "shard", "train", "optimizer",
+    "profile", "watch",
 )  # fmt: skip
 DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")
 
@@ -31,30 +31,30 @@ def optimizer_suits(optimizer: str, dtype: str) -> bool:
 class TrainingSettings(Settings):
     """Settings that pruning and recovery share."""
 
-    data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
+    data: str = setting("HuggingFaceFW/fineweb-edu:sample-10BT", heading="Basic", is_list=True)
     """Text to train on: a Hub dataset (`name`, `name:configuration` or `name:configuration:split`;
     the default split is `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by
     commas, take turns of about `seq_len` tokens; `NAME:3` gives a text three turns for every turn
     of the others."""
-    text_column: str = ""
+    text_column: str = setting("", heading="Text")
     """Column that holds the text, if it is not called text, conversations or messages. Every text
     of `data` that has columns must have this one."""
-    batch_size: int = setting(16, least=1)
+    batch_size: int = setting(16, least=1, heading="Text")
     """Sequences per optimizer step, over all devices."""
-    seq_len: int = setting(2048, least=8)
+    seq_len: int = setting(2048, least=8, heading="Text")
     """Tokens per sequence; the first is BOS if the model's tokenizer begins every text with it."""
-    seed: int = setting(0, least=0)
+    seed: int = setting(0, least=0, heading="Text")
     """Seed of the order of documents. Gates start at exactly 1, so nothing else is random."""
-    heldout_blocks: int = setting(16, least=1)
+    heldout_blocks: int = setting(16, least=1, heading="Text")
     """Sequences that are held out from training; their perplexity is reported."""
     distillation: float = setting(2.0, least=0)
     """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
-    learn_from: str = setting("auto", choices=("auto", "assistant", "all"))
+    learn_from: str = setting("auto", choices=("auto", "assistant", "all"), heading="Text")
     """Tokens that contribute to the cross-entropy: assistant turns (plus all tokens of other text),
     or all. `auto` is `all` while pruning, and `assistant` in a recovery of a model with a chat
     template. The KL term covers every token."""
 
-    watch: str = ""
+    watch: str = setting("", heading="Text", is_list=True)
     """Texts of other kinds, named as `data`, that are only evaluated: the perplexity of each model
     on them is printed and reported."""
     micro_batch_size: int = setting(0, least=0)
@@ -105,32 +105,11 @@ class TrainingSettings(Settings):
 def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a recipe that decide its result; minutes stand for the settings
     derived from them."""
-    left_out = (*INDECISIVE, *(DERIVED_FROM_MINUTES if recipe.get("minutes") and "steps" in recipe else ()))
-    return {name: value for name, value in recipe.items() if name not in left_out}
+    derived = DERIVED_FROM_MINUTES if recipe.get("minutes") and "steps" in recipe else ()
+    return {name: value for name, value in recipe.items() if name not in (*INDECISIVE, *derived)}
 
 
 def is_same_recipe(saved: Mapping[str, Any], recipe: TrainingSettings) -> bool:
     """Tell whether the decisive settings are the same; checkpoints hold names instead of paths."""
     requested = published_recipe(json.loads(json.dumps(recipe.to_dict())))
     return bool(saved) and decisive(published_recipe(saved)) == decisive(requested)
-
-
-class TrainingKeywords(TypedDict, total=False):
-    """The same settings as keywords of functions, for editors and type checkers."""
-
-    data: str | Path | Sequence[str | Path]
-    text_column: str
-    batch_size: int
-    seq_len: int
-    seed: int
-    heldout_blocks: int
-    distillation: float
-    learn_from: str
-    watch: str | Path | Sequence[str | Path]
-    micro_batch_size: int
-    dtype: str
-    optimizer: str
-    learning_rate: float | None
-    activation_checkpointing: str
-    shard: bool
-    save_every: int

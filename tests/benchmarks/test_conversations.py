@@ -35,9 +35,9 @@ def test_array_and_lines_read_alike(tmp_path: Path, form: str) -> None:
     [
         ('{"conversations": []}\n{"conversations": [', "line 2", "not JSON"),
         ('[\n{"conversations": []},\n{"conversations"', "line 3", "cut off"),
-        ('[\n{"conversations": []}\n{"conversations": []}]', "line 3", "where a comma or ] belongs"),
-        ('[\n\n{"text": "hello"}]', "line 3", "holds a text, not a conversation"),
-        ("[\n1]", "line 2", "is a number, not an object"),
+        ('[\n{"conversations": []}\n{"conversations": []}]', "line 3", "Expecting ',' delimiter"),
+        ('[\n\n{"text": "hello"}]', "row 1", "holds a text, not a conversation"),
+        ("[\n1]", "row 1", "is a number, not an object"),
         ('{"conversations": [{"from": "human", "value": 1}]}', "line 1", "turn 1 has a number under value"),
         ('{"conversations": []}\n{"conversations": [{"value": "a \\ud83d"}]}', "line 2", "a lone surrogate (\\ud83d)"),
         ('{"conversations": [], "id": "\\udc00"}', "line 1", "a lone surrogate (\\udc00)"),

@@ -71,27 +71,27 @@ def only(*names: str) -> Callable[..., Any]:
 @pytest.mark.nightly
 def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setattr(profile, "shapes_of", only("attention once"))
+    monkeypatch.setattr(profile, "shapes_of", only("attention 0"))
     engine = ("--enforce-eager", "--dtype", "float32")
     settings = ProfileSettings(
         model=str(tiny), concurrency=(3,), context_length=(32,), steps=12, engine_arguments=engine
     )
     run_profile(settings, tmp_path / "machine.json", overwrite=False, print_line=lambda line: None)
-    found = json.loads((tmp_path / "machine.json").read_text())
-    assert found["complete"] and not found["compiled"]
-    for cell in (cell for run in found["times"] for key in ("cells", "beside") for cell in run[key]):
+    content = json.loads((tmp_path / "machine.json").read_text())
+    assert content["complete"] and not content["compiled"]
+    for cell in (cell for run in content["times"] for key in ("cells", "beside") for cell in run[key]):
         assert all(cell[phase] > 0 for phase in ("decode", "prefill"))
 
 
 @pytest.mark.usefixtures("known")
 def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "shapes_of", only("mlp 0", "attention once"))
+    monkeypatch.setattr(profile, "shapes_of", only("mlp 0", "attention 0"))
     settings = ProfileSettings(model=str(tiny), concurrency=(1, 3), context_length=(32,), steps=24, rounds=2)
-    said: list[str] = []
+    lines: list[str] = []
 
     def interrupt(line: str) -> None:
-        said.append(line)
-        if len(said) == 3:
+        lines.append(line)
+        if len(lines) == 3:
             raise KeyboardInterrupt
 
     output = tmp_path / "machine.json"
@@ -99,32 +99,32 @@ def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch:
         run_profile(settings, output, overwrite=False, print_line=interrupt)
     first = json.loads(output.read_text())
     assert not first["complete"] and [run["shape"] for run in first["times"]] == ["mlp 0"] * 2
-    run_profile(settings, output, overwrite=False, print_line=said.append)
+    run_profile(settings, output, overwrite=False, print_line=lines.append)
     start = "starting the engine of the dense model"
-    assert said == [start, "1 of 2: mlp 0", "2 of 2: attention once", start, "2 of 2: attention once"]
-    found = json.loads(output.read_text())
-    assert found["complete"] and found["times"][:2] == first["times"]
-    assert [run["round"] for run in found["times"]] == [0, 1, 0, 1]
+    assert lines == [start, "1 of 2: mlp 0", "2 of 2: attention 0", start, "2 of 2: attention 0"]
+    resumed = json.loads(output.read_text())
+    assert resumed["complete"] and resumed["times"][:2] == first["times"]
+    assert [run["round"] for run in resumed["times"]] == [0, 1, 0, 1]
     prefill = 10 * 32 / (32 - 24 // 2)
     cells = [{"batch": batch, "context": 32, "decode": 1.0, "prefill": prefill} for batch in (1, 3)]
-    assert all(run["cells"] == cells for run in found["times"])
-    assert all(cell["decode"] == 2.0 for run in found["times"] for cell in run["beside"])
+    assert all(run["cells"] == cells for run in resumed["times"])
+    assert all(cell["decode"] == 2.0 for run in resumed["times"] for cell in run["beside"])
 
 
 @pytest.mark.usefixtures("known")
 def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: Path, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"concurrency": 2, "context_length": 48, "rounds": 3, "steps": 24}
-    found = ddp_vllm.bench_steps(tiny, [halved], output=str(tmp_path / "steps.json"), **sizes)
-    assert found["seconds"] == {str(tiny): [2.0] * 3, str(halved): [1.0] * 3}
-    (verdict,) = found["verdicts"]
+    results = ddp_vllm.bench_steps(tiny, [halved], output=str(tmp_path / "steps.json"), **sizes)
+    assert results["seconds"] == {str(tiny): [2.0] * 3, str(halved): [1.0] * 3}
+    (verdict,) = results["verdicts"]
     assert verdict["ratio"] == verdict["prefill"]["ratio"] == pytest.approx(2)
-    assert json.loads((tmp_path / "steps.json").read_text())["verdicts"] == found["verdicts"]
+    assert json.loads((tmp_path / "steps.json").read_text())["verdicts"] == results["verdicts"]
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     result = invoke("bench", "steps", f"--dense={tiny}", f"--pruned={halved}", "--json", *options)
     heading, sentence, prefill, line = result.stdout.splitlines()[-4:]
     assert heading == "decode, 2 sequences of 48 tokens:" and sentence == verdict["sentence"]
     assert prefill == f"prefill {verdict['prefill']['sentence']}"
-    assert json.loads(line)["verdicts"] == found["verdicts"]
+    assert json.loads(line)["verdicts"] == results["verdicts"]
     with pytest.raises(SettingError, match="--context-length 48 is below 60"):
         ddp_vllm.bench_steps(tiny, halved, context_length=48, steps=60)
     with pytest.raises(SettingError, match="name each once"):
@@ -144,7 +144,7 @@ def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
 
 def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
     arguments = ["profile", str(tiny), "-o", str(tmp_path / "machine.json")]
-    for more, said in (
+    for more, reason in (
         (["--concurrency", "0"], "--concurrency 0 has a value below 1"),
         (["--context-length", "10"], "--context-length 10 has a value below 96"),
         (["--rounds", "0"], "--rounds 0 is below 1"),
@@ -153,7 +153,7 @@ def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
         (["--concurrency", "many"], "neither a number nor several"),
     ):
         result = invoke(*arguments, *more)
-        assert result.exit_code == SettingError.exit_code and said in result.stderr, result.stderr
+        assert result.exit_code == SettingError.exit_code and reason in result.stderr, result.stderr
     (tmp_path / "machine.json").write_text("mine")
     result = invoke(*arguments)
     assert result.exit_code == 5 and "exists" in result.stderr and (tmp_path / "machine.json").read_text() == "mine"

@@ -22,7 +22,7 @@ FASTER, SLOWER = [(1.0, 1.5), (1.0, 1.52)], [(1.0, 0.5), (1.0, 0.52)]
 
 
 def write_dense(folder: Path, accuracy: float = 0.8) -> Path:
-    write_evaluation(write_model(folder, widths=[(2, 16), (2, 16)], origin=None), accuracy, answers=True)
+    write_evaluation(write_model(folder, widths=[(2, 16), (2, 16)], origin=None), accuracy)
     return folder
 
 
@@ -96,7 +96,7 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
     page = tmp_path / "pages" / "page.html"
     page.parent.mkdir()
     passed(invoke("compare", pruned, "--results", numbers, "-o", page))
-    assert "**[half](../half/report.html)**: 75.0 % of the dense accuracy" in page.with_suffix(".md").read_text()
+    assert "**[half](../half/report.html)**: accuracy: −20.0 ± 5.8 points" in page.with_suffix(".md").read_text()
     assert '<a href="../half/report.html">half</a>' in page.read_text()
     (tmp_path / "empty").mkdir()
     result = invoke("compare", pruned, "--results", tmp_path / "empty", "--overwrite")
@@ -105,7 +105,7 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
 
 def write_family(folder: Path, dense: str) -> list[Path]:
     """Three sizes, each slower to fall behind than the next, with what a budget in measured time promised."""
-    found = []
+    sizes = []
     for speedup, loss in ((1.1, 0.05), (1.25, 0.15), (1.5, 0.5)):
         size = write_model(folder / f"speedup-{speedup}", widths=HALF, origin=dense)
         work = {"phase": "decode", "batch": 8, "context": 1024}
@@ -114,8 +114,8 @@ def write_family(folder: Path, dense: str) -> list[Path]:
         quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
         recipe = {"model": dense, "speedup": speedup, "budget": "latency"}
         write_masks(size, {}, {"recipe": recipe, "perplexity": quality, "latency": latency})
-        found.append(size)
-    return found
+        sizes.append(size)
+    return sizes
 
 
 def test_the_interval_of_a_perplexity_ratio_holds_for_blocks_of_different_weight() -> None:
@@ -144,14 +144,14 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     assert "| speed of a step, predicted | 1 | 1.10× [1.09, 1.11] | 1.25× [1.24, 1.26] | 1.50× [1.49, 1.51] |" in page
     html = (tmp_path / "page.html").read_text()
     assert "Held-out perplexity against speed" in html and "report.html" not in html
-    assert "| held-out perplexity, dense → own | – | 20.00 → 20.00 | 20.00 → 20.00 | 20.00 → 20.00 |" in page
+    assert "| held-out perplexity, dense → pruned | – | 20.00 → 20.00 | 20.00 → 20.00 | 20.00 → 20.00 |" in page
     assert "1.50× [1.49, 1.51] as fast, predicted; held-out perplexity 1.6" in page
     result = invoke(*arguments, "1.01", "--overwrite")
     assert result.exit_code == 9 and "none has a held-out perplexity of at most 1.01 times" in result.stdout
     assert result.stderr.endswith("; train for longer with ddp-vllm recover, or remove less\n")
-    found = json.loads(passed(invoke(*arguments, "1.2", "--overwrite", "--json")).stdout)
-    assert found["chosen"] == "speedup-1.25" and len(found["models"]) == 3
-    assert found["models"][0]["speedup"] == pytest.approx([1.1, 1.09, 1.11], abs=0.005)
+    records = json.loads(passed(invoke(*arguments, "1.2", "--overwrite", "--json")).stdout)
+    assert records["chosen"] == "speedup-1.25" and len(records["models"]) == 3
+    assert records["models"][0]["speedup"] == pytest.approx([1.1, 1.09, 1.11], abs=0.005)
     shown = invoke("inspect", sizes[0])
     assert "1.10× [1.09, 1.11] the dense model's speed (decode, 8 sequences of 1,024 tokens;" in " ".join(
         shown.output.split()
@@ -162,8 +162,8 @@ def _set(*path: Any) -> Callable[[Any], None]:
     *place, key, value = path
 
     def change(content: Any) -> None:
-        for each in place:
-            content = content[each]
+        for outer in place:
+            content = content[outer]
         content[key] = value
 
     return change
@@ -191,7 +191,7 @@ def test_damaged_results_are_one_line(case: str, pruned: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "reason"),
     [
         (["--tolerance", "0"], "--tolerance 0 is not a factor"),
         (["--tolerance", "nan"], "--tolerance nan is not a factor"),
@@ -199,9 +199,9 @@ def test_damaged_results_are_one_line(case: str, pruned: Path, tmp_path: Path) -
     ],
 )
 def test_options_that_are_refused(
-    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pruned = write_pruned(tmp_path / "half", "owner/dense")
-    assert_refused(invoke("compare", pruned, *options), 2, said)
+    assert_refused(invoke("compare", pruned, *options), 2, reason)
     assert [*tmp_path.iterdir()] == [pruned]

@@ -7,7 +7,7 @@ import pytest
 from written_folders import PageReader, write_evaluation, write_model
 
 from ddp_vllm.pages.compare import page_of
-from ddp_vllm.pages.measurements import Comparison, collect, retained
+from ddp_vllm.pages.measurements import Comparison, collect, difference
 from ddp_vllm.pages.page import Table, markdown_table, to_html, to_markdown
 
 
@@ -20,12 +20,12 @@ def write_markdown(comparison: Comparison) -> str:
 
 
 def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> None:
-    write_evaluation(dense, 0.8, answers=True)
+    write_evaluation(dense, 0.8)
     for accuracy, sentence in (
         (0.6, "−20.0 ± 5.8 points"),
         (0.79, "cannot tell: between 3.3 points worse and 1.3 better; use more rows"),
     ):
-        write_evaluation(pruned, accuracy, answers=True)
+        write_evaluation(pruned, accuracy)
         comparison = collect([pruned])
         for text in (write_html(comparison), write_markdown(comparison)):
             assert f"accuracy: {sentence}" in text and "same questions, 95 %" in text
@@ -35,10 +35,10 @@ def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
     comparison = collect([pruned])
     assert comparison.notes == {}
     assert [model.facts.kv_bytes_per_token for model in comparison.models] == [2 * 2 * 4 * 4, 2 * 2 * 4 * 2]
-    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
+    assert difference(comparison.pruned[0], comparison.dense) == pytest.approx((-0.2, 0.0577), abs=1e-4)
     for text in (write_html(comparison), write_markdown(comparison)):
         assert "1.50× [1.45, 1.55] faster, offline" in text
-        assert "75.0 % of the dense accuracy" in text
+        assert "accuracy: −20.0 ± 5.8 points" in text
         assert "50.0 % less KV cache per token" in text
         assert "30.00" in text  # the perplexity
     reader = PageReader(page := write_html(comparison))
@@ -49,12 +49,11 @@ def test_different_rows_are_not_compared(dense: Path, pruned: Path) -> None:
     (pruned / "eval" / "results.json").unlink()
     write_evaluation(pruned, 0.9, limit=10)
     comparison = collect([pruned])
-    assert retained(comparison.pruned[0], comparison.dense) is None
+    assert difference(comparison.pruned[0], comparison.dense) is None
     assert "not evaluated on the same rows" in next(iter(comparison.notes))
     write_evaluation(dense, 0.9, limit=10, name="again")
     comparison = collect([pruned])
-    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(1)
-    assert "100.0 % of the dense accuracy (first 10 rows of each task)" in write_markdown(comparison)
+    assert "points) (first 10 rows of each task)" in write_markdown(comparison)
 
 
 def test_unmeasured_models_are_named(tmp_path: Path, dense: Path) -> None:

@@ -96,10 +96,10 @@ def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: Any, t
     (pruned / "eval" / "results.json").write_text("{}")
     done = push(pruned, "me/tiny", "--private", "--license", "apache-2.0", endpoint=endpoint)
     assert done.returncode == 0 and "published to me/tiny" in done.stdout, done.stderr
-    asked, branch, _ = received.pop("repository"), received.pop("branch"), received.pop("branches")
+    created, branch, _ = received.pop("repository"), received.pop("branch"), received.pop("branches")
     assert branch == "main"
-    assert (asked["name"], asked["organization"]) == ("tiny", "me")
-    assert asked["visibility"] == "private"
+    assert (created["name"], created["organization"]) == ("tiny", "me")
+    assert created["visibility"] == "private"
     there = tmp_path / "there"
     for name, content in received.items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def test_the_hubs_refusal_is_one_line(pruned: Path, hub: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "reason"),
     [
         ("tiny", None, "give OWNER/NAME"),
         ("me/x.git", None, "give OWNER/NAME"),
@@ -131,13 +131,13 @@ def test_the_hubs_refusal_is_one_line(pruned: Path, hub: Any) -> None:
         ("me/tiny", "manifest", "no manifest that can be read"),
     ],
 )
-def test_what_is_not_as_it_was_written_stays_here(pruned: Path, name: str, change: str | None, said: str) -> None:
+def test_what_is_not_as_it_was_written_stays_here(pruned: Path, name: str, change: str | None, reason: str) -> None:
     if change == "changed":
         (pruned / "config.json").write_text((pruned / "config.json").read_text() + "\n")
     elif change == "manifest":
         (pruned / MANIFEST).unlink()
     result = invoke("push", pruned, name, "--dry-run")
-    assert result.exit_code in (2, 7) and said in result.stderr
+    assert result.exit_code in (2, 7) and reason in result.stderr
 
 
 def test_a_dry_run_says_what_would_go(pruned: Path) -> None:

@@ -23,7 +23,7 @@ from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.summary import units
 from ddp_vllm.pages.terminal import print_checkpoint
 
-FIGURES = ["heads", "widths", "gates", "curves"]
+FIGURES = ["heads", "widths", "curves"]
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +83,11 @@ def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
     config |= {"head_dim": 8, "intermediate_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 3}
     config |= {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1], "ddp_layers": layers}
     write_weights(tmp_path / "out", config, layers)
-    write_masks(tmp_path / "out", {"experts": gates}, {"routing": {"chosen": chosen}}, searched=True)
+    write_masks(tmp_path / "out", {"experts": gates}, {"routing": {"chosen": chosen}})
     (tmp_path / "out" / "ddp_metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "experts_sparsity": 0.1}\n' * 3)
     passed(invoke("report", tmp_path / "out"))
     page = PageReader((tmp_path / "out" / "report.html").read_text())
-    assert page.figures == ["experts", "gates", "curves"] and "× even share" in page.text
+    assert page.figures == ["experts", "curves"] and "× even share" in page.text
     checkpoint = read_checkpoint(tmp_path / "out")
     widths, use = expert_widths(checkpoint), expert_use(checkpoint)
     assert widths[[0, 2]].tolist() == sizes and np.isnan(widths[1]).all()
@@ -129,8 +129,8 @@ LOSSES = {"dense": [2.0, 2.2], "pruned": [2.5, 2.9], "recovered": [2.3, 2.4]}
 
 
 def quality() -> dict[str, Any]:
-    found: dict[str, Any] = {name: math.exp(sum(losses) / 2) for name, losses in LOSSES.items()}
-    return found | {"tokens": 32, "block_losses": LOSSES}
+    mean: dict[str, Any] = {name: math.exp(sum(losses) / 2) for name, losses in LOSSES.items()}
+    return mean | {"tokens": 32, "block_losses": LOSSES}
 
 
 def recovery() -> dict[str, Any]:
@@ -151,7 +151,7 @@ def rewrite(folder: Path, output: Path, **parts: Any) -> Path:
     provenance = read_checkpoint(folder).provenance | parts
     save_file(load_file(masks), masks, {"ddp": json.dumps(provenance)})
     steps = [{"step": step, "loss": 3.0 / step, "ce": 2.0 / step, "kl": 0.5 / step} for step in range(1, 9)]
-    (output / "ddp_recovery.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
+    (output / "ddp_recovery.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     return output
 
 

@@ -65,18 +65,11 @@ def write_model(folder: Path, *, widths: list[tuple[int, int]], origin: str | No
     return folder
 
 
-def write_masks(
-    folder: Path, gates: Mapping[str, Any], provenance: Mapping[str, Any], *, searched: bool = False
-) -> None:
-    """Write a masks file: gates of each module type, and, if they were searched for, what they were before rounding."""
+def write_masks(folder: Path, gates: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+    """Write a masks file with the gates of each module type."""
     masks = {f"{kind}.gates": np.asarray(values, np.float32) for kind, values in gates.items()}
-    if searched:
-        masks |= {f"{kind}.z": np.clip(values, 0.01, None).astype(np.float32) for kind, values in gates.items()}
-    save_file(
-        masks or {"attn.saliency": np.zeros(1, np.float32)},
-        folder / "ddp_masks.safetensors",
-        {"ddp": json.dumps(provenance)},
-    )
+    masks = masks or {"attn.saliency": np.zeros(1, np.float32)}
+    save_file(masks, folder / "ddp_masks.safetensors", {"ddp": json.dumps(provenance)})
 
 
 def write_trained(folder: Path) -> Path:
@@ -115,9 +108,9 @@ def write_trained(folder: Path) -> Path:
         },
         "perplexity": {**quality, "tokens": 256, "block_losses": losses},
     }
-    write_masks(folder, {"attn": heads, "mlp": channels}, provenance, searched=True)
+    write_masks(folder, {"attn": heads, "mlp": channels}, provenance)
     metrics = [_step(step, generator) for step in range(1, 11)]
-    (folder / "ddp_metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    (folder / "ddp_metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in metrics))
     return folder
 
 
@@ -126,10 +119,9 @@ def _step(step: int, generator: np.random.Generator) -> dict[str, float]:
     return {"step": step, **{name: float(generator.uniform(0.1, 1)) for name in names}, "tokens": 32.0}
 
 
-def write_evaluation(
-    folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results", answers: bool = False
-) -> Path:
-    """Write results as `eval` does: two accuracies and a perplexity; with `answers`, those of 100 rows."""
+def write_evaluation(folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results") -> Path:
+    """Write results as `eval` does: two accuracies with the answers to 100 rows, and a perplexity."""
+    rows = [float(row < 100 * accuracy) for row in range(100)]
     results = {
         "results": {
             "piqa": {"acc_norm,none": accuracy, "acc_norm_stderr,none": 0.01},
@@ -142,12 +134,10 @@ def write_evaluation(
             "model": describe_model(str(folder)).to_json(),
             "settings": {"limit": limit, "max_length": 2048, "backend": "hf"},
             "data": "hub",
+            "answers": {"piqa": rows, "boolq": rows},
             **MACHINE,
         },
     }
-    if answers:
-        rows = [float(row < 100 * accuracy) for row in range(100)]
-        results["ddp_vllm"]["answers"] = {"piqa": rows, "boolq": rows}
     path = folder / "eval" / f"{name}.json"
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps(results))

@@ -14,7 +14,7 @@ from chat_templates import PUBLISHED, tokenizer_of
 from test_documents import GEMMA, LENIENT, MISTRAL, document, in_loss
 
 from ddp_text.conversations import Notes
-from ddp_text.documents import read_documents
+from ddp_text.documents import Document, read_documents
 from ddp_text.rows import open_rows
 from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import tokenize
@@ -80,19 +80,38 @@ def test_the_turns_of_an_agent_are_what_transformers_renders(form: str, tokenize
             *turns[2:],
         ]
         row = {"messages": turns, "tools": TOOLS}
-    found = document(row, tokenizer)
+    written = document(row, tokenizer)
     tools = None if form == "list" else TOOLS
-    assert found.text == tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
-    generated = [text for text in in_loss(found).split("|") if text.strip()]
+    assert written.text == tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
+    generated = [text for text in in_loss(written).split("|") if text.strip()]
     thoughtless = [text.partition("</think>\n\n")[2] for text in GENERATED]
     assert "".join(generated).count("It is 21 degrees.") == 1
     expected = thoughtless if form == "share-gpt" else GENERATED
-    mask = found.loss_mask
+    mask = written.loss_mask
     assert mask is not None
     for words in expected:
-        start = found.text.index(words)
+        start = written.text.index(words)
         assert mask[start : start + len(words)].all()
     assert mask.sum() <= sum(map(len, expected)) + 2 * len(expected)  # blanks after a turn at most
+
+
+ONE_CALL = (  # in the manner of Mistral-Nemo: a call stands instead of the turn's words, so the roles still alternate
+    "{%- set ns = namespace(index=0) %}{%- for m in messages %}"
+    "{%- if m.role != 'tool' and not m.tool_calls %}"
+    "{%- if (m.role == 'user') != (ns.index % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    "{%- set ns.index = ns.index + 1 %}{%- endif %}"
+    "{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'tool' %}{{- '[RESULT]' + m.content }}"
+    "{%- elif m.tool_calls %}{{- '[CALL] ' + m.tool_calls[0].function.name + '</s>' }}"
+    "{%- else %}{{- ' ' + m.content + '</s>' }}{%- endif %}{%- endfor %}"
+)
+
+
+def test_a_call_that_later_turns_depend_on_is_in_the_loss(tokenizer: Any) -> None:
+    """To replace the call by words would make the template reject the conversation."""
+    tokenizer.chat_template = ONE_CALL
+    in_mask = in_loss(document({"messages": AGENT_TURNS}, tokenizer))
+    assert [text for text in in_mask.split("|") if text] == ["[CALL] get_weather", " It is 21 degrees."]
 
 
 def test_a_turn_of_weight_0_is_not_in_the_loss(tokenizer: Any) -> None:
@@ -100,9 +119,9 @@ def test_a_turn_of_weight_0_is_not_in_the_loss(tokenizer: Any) -> None:
     wrong = {"role": "assistant", "content": "no words", "weight": 0}
     for excluded in (wrong, {**wrong, "weight": 1, "train": False}):
         turns = [QUESTION, excluded, QUESTION, {"role": "assistant", "content": "yes", "weight": 1}]
-        found = document({"messages": turns}, tokenizer)
-        assert in_loss(found).strip("|").strip() == "yes"
-        assert found.text == tokenizer.apply_chat_template(turns, tokenize=False)
+        written = document({"messages": turns}, tokenizer)
+        assert in_loss(written).strip("|").strip() == "yes"
+        assert written.text == tokenizer.apply_chat_template(turns, tokenize=False)
 
 
 ROLES = [("GPT", "assistant"), ("gpt-4o-mini", "assistant"), ("Human", "user"), ("developer", "system"),
@@ -112,8 +131,8 @@ ROLES = [("GPT", "assistant"), ("gpt-4o-mini", "assistant"), ("Human", "user"), 
 @pytest.mark.parametrize(("speaker", "role"), ROLES)
 def test_speakers_are_known_by_their_names_of_any_case(speaker: str, role: str, tokenizer: Any) -> None:
     tokenizer.chat_template = LENIENT
-    found = document({"conversations": [{"from": speaker, "value": "nine foxes"}]}, tokenizer)
-    assert found.text == f"<{role}>nine foxes" and (found.loss_mask is not None) == (role == "assistant")
+    written = document({"conversations": [{"from": speaker, "value": "nine foxes"}]}, tokenizer)
+    assert written.text == f"<{role}>nine foxes" and (written.loss_mask is not None) == (role == "assistant")
 
 
 ALPACA = {
@@ -124,13 +143,19 @@ ALPACA = {
     "history": [["hello", "hi"]],
 }
 USER = {"role": "user", "content": "a"}
+AB = "<user>a<assistant>b"
 FORMS: dict[str, tuple[Any, str]] = {
+    "share-gpt": ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, AB),
+    "dolly": ({"instruction": "a", "context": "c", "response": "b", "category": "sums"}, "<user>a\n\nc<assistant>b"),
+    "alpaca": ({"instruction": "a", "input": "c", "output": "b"}, "<user>a\n\nc<assistant>b"),
+    "alpaca without input": ({"instruction": "a", "input": "", "output": "b"}, AB),
+    "completion": ({"prompt": "a", "completion": "b"}, AB),
     "alpaca with history": (ALPACA, "<system>Be brief.<user>hello<assistant>hi<user>purse?<assistant>two pockets"),
     "openorca": ({"id": 1, "system_prompt": "s", "question": "a?", "response": "b"}, "<system>s<user>a?<assistant>b"),
     "system beside turns": ({"system": "s", "conversations": [{"from": "human", "value": "a"}]}, "<system>s<user>a"),
-    "trl": ({"prompt": [USER], "completion": [{"role": "assistant", "content": "b"}]}, "<user>a<assistant>b"),
-    "trl, words": ({"prompt": [USER], "completion": "b"}, "<user>a<assistant>b"),
-    "input and output": ({"input": "a", "output": "b"}, "<user>a<assistant>b"),
+    "trl": ({"prompt": [USER], "completion": [{"role": "assistant", "content": "b"}]}, AB),
+    "trl, words": ({"prompt": [USER], "completion": "b"}, AB),
+    "input and output": ({"input": "a", "output": "b"}, AB),
     "empty text": ({"text": "", "messages": [USER]}, "<user>a"),
     "lists": ([USER], "<user>a"),
     "wildchat": ({"conversation": [{"role": "user", "content": "a", "toxic": False}]}, "<user>a"),
@@ -139,9 +164,15 @@ FORMS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_common_format_is_a_conversation(form: str, tokenizer: Any) -> None:
+    """And without a template a text of the same words."""
     tokenizer.chat_template = LENIENT
     row, expected = FORMS[form]
-    assert document(row, tokenizer).text == expected
+    rendered, words = document(row, tokenizer), re.split(r"<\w+>", expected)[1:]
+    assert rendered.text == expected
+    if "<assistant>" in expected:
+        assert in_loss(rendered).strip("|").split("|")[-1] == words[-1]
+    tokenizer.chat_template = None
+    assert document(row, tokenizer) == Document("\n\n".join(words))
 
 
 MESSAGES = [{"role": "user", "content": "nine foxes"}, {"role": "assistant", "content": "jump"}]
@@ -258,7 +289,7 @@ def test_parts_and_tables_are_rendered_as_by_transformers(family: str, tmp_path:
     tokenizer = tokenizer_of(family)
     turns = [QUESTION, {"role": "assistant", "content": "21 degrees", "reasoning_content": "warm"}, QUESTION]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "a.parquet")
-    (found,) = read_documents(open_rows(str(tmp_path / "a.parquet")), ChatTemplate(tokenizer), Notes())
-    assert found.text == tokenizer.apply_chat_template(turns, tokenize=False)
-    (tokens,) = tokenize([found], tokenizer)
+    (written,) = read_documents(open_rows(str(tmp_path / "a.parquet")), ChatTemplate(tokenizer), Notes())
+    assert written.text == tokenizer.apply_chat_template(turns, tokenize=False)
+    (tokens,) = tokenize([written], tokenizer)
     assert tokens.loss_mask.any() and not tokens.loss_mask.all()

@@ -45,12 +45,12 @@ def test_the_loss_mask_of_a_conversation_holds_the_assistants_words_and_the_end_
 ) -> None:
     tokenizer.chat_template = TEMPLATE
     turns = [("user", "how many foxes"), ("assistant", "nine foxes jump"), ("user", "why"), ("assistant", "clouds")]
-    rows = [{"messages": [{"role": role, "content": f"{said} {i}"} for role, said in turns]} for i in range(60)]
+    rows = [{"messages": [{"role": role, "content": f"{words} {i}"} for role, words in turns]} for i in range(60)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     blocks = load(tmp_path / "chat.jsonl", tokenizer)
     stream = [(int(n), bool(s)) for n, s in zip(blocks.train.flatten(), blocks.loss_mask.flatten(), strict=True)]
-    said = "".join(tokenizer.decode([number]) if mask else "|" for number, mask in stream)
-    answers = {part for part in said.split("|") if part}
+    in_loss = "".join(tokenizer.decode([number]) if mask else "|" for number, mask in stream)
+    answers = {part for part in in_loss.split("|") if part}
     assert {f"nine foxes jump {i}<eos>" for i in range(10, 20)} & answers
     assert not any("how" in part or "why" in part or "assistant" in part for part in answers)
 
@@ -65,7 +65,7 @@ STRIPPED = ["nine foxes", "42 foxes do."]
 GENERATED = {  # family: text in the loss without the token that ends a turn, for REASONED and for ANSWERED; that token
     "qwen3": (["nine foxes", WHOLE[1]], [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
     "r1": (["\n\nnine foxes", "\n\n42 foxes do."], [" nine foxes\n", "42 foxes do."], "<｜end▁of▁sentence｜>"),
-    "llama2": ([f" {each} " for each in WHOLE], [f" {each} " for each in STRIPPED], "</s>"),
+    "llama2": ([f" {words} " for words in WHOLE], [f" {words} " for words in STRIPPED], "</s>"),
 }
 
 
@@ -86,12 +86,12 @@ def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(f
         (tokens,) = tokenize([document], tokenizer)
         assert not tokens.loss_mask[-1]  # the EOS between documents
         names = tokenizer.convert_ids_to_tokens(tokens.ids.tolist())
-        said = "".join(name if mask else "\0" for name, mask in zip(names, tokens.loss_mask, strict=True))
-        said = said.translate({ord("Ġ"): " ", ord("Ċ"): "\n"}).replace("<0x0A>", "\n")
-        said = said if family == "r1" else re.sub("▁+", " ", said)
+        in_loss = "".join(name if mask else "\0" for name, mask in zip(names, tokens.loss_mask, strict=True))
+        in_loss = in_loss.translate({ord("Ġ"): " ", ord("Ċ"): "\n"}).replace("<0x0A>", "\n")
+        in_loss = in_loss if family == "r1" else re.sub("▁+", " ", in_loss)
         if end == "</s>":  # such a tokenizer begins parts with a blank
-            said = re.sub("(\n|</?think>) ", r"\1", said)
-        assert [run for run in said.split("\0") if run] == [answer + end for answer in answers]
+            in_loss = re.sub("(\n|</?think>) ", r"\1", in_loss)
+        assert [run for run in in_loss.split("\0") if run] == [answer + end for answer in answers]
 
 
 @pytest.mark.parametrize("words", ["{{ m.content }}{{ m.content }}", "{{ m.content | length }}"])
@@ -171,13 +171,13 @@ def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, t
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return tmp_path / name
 
-    both, found = chats("both.jsonl", "user", "assistant"), []
+    both, masks = chats("both.jsonl", "user", "assistant"), []
     for source in ("all", "assistant"):
         passed(prune(model, both, tmp_path / source, "--learn-from", source))
-        found.append(load_file(tmp_path / source / MASKS_FILE))
-    assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
-    told = passed(prune(model, chats("asked.jsonl", "user"), tmp_path / "asked", "--learn-from", "assistant"))
-    assert "no turns of an assistant were found" in told.output
+        masks.append(load_file(tmp_path / source / MASKS_FILE))
+    assert any(not torch.equal(masks[0][name], masks[1][name]) for name in masks[0])
+    result = passed(prune(model, chats("asked.jsonl", "user"), tmp_path / "asked", "--learn-from", "assistant"))
+    assert "no turns of an assistant were found" in result.output
 
 
 def test_text_without_an_assistants_words_is_refused() -> None:

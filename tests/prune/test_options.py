@@ -107,7 +107,7 @@ def dry_run(model: Path, folder: Path, *options: str) -> str:
     before = sorted(folder.iterdir())
     given = {"PROFILE": str(profile), "RECIPE": str(folder / "r.toml")}
     arguments = ["prune", str(model), "--dry-run", "-o", str(folder / "out"), "--data", "no text"]
-    result = passed(invoke(*arguments, *(given.get(each, each) for each in options)))
+    result = passed(invoke(*arguments, *(given.get(option, option) for option in options)))
     assert sorted(folder.iterdir()) == before
     return result.stdout
 
@@ -121,9 +121,9 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_of_memory")
 @pytest.mark.parametrize("case", DRY)
 def test_a_dry_run_prints_what_would_be_removed_and_writes_nothing(case: str, tiny_model: Path, tmp_path: Path) -> None:
-    options, said = DRY[case]
+    options, expected = DRY[case]
     text = dry_run(tiny_model, tmp_path, "--context-length", "2048", *options)
-    assert re.search(said, text, re.MULTILINE) and "\ntime: not measured, because memory is short" in text, text
+    assert re.search(expected, text, re.MULTILINE) and "\ntime: not measured, because memory is short" in text, text
 
 
 def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:

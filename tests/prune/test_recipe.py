@@ -63,6 +63,7 @@ def test_values_at_the_limits_are_taken_and_search_and_polish_make_up_the_steps(
     recipe = Recipe(**GIVEN, batch_size=1, seq_len=8, distillation=0, seed=2**32 - 1, polish=0)
     assert type(recipe.polish) is float and type(recipe.distillation) is float  # 0 in TOML is an integer
     AlmSettings(warmup=0, mu_end=0.5, gate_floor=0, learning_rate=0)
+    assert Recipe(speedup=1.25).budget == "latency"  # a recipe needs no model: `prune` takes it as an argument
     for steps, polish in itertools.product((1, 2, 3, 40, 1000), (0.0, 0.35, 0.99)):
         _, search, last = Run.alone(Recipe(**GIVEN, steps=steps, polish=polish)).steps
         assert 1 <= search <= last == steps

@@ -71,13 +71,13 @@ def test_every_block_begins_with_bos_where_every_text_does(
     if not bos:
         beginning.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
     assert leading_bos(beginning) == [BOS] * bos
-    whole = {tuple(beginning(text, add_special_tokens=False)["input_ids"]) for text in DOCUMENTS}
+    expected = {tuple(beginning(text, add_special_tokens=False)["input_ids"]) for text in DOCUMENTS}
     for _ in range(2):  # the second time from the cache
         blocks = load(jsonl, beginning, heldout_blocks=20)
         for part in (blocks.heldout, blocks.train):
             assert part.shape[1] == SEQ_LEN and bool((part[:, 0] == BOS).all()) == bos
-            found = _pieces(part[:, int(bos) :], beginning.eos_token_id)
-            assert found and found <= whole
+            pieces = _pieces(part[:, int(bos) :], beginning.eos_token_id)
+            assert pieces and pieces <= expected
 
 
 def test_the_cache_is_keyed_by_content(
@@ -223,7 +223,9 @@ def test_each_excerpt_is_either_held_out_or_trained_on(
     assert len(tokens.ids) == wanted or hidden == {excerpt for text in documents for excerpt in _cut(text, size)}
     for corpus in corpora:
         trained = [excerpt.text for excerpt in excerpts_of(map(Document, corpus), size, seed, hidden)]
-        assert sorted(trained) == sorted(each for text in corpus for each in _cut(text, size) if each not in hidden)
+        assert sorted(trained) == sorted(
+            excerpt for text in corpus for excerpt in _cut(text, size) if excerpt not in hidden
+        )
 
 
 @settings(max_examples=25)
@@ -238,8 +240,8 @@ def test_a_source_gives_as_many_documents_in_a_row_as_it_has_turns(counts: list[
     ]
     expected = [text for row in itertools.zip_longest(*columns, fillvalue=[]) for several in row for text in several]
     sources = {name: map(Document, column) for name, column in texts.items()}
-    found = take_turns(sources, dict(zip(texts, turns, strict=True)))
-    assert [document.text for document in found] == expected
+    documents = take_turns(sources, dict(zip(texts, turns, strict=True)))
+    assert [document.text for document in documents] == expected
 
 
 @given(text=st.text(st.sampled_from("ab \n")), size=st.integers(1, 12))
@@ -248,7 +250,7 @@ def test_a_document_consists_of_its_excerpts(text: str, size: int) -> None:
     excerpts = cut(Document(text), size)
     assert "".join(excerpt.text for excerpt in excerpts) == text and all(excerpt.text for excerpt in excerpts)
     assert len(excerpts) == (max(1, round(len(text) / size)) if text else 0)
-    assert all(cut(each, size) == [each] for each in excerpts if size >= 5 or len(each.text) < 1.5 * size)
+    assert all(cut(excerpt, size) == [excerpt] for excerpt in excerpts if size >= 5 or len(excerpt.text) < 1.5 * size)
 
 
 def test_one_file_by_two_names_is_one_source(tmp_path: Path, write_texts: Write) -> None:
