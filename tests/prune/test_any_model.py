@@ -261,7 +261,8 @@ def test_an_mlp_of_another_form_is_left_alone(dense: Callable[[str], Path], tmp_
     from ddp_models.structure import find_structure
 
     config = json.loads((dense("gemma4_text") / "config.json").read_text())
-    edit_json(tmp_path / "config.json", **config | {"num_kv_shared_layers": 1, "use_double_wide_mlp": True})
+    wide = {"num_kv_shared_layers": 1, "use_double_wide_mlp": True, "layer_types": ["full_attention"] * 3}
+    edit_json(tmp_path / "config.json", **config | wide)
     shapes = {name: list(tensor.shape) for name, tensor in weights(dense("gemma4_text")).items()}
     found = find_structure(tmp_path, shapes)
     assert [layer.intermediate_size for layer in found.widths.layers] == [96, 96, None]
