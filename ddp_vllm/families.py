@@ -21,7 +21,7 @@ from typing import Any
 
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.remote_code.files import WidthsError, short
-from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
+from ddp_vllm.remote_code.module_widths import APPROXIMATE, METHOD, ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     EXPERT_COUNT_KEYS,
@@ -44,7 +44,10 @@ BLOCK_NAMES = {
     "mlp": "mlp",
     "experts": "experts",
 }  # module type -> name in the setting `prune`
-WHOLE_EXPERT = "expert"  # value of `head_unit` if the units are whole routed experts
+# values of `head_unit` if the units are whole routed experts: those that leave the router too, and
+# those that are replaced by constant vectors
+WHOLE_EXPERT = "expert"
+CONSTANT_EXPERT = "constant expert"
 # model_type of the dense config -> the family's name in class names of remote code and vLLM's
 # plugin
 FAMILIES = {
@@ -202,6 +205,8 @@ def described_config(config: Mapping[str, Any], widths: ModuleWidths) -> dict[st
     rest = {key: value for key, value in config.items() if key not in dropped}
     # for transformers without ddp-vllm
     code = {"auto_map": {"AutoConfig": "configuration_ddp_widths.AnyConfig"}}
+    if replaced := widths.approximate_experts:
+        return rest | code | {APPROXIMATE: replaced, METHOD: widths.to_json()}
     return rest | code | {"quantization_config": widths.to_json()}
 
 

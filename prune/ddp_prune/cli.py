@@ -48,7 +48,7 @@ HEADINGS = {  # heading -> its fields and options; the last heading has all othe
         *("attention_sparsity", "target", "target_params", "target_flops", "target_kv_bytes"),
         *("budget", "scope", "context_length", "concurrency", "phase", "profile", "other_machine"),
     ),
-    "Shape": ("whole_experts", "head_unit", "max_head_counts", "align", "tp"),
+    "Shape": ("whole_experts", "constant_experts", "head_unit", "max_head_counts", "align", "tp"),
     "Text": ("text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),
     "Run": (),
 }

@@ -20,6 +20,7 @@ from ddp_training.weights import UpdatedWeights
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import (
+    CONSTANT_EXPERT,
     WHOLE_EXPERT,
     Dimensions,
     described_config,
@@ -32,7 +33,7 @@ from ddp_vllm.model_files import state_tokenizer_class
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.remote_code.module_widths import LayerChannels, ModuleWidths
+from ddp_vllm.remote_code.module_widths import Block, LayerChannels, ModuleWidths
 from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, Projection
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
@@ -62,18 +63,22 @@ def export(
     remote code. The output appears whole or not at all.
 
     gates: float32 of `unit_shapes`, 0 for removed units.
-    head_unit: the unit of attention gates, or `expert` for whole experts.
+    head_unit: the unit of attention gates, or `WHOLE_EXPERT` or `CONSTANT_EXPERT`.
     provenance, scores: stored with the gates in the masks file.
     extra_files: file name -> text.
     transform: updates weights that were trained together with the masks.
     finish: writes the pages of the folder that will become `output`.
 
     Raises: OutputError if the output exists and `overwrite` is off; for whole experts as
-        `kept_experts`, and SettingError if too few are kept.
+        `kept_experts` and `ConstantSlicer`, and SettingError if too few are kept.
     """
-    if source.structure:
+    if head_unit == CONSTANT_EXPERT:
+        constants = ConstantSlicer(gates, source, (scores or {}).get("means", {}))
+        slice_tensor: Slice = constants.slice
+        config = described_config(read_config(source.folder), constants.widths)
+    elif source.structure:
         slicer = ChannelSlicer(gates, source)
-        slice_tensor: Slice = slicer.slice
+        slice_tensor = slicer.slice
         config = described_config(read_config(source.folder), slicer.widths)
     elif head_unit == WHOLE_EXPERT:
         kept = kept_experts(gates, source)
@@ -198,13 +203,26 @@ class UnitSlicer:
         )
 
 
+def dense_widths(source: Source) -> ModuleWidths:
+    """Return the description of the dense blocks of a model."""
+    if source.structure:
+        return source.structure.widths
+    table, sizes = source.family.tensors, source.sizes
+    experts = Block(
+        inputs=tuple(projection.name for projection in table.inputs("experts")),
+        output=table.output("experts").name,
+        intermediate_size=sizes.expert_intermediate_size,
+        num_experts=sizes.num_experts,
+    )
+    return ModuleWidths(layers_module=LAYERS, layers=(LayerChannels(),) * sizes.num_layers, experts=experts)
+
+
 class ChannelSlicer:
     """Slices the MLPs and routed experts that a model's config describes, and leaves all other
     tensors as they are."""
 
     def __init__(self, gates: Masks, source: Source) -> None:
-        assert source.structure
-        dense, sizes = source.structure.widths, source.sizes
+        dense, sizes = dense_widths(source), source.sizes
         self.rows: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for kind, values in gates.items():
             keep = values > 0
@@ -243,6 +261,32 @@ class ChannelSlicer:
         if not pruned.is_output:
             return name, tensor[keep.repeat(pruned.block.rows_per_channel)].contiguous()
         return name, tensor if pruned.is_bias else fold(tensor[:, keep], scale[keep])
+
+
+class ConstantSlicer(ChannelSlicer):
+    """Replaces whole experts by constant vectors: c = W_down m, where m are an expert's mean
+    activations. The other experts keep their names."""
+
+    def __init__(self, gates: Masks, source: Source, means: Masks) -> None:
+        """means: float32 of the shape of the gates. Raises: CheckpointError for gates that keep a
+        part of an expert, or no expert of a layer, or without their means."""
+        super().__init__(gates, source)
+        open_LEC, means_LEC = gates["experts"] > 0, means.get("experts")
+        if not torch.equal(open_LEC.any(-1), open_LEC.all(-1)) or not open_LEC.flatten(1).any(1).all():
+            raise CheckpointError("the masks do not keep whole experts, at least one per layer; prune again")
+        if means_LEC is None or means_LEC.shape != open_LEC.shape or not means_LEC.isfinite().all():
+            raise CheckpointError("the masks lack the mean activations of removed experts (experts.means); prune again")
+        assert self.widths.experts
+        self.widths = replace(self.widths, experts=replace(self.widths.experts, constants=True))
+        self.means = dict(zip(source.sizes.routed_layers, means_LEC, strict=True))
+
+    def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        pruned = self.widths.find(name)
+        if pruned is None or pruned.width != 0 or not pruned.is_output:
+            return super().slice(name, tensor)
+        constant_H = (tensor.float() @ self.means[pruned.layer][pruned.expert]).to(tensor.dtype)
+        layer = name.partition(f".{pruned.layer}.")[0]
+        return f"{layer}.{pruned.layer}.{pruned.block.constant.format(pruned.expert)}", constant_H
 
 
 def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
@@ -329,7 +373,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     if align != 1:
         gates = _aligned(gates, scores, provenance, masks, align)
         outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}
-    if not source.structure:
+    if not source.structure and head_unit != CONSTANT_EXPERT:
         check_tensor_parallel(tp, source.config, layer_widths(gates, source.sizes), remedy=f"or prune with --tp {tp}")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
     return export(source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite)
@@ -344,7 +388,7 @@ def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str,
     kind = "experts" if "experts" in gates else "mlp"
     scope = provenance.get("recipe", {}).get("scope", "global")
     kept, units = int((gates[kind] > 0).sum()), gates[kind].shape[-1]
-    if provenance.get("head_unit") == WHOLE_EXPERT:
+    if provenance.get("head_unit") in (WHOLE_EXPERT, CONSTANT_EXPERT):
         raise SettingError(f"{path} keeps whole experts with all their channels; leave --align out")
     if scope != "global":
         raise SettingError(f"{path} has a budget per {scope}, which --align would break; prune with --align")
