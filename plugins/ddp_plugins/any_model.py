@@ -27,7 +27,7 @@ from ddp_plugins.padding import channel_block, round_up
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASK
 from ddp_vllm.remote_code.files import WEIGHTS, checked_tensors
-from ddp_vllm.remote_code.module_widths import METHOD, Block, ModuleWidths
+from ddp_vllm.remote_code.module_widths import CONSTANT, METHOD, Block, ModuleWidths
 
 Loader = Callable[..., None]
 logger = init_logger("vllm.ddp_plugins.any_model")  # vLLM prints only its own loggers' records
@@ -81,7 +81,8 @@ class WidthsConfig(QuantizationConfig):
             from ddp_plugins.moe_layer import RaggedExpertsMethod, check_experts, scales_of
 
             check_experts(get_current_vllm_config())
-            return RaggedExpertsMethod(layer.moe_config, sizes, scales_of(self.online, layer, prefix))
+            scales, experts = scales_of(self.online, layer, prefix), self.widths.experts
+            return RaggedExpertsMethod(layer.moe_config, sizes, scales, constants=bool(experts and experts.constants))
         if self.online is not None:
             method = self.online.get_quant_method(layer, prefix)
         else:
@@ -105,13 +106,16 @@ class WidthsConfig(QuantizationConfig):
         index = index_of.get(prefix.rpartition(".")[0])
         return None if index is None else self.widths.layers[index].intermediate_size
 
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Drop the masks: --load-format runai_streamer reads every safetensors file of the
-        folder."""
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # static in vLLM
+        """Drop the masks: --load-format runai_streamer reads every safetensors file of the folder.
+        Constants get the name of an expert's output, because vLLM drops other tensors of
+        experts."""
         # it searches in names
-        masks = WeightsMapper(orig_to_new_regex={re.compile(f"^{MASK.pattern}$"): None})
-        return QuantizationConfig.get_checkpoint_weight_mapper() | masks
+        names: dict[re.Pattern[str], str | None] = {re.compile(f"^{MASK.pattern}$"): None}
+        if self.widths.experts:
+            output = self.widths.experts.output.rpartition(".")[2]
+            names[re.compile(rf"(?<=\.experts\.)(\d+){re.escape(CONSTANT)}$")] = rf"\1.{output}.weight"
+        return QuantizationConfig.get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_regex=names)
 
     def get_name(self) -> Any:
         return METHOD

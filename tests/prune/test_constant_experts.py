@@ -11,22 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from any_models import stack_experts, write_model
-from commands import assert_refused, invoke, passed
-from runs import edit_json, edit_weights, heldout_of, prune, recover, weights
+from any_models import write_model
+from commands import passed
+from runs import heldout_of, prune
 from safetensors.torch import load_file
 
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
-from ddp_prune.export import export
 from ddp_prune.gates import GatedModel
 from ddp_prune.masks_file import read_masks, read_scores
 from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.errors import CheckpointError
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.pages.metrics import gather
-from ddp_vllm.pages.summary import removed_parameters
 
 TOKENS = torch.arange(5, 37)[None]
 ALONE = """
