@@ -32,15 +32,16 @@ from ddp_prune.selection import (
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import (
+    MIXTURES,
     WHOLE_EXPERT,
     Dimensions,
     choose_head_unit,
     dense_layers,
     fewer_experts,
+    text_config,
     unit_shapes,
 )
 from ddp_vllm.latency import EXPERT_BLOCK, Profile
-from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -308,7 +309,7 @@ def make_checked_pools(
         raise SettingError(f"scope is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer")
     if recipe.whole_experts and not source.sizes.num_experts:
         raise SettingError(f"{recipe.model} is not a mixture of experts, so it has no whole experts to remove")
-    if recipe.whole_experts and source.structure:
+    if recipe.whole_experts and source.config["model_type"] not in MIXTURES:
         raise SettingError(f"whole experts of {source.config['model_type']} cannot be removed; leave whole_experts out")
     if recipe.scope == "layer" and recipe.budget != "units" and {"mlp", "experts"} <= {*source.sizes.blocks}:
         raise SettingError("scope is 'layer', but layers have MLPs or experts; give a scope of global, or --prune mlp")
@@ -481,7 +482,7 @@ def _blocks(
     """
     align = sizes.expert_intermediate_size if recipe.whole_experts else recipe.align
     blocks = {kind: size for kind, size in (("experts", align), ("mlp", recipe.align * recipe.tp)) if kind in units}
-    if recipe.tp > 1 and not states_widths(config):
+    if recipe.tp > 1 and "num_attention_heads" in text_config(config):
 
         def could_split(num_ranks: int) -> list[LayerWidths]:
             # a layer keeps all KV heads, or none
