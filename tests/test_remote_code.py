@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_vllm.remote_code.modeling_ddp_moe import DDPQwen3MoeForCausalLM
 from transformers import GenerationConfig
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
 from ddp_vllm.remote_code.configuration_ddp import DDPLlamaConfig, DDPPhi3Config, DDPQwen3MoeConfig
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.modeling_ddp import DDPLlamaForCausalLM, DDPPhi3ForCausalLM
-from ddp_vllm.remote_code.modeling_ddp_moe import DDPQwen3MoeForCausalLM
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -38,6 +38,7 @@ from ddp_vllm.remote_code.files import (
     read_json,
     short,
 )
+from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
 
 PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.pkl")
@@ -100,7 +101,8 @@ def convert(
         for place in plan.sources:
             write_model_files(writing, place, plan.config)
         write_weights(writing, plan)
-        state_tokenizer_class(plan.sources[0], writing)
+        if "ddp_layers" in plan.config:
+            state_tokenizer_class(plan.sources[0], writing)
         _write_provenance(writing / MASKS_FILE, plan.provenance)
         return write_card(writing, target)
 
@@ -110,12 +112,12 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     WidthsError."""
     _refuse_pickles(folder)
     config = read_config(folder)
-    if "ddp_layers" in config:
+    if "ddp_layers" in config or states_widths(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     own, stored, dense_folder = dense_config(config), stored_tensors(folder), _folder_of(dense_model)
     dense = _with_dense_sizes(own, read_config(dense_folder), dense_folder) if dense_folder else own
     if stated := stated_layers(config, own):  # tensors of blocks that it removes may still be there
-        widths = ModelWidths.of(pruned_config(enclosing(own, stated), stated))
+        widths = _widths_of(pruned_config(enclosing(own, stated), stated))
         stored = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
     shapes = {name: each.shape for name, each in stored.items()}
     sized, layers = read_layers(dense, shapes, sizes_known=dense_folder is not None)
@@ -123,11 +125,15 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     whole = enclosing(sized, layers)
     biased = with_biases(whole, shapes)
     pruned = pruned_config(biased, layers)
-    widths = ModelWidths.of(pruned)
-    check_constants(layers, widths.table, shapes)
+    widths, added = _widths_of(pruned), dict[str, str]()
     kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
-    added = {bias: weight for bias, weight in zeros(widths, shapes) if weight in kept}
-    widths.check_complete([*widths.checked((name, each.shape, each.dtype) for name, each in kept.items()), *added])
+    tensors = ((name, each.shape, each.dtype) for name, each in kept.items())
+    if isinstance(widths, ModuleWidths):
+        widths.check(tensors)
+    else:
+        check_constants(layers, widths.table, shapes)
+        added = {bias: weight for bias, weight in zeros(widths, shapes) if weight in kept}
+        widths.check_complete([*widths.checked(tensors), *added])
     code = foreign_code(config)
     if layers == dense_layers(dense) and biased == whole and all(each.file.parent == folder for each in kept.values()):
         raise ModelError(
@@ -160,6 +166,10 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     )  # fmt: skip
 
 
+def _widths_of(config: Mapping[str, Any]) -> ModelWidths | ModuleWidths:
+    return ModuleWidths.of(config) if states_widths(config) else ModelWidths.of(config)
+
+
 def _folder_of(dense_model: str | None) -> Path | None:
     """Return the folder of the model that was pruned; None if it is only a name on the hub.
     Raises: ModelError."""
@@ -185,13 +195,10 @@ def _with_dense_sizes(own: Mapping[str, Any], config: Mapping[str, Any], folder:
 def _removed(layers: Sequence[LayerWidths], *, stated: bool) -> Iterator[str]:
     """Yield a line per kind of removed block: without a statement in config.json, missing tensors
     look the same."""
+    states_experts = any(layer.expert_intermediate_sizes is not None for layer in layers)
     removed = {
         "attention": [index for index, layer in enumerate(layers) if not layer.num_kv_heads],
-        "MLP": [
-            index
-            for index, layer in enumerate(layers)
-            if not layer.intermediate_size and layer.expert_intermediate_sizes is None
-        ],
+        "MLP": [index for index, layer in enumerate(layers) if not layer.intermediate_size and not states_experts],
         "some experts": [index for index, layer in enumerate(layers) if 0 in (layer.expert_intermediate_sizes or ())],
     }
     why = "as config.json states" if stated else "because the folder has no tensors of it"

@@ -141,7 +141,7 @@ def _loading(checkpoint: Checkpoint) -> Iterator[str]:
         return
     yield PLUGIN
     is_described = states_widths(checkpoint.config)
-    if not checkpoint.has_experts and not is_described:
+    if not is_described:
         yield STOCK
     is_quantized = "quantization_config" in checkpoint.config and not is_described
     yield TRANSFORMERS + " It also requires the package compressed-tensors." * is_quantized

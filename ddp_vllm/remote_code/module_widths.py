@@ -263,7 +263,7 @@ class ModuleWidths:
                     f"tensor {name} is {short(dtype)}: widths are served with floating-point weights only; export the "
                     "unquantized model"
                 )
-            if found.width == 0:
+            if found.width == 0 and 0 not in shape:
                 raise WidthsError(f"tensor {name} is of an expert that config.json removes; {_AGAIN}")
             if found.is_output and found.is_bias:
                 continue

@@ -1,10 +1,10 @@
 """Opens models that other tools pruned as they are: vLLM gets the config of a pruned model for
 theirs.
 
-vLLM reads config.json by a parser per format. Ours for Hugging Face's format differs from vLLM's in
-one case: where config.json states that layers of a supported family differ
-(`conversion/formats.py`). vLLM has a class of its own for Nemotron-NAS, whose config requires
---trust-remote-code: with this flag vLLM's class is used.
+vLLM reads config.json by a parser per format. Ours for Hugging Face's format differs from vLLM's
+where config.json states that layers of a supported family differ (`formats.py`), and in
+DeepSeekMoE v1, whose configuration transformers lacks. vLLM has a class of its own for
+Nemotron-NAS, whose config requires --trust-remote-code: with this flag vLLM's class is used.
 """
 
 from importlib.util import find_spec
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, HFConfigParser
 
 from ddp_vllm.errors import DdpError
+from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import DROPPED, NEMOTRON_NAS, opened_in_place
-from ddp_vllm.remote_code import configuration_ddp
+from ddp_vllm.remote_code import DEEPSEEK, configuration_ddp
 from ddp_vllm.remote_code.module_widths import APPROXIMATE, stated_widths
 
 VLLMS_CONSTANTS = "vllm.model_executor.layers.fused_moe.expert_substitution"
@@ -33,11 +34,13 @@ class ConfigParser(HFConfigParser):
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
         try:
             raw, _ = PreTrainedConfig.get_config_dict(model, revision=revision, local_files_only=HF_HUB_OFFLINE)
+            if raw.get("model_type") == DEEPSEEK:  # vLLM has its class, but no configuration
+                register_pruned(raw)
             trusts_code = trust_remote_code or kwargs.get("trust_remote_code")
             is_vllms = trusts_code and raw.get("model_type") == NEMOTRON_NAS
             if not is_vllms and (pruned := opened_in_place(raw)):
-                kind = getattr(configuration_ddp, pruned["auto_map"]["AutoConfig"].rpartition(".")[2])
-                config = kind.from_dict(pruned)
+                kind = getattr(configuration_ddp, pruned["auto_map"]["AutoConfig"].rpartition(".")[2], None)
+                config = (kind or CONFIG_MAPPING[pruned["model_type"]]).from_dict(pruned)
                 logger.info_once("ddp-vllm opens %s: its config.json states the widths of layers", str(model))
                 return pruned, config
         except (OSError, ValueError, DdpError) as error:  # vLLM says what is wrong, or has a class of its own for it

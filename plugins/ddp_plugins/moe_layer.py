@@ -1,15 +1,15 @@
 """Runs routed experts of different widths inside vLLM's own MoE blocks.
 
-vLLM asks a quantization config for the method of each layer. Ours returns a method for routed
-experts only, with packed weights and one kernel call. Router, shared experts, dispatch and
-all-reduce stay vLLM's. If vLLM quantizes the model to FP8, its own config decides about all other
-layers, and whether the experts are FP8 too.
+vLLM asks a quantization config for the method of each layer. Ours (`any_model.py`) returns this
+method for routed experts, with packed weights and one kernel call. Router, shared experts, dispatch
+and all-reduce stay vLLM's. If vLLM quantizes the model to FP8, its own config decides whether the
+experts are FP8 too.
 
 Shape letters: S packed rows (channels of all experts on this rank), H hidden size, T tokens, K
 experts per token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -20,13 +20,11 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
+from ddp_plugins.limits import plain_config
 from ddp_plugins.moe_experts import (
     FP8,
     ROW_ALIGNMENT,
@@ -38,7 +36,8 @@ from ddp_plugins.moe_experts import (
 )
 from ddp_plugins.padding import share_channels
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
+from ddp_vllm.remote_code.module_widths import ModuleWidths
+from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
 ONLINE = "online"
@@ -87,6 +86,9 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         shares = share_channels([self.widths[e] for e in local], self.moe.tp_rank, self.moe.tp_size, ROW_ALIGNMENT)
         assert len(shares) == num_experts
         self.shares = dict(zip(local, enumerate(shares), strict=True))
+        kept = [expert for expert in local if self.widths[expert]]
+        self.missing = {(expert, shard) for expert in kept for shard in ("w1", "w2", "w3")}
+        self.num_expected = len(self.missing)
         self.layout = ExpertLayout.of([len(share) for share in shares])
         self.dtype = params_dtype
         w13, w2 = empty_weights(self.layout, hidden_size, params_dtype, "meta" if self.uses_meta_device else None)
@@ -134,6 +136,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             return True if return_success else None
         if expert_id not in self.shares:
             return False if return_success else None
+        self.missing.discard((expert_id, shard_id))
         local_id, share = self.shares[expert_id]
         axis = 1 if shard_id == "w2" else 0
         part = loaded_weight.narrow(axis, share.start, len(share))
@@ -143,6 +146,13 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         return True if return_success else None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        # vLLM does not report missing experts; dummy weights and sharded states are not loaded here
+        if self.missing and len(self.missing) < self.num_expected:
+            expert, shard = min(self.missing)
+            raise CheckpointError(
+                f"{layer.layer_name}: tensor {shard} of expert {expert} is missing ({len(self.missing)} in all); "
+                "download it or run ddp-vllm apply again"
+            )
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
         if self.uses_meta_device:
             if w2.dtype == FP8:  # vLLM calls again after the last layer
@@ -207,8 +217,8 @@ def unsupported(stated: str) -> SettingError:
     )
 
 
-def check_experts(vllm_config: VllmConfig) -> None:
-    """Refuse settings that routed experts of different widths cannot be served with.
+def check_experts(vllm_config: VllmConfig, widths: ModuleWidths) -> None:
+    """Refuse settings that routed experts of these widths cannot be served with.
 
     Raises: SettingError, naming the setting and what works.
     """
@@ -230,6 +240,12 @@ def check_experts(vllm_config: VllmConfig) -> None:
             f"data_parallel_size={parallel.data_parallel_size}: experts of different widths do not support data "
             "parallelism; start a server for each replica, or use --tensor-parallel-size with --enable-expert-parallel"
         )
+    check_tensor_parallel(
+        parallel.tensor_parallel_size,
+        plain_config(vllm_config.model_config.hf_text_config) | {"quantization_config": widths.to_json()},
+        expert_parallel=parallel.enable_expert_parallel,
+        remedy="choose one of them" + ("" if parallel.enable_expert_parallel else ", or --enable-expert-parallel"),
+    )
 
 
 def scales_of(online: Any, layer: RoutedExperts, prefix: str) -> Scales | None:
@@ -258,42 +274,3 @@ def scales_of(online: Any, layer: RoutedExperts, prefix: str) -> Scales | None:
             "serve them unquantized, without --quantization"
         )
     return scales
-
-
-class RaggedExpertsConfig(QuantizationConfig):
-    """Returns the method of a layer to vLLM: ours for routed experts, vLLM's for all others."""
-
-    def __init__(self, layers: Sequence[LayerWidths], vllms: QuantizationConfig | None = None) -> None:
-        """vllms: vLLM's own config, which decides about all other layers; None for an unquantized
-        model."""
-        super().__init__()
-        self.layers = layers
-        self.vllms = vllms
-
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        if isinstance(layer, RoutedExperts):
-            widths = self.layers[extract_layer_index(prefix)].expert_intermediate_sizes
-            assert widths is not None  # checked by parse_layers
-            return RaggedExpertsMethod(layer.moe_config, widths, scales_of(self.vllms, layer, prefix))
-        if self.vllms is not None:
-            return self.vllms.get_quant_method(layer, prefix)
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-
-    def get_name(self) -> Any:
-        return "ddp_ragged_experts"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], vllms: QuantizationConfig | None = None) -> "RaggedExpertsConfig":
-        """config: the fields of a pruned model's config. vllms: as in `__init__`."""
-        return cls(parse_layers(config), vllms)

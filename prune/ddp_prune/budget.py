@@ -33,15 +33,17 @@ from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import (
     CONSTANT_EXPERT,
+    MIXTURES,
     WHOLE_EXPERT,
     Dimensions,
     choose_head_unit,
     dense_layers,
     fewer_experts,
+    text_config,
     unit_shapes,
 )
 from ddp_vllm.latency import EXPERT_BLOCK, Profile
-from ddp_vllm.remote_code.module_widths import states_widths
+from ddp_vllm.remote_code import DEEPSEEK
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -317,12 +319,12 @@ def make_checked_pools(
         raise SettingError(f"scope is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer")
     if recipe.removes_experts and "experts" not in source.sizes.blocks:
         raise SettingError(f"{recipe.model} is not a mixture of experts, so it has no whole experts to remove")
-    if recipe.constant_experts and (source.config["model_type"] == "deepseek" or source.sizes.blocks != ("experts",)):
+    if recipe.constant_experts and (source.config["model_type"] == DEEPSEEK or source.sizes.blocks != ("experts",)):
         raise SettingError(
             "constant_experts requires a stock class in transformers and experts alone; prune channels of this "
             f"{source.config['model_type']} model, or leave --prune out"
         )
-    if recipe.whole_experts and source.structure:
+    if recipe.whole_experts and source.config["model_type"] not in MIXTURES:
         raise SettingError(
             f"whole experts of {source.config['model_type']} cannot leave the router; replace whole_experts by "
             "constant_experts"
@@ -518,7 +520,7 @@ def _blocks(
     """
     align = sizes.expert_intermediate_size if recipe.removes_experts else recipe.align
     blocks = {kind: size for kind, size in (("experts", align), ("mlp", recipe.align * recipe.tp)) if kind in units}
-    if recipe.tp > 1 and not states_widths(config):
+    if recipe.tp > 1 and "num_attention_heads" in text_config(config):
 
         def could_split(num_ranks: int) -> list[LayerWidths]:
             # a layer keeps all KV heads, or none

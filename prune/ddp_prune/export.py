@@ -33,7 +33,7 @@ from ddp_vllm.model_files import state_tokenizer_class
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.remote_code.module_widths import Block, LayerChannels, ModuleWidths
+from ddp_vllm.remote_code.module_widths import LayerChannels, ModuleWidths
 from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, Projection
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
@@ -72,19 +72,20 @@ def export(
     Raises: OutputError if the output exists and `overwrite` is off; for whole experts as
         `kept_experts` and `ConstantSlicer`, and SettingError if too few are kept.
     """
+    stock = read_config(source.folder)
     if head_unit == CONSTANT_EXPERT:
         constants = ConstantSlicer(gates, source, (scores or {}).get("means", {}))
         slice_tensor: Slice = constants.slice
-        config = described_config(read_config(source.folder), constants.widths)
-    elif source.structure:
-        slicer = ChannelSlicer(gates, source)
-        slice_tensor = slicer.slice
-        config = described_config(read_config(source.folder), slicer.widths)
+        config = described_config(stock, constants.widths)
     elif head_unit == WHOLE_EXPERT:
         kept = kept_experts(gates, source)
         slice_tensor = WholeExpertSlicer(gates, source, kept).slice
-        config = fewer_experts(source.config, len(next(iter(kept.values()))))
+        config = stock | fewer_experts(source.config, len(next(iter(kept.values()))))
         provenance = {**provenance, "experts": {"of": source.sizes.num_experts, "stay": kept}}
+    elif source.structure:
+        slicer = ChannelSlicer(gates, source)
+        slice_tensor = slicer.slice
+        config = described_config(stock, slicer.widths)
     else:
         slice_tensor = UnitSlicer(gates, source).slice
         config = pruned_config(source.config, layer_widths(gates, source.sizes))
@@ -122,15 +123,11 @@ def _singles(source: Source, name: str, tensor: torch.Tensor) -> Iterator[tuple[
 
 
 def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
-    """Return the gates of all layers by unit, float32 [L, U], or [L, E, C] for expert channels.
+    """Return the gates of heads and MLP channels of all layers by unit, float32 [L, U].
 
     Key and value rows are not scaled: a KV head has scale 1 if a query head that reads it is kept,
     else 0.
     """
-    if "experts" in gates:
-        scales = gates["experts"].new_zeros(sizes.num_layers, *gates["experts"].shape[1:])
-        scales[list(sizes.routed_layers)] = gates["experts"]
-        return {"expert_channel": scales}
     if len(gates) == 1:  # the other blocks are not pruned
         every = unit_shapes(replace(sizes, blocks=("attn", "mlp")), "kv-group")
         gates = {kind: torch.ones(shape) for kind, shape in every.items()} | dict(gates)
@@ -140,17 +137,17 @@ def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
 
 
 def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
-    """Return the kept widths of each layer of a model with a row in `FAMILIES`: the units whose
-    gate is above 0."""
-    kept = {unit: scales > 0 for unit, scales in unit_scales(gates, sizes).items()}
+    """Return the kept widths of each layer: the units whose gate is above 0."""
     if "experts" in gates:
-        heads, widths_LE = (sizes.queries_per_kv,) * sizes.num_kv_heads, kept["expert_channel"].sum(-1).tolist()
+        heads, rows = (sizes.queries_per_kv,) * sizes.num_kv_heads, (gates["experts"] > 0).sum(-1).tolist()
+        of_layer = dict(zip(sizes.routed_layers, map(tuple, rows), strict=True))
         return [
-            LayerWidths(query_heads_per_kv_head=heads, intermediate_size=0, expert_intermediate_sizes=tuple(widths))
-            if layer in sizes.routed_layers
-            else LayerWidths(query_heads_per_kv_head=heads, intermediate_size=sizes.intermediate_size)
-            for layer, widths in enumerate(widths_LE)
+            LayerWidths(
+                query_heads_per_kv_head=heads, intermediate_size=0, expert_intermediate_sizes=of_layer.get(layer)
+            )
+            for layer in range(sizes.num_layers)
         ]
+    kept = {unit: scales > 0 for unit, scales in unit_scales(gates, sizes).items()}
     heads_LK = kept["query_head"].unflatten(1, (sizes.num_kv_heads, -1)).sum(-1).tolist()
     return [
         LayerWidths(query_heads_per_kv_head=tuple(filter(None, heads)), intermediate_size=width)
@@ -159,8 +156,7 @@ def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
 
 
 class UnitSlicer:
-    """Slices tensors one by one: removes heads, channels and expert channels whose gate is 0, and
-    emptied blocks."""
+    """Slices tensors one by one: removes heads and channels whose gate is 0, and emptied blocks."""
 
     def __init__(self, gates: Masks, source: Source) -> None:
         self.table, self.head_dim = source.family.tensors, source.sizes.head_dim
@@ -172,10 +168,9 @@ class UnitSlicer:
         if (parsed := _parse_name(name)) is None:
             return name, tensor
         layer, module, kind = parsed
-        if (match := self.table.find(module)) is None:
+        if (projection := self.table.find(module)) is None:
             return None if self._is_emptied(layer, module) else (name, tensor)
-        projection, expert = match
-        scale = self._scale(projection, layer, expert)
+        scale = self._scale(projection, layer)
         keep = scale > 0
         if not keep.any():
             return None
@@ -185,12 +180,10 @@ class UnitSlicer:
             tensor = fold(tensor[:, keep], scale[keep])
         return name, tensor
 
-    def _scale(self, projection: Projection, layer: int, expert: int) -> torch.Tensor:
+    def _scale(self, projection: Projection, layer: int) -> torch.Tensor:
         """Return the gate of each row (axis 0) or column (axis 1) of a projection."""
-        scales = [self.scales[unit][layer] for unit in projection.units]
-        if projection.block == "experts":
-            scales = [scale[expert] for scale in scales]
-        return torch.cat(scales).repeat_interleave(projection.unit_size(self.head_dim))
+        scales = torch.cat([self.scales[unit][layer] for unit in projection.units])
+        return scales.repeat_interleave(projection.unit_size(self.head_dim))
 
     def _is_emptied(self, layer: int, module: str) -> bool:
         """Tell whether a module without units, such as a norm, belongs to a block that keeps no
@@ -199,22 +192,8 @@ class UnitSlicer:
         return any(
             module in self.table.norms[block]
             or module.startswith(self.table.output(block).name.partition(".")[0] + ".")
-            for block in blocks - {"experts"}
+            for block in blocks
         )
-
-
-def dense_widths(source: Source) -> ModuleWidths:
-    """Return the description of the dense blocks of a model."""
-    if source.structure:
-        return source.structure.widths
-    table, sizes = source.family.tensors, source.sizes
-    experts = Block(
-        inputs=tuple(projection.name for projection in table.inputs("experts")),
-        output=table.output("experts").name,
-        intermediate_size=sizes.expert_intermediate_size,
-        num_experts=sizes.num_experts,
-    )
-    return ModuleWidths(layers_module=LAYERS, layers=(LayerChannels(),) * sizes.num_layers, experts=experts)
 
 
 class ChannelSlicer:
@@ -222,7 +201,8 @@ class ChannelSlicer:
     tensors as they are."""
 
     def __init__(self, gates: Masks, source: Source) -> None:
-        dense, sizes = dense_widths(source), source.sizes
+        assert source.structure
+        dense, sizes = source.structure.widths, source.sizes
         self.rows: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for kind, values in gates.items():
             keep = values > 0
@@ -308,25 +288,28 @@ class WholeExpertSlicer:
 
     def __init__(self, gates: Masks, source: Source, kept: Mapping[int, list[int]]) -> None:
         """kept: the numbers of the experts to keep, per routed layer."""
-        self.table, self.kept = source.family.tensors, kept
+        assert source.structure and source.structure.widths.experts
+        self.widths, self.kept = source.structure.widths, kept
+        output = self.widths.experts.output if self.widths.experts else ""
+        self.router = f"{output.partition('.experts.')[0]}.gate.weight"
         self.gates = dict(zip(kept, gates["experts"], strict=True))  # layer -> [E, C]
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the new name and the kept part of a tensor, as `UnitSlicer.slice`."""
-        if (parsed := _parse_name(name)) is None or parsed[0] not in self.kept:
+        layers = f"{self.widths.layers_module}."
+        number, _, rest = name.removeprefix(layers).partition(".")
+        if name.startswith(layers) and rest == self.router and int(number) in self.kept:
+            return name, tensor[self.kept[int(number)]]
+        pruned = self.widths.find(name)
+        if pruned is None or not pruned.block.num_experts or pruned.layer not in self.kept:
             return name, tensor
-        layer, module, kind = parsed
-        kept = self.kept[layer]
-        if module == self.table.router[0]:
-            return name, tensor[kept]
-        if (match := self.table.find(module)) is None:
-            return name, tensor
-        projection, expert = match
-        if expert not in kept:
+        kept = self.kept[pruned.layer]
+        if pruned.expert not in kept:
             return None
-        if projection.axis == 1 and kind == "weight":
-            tensor = fold(tensor, self.gates[layer][expert])
-        return f"{LAYERS}.{layer}.{projection.name.format(kept.index(expert))}.{kind}", tensor
+        if pruned.is_output and not pruned.is_bias:
+            tensor = fold(tensor, self.gates[pruned.layer][pruned.expert])
+        before, after = f".experts.{pruned.expert}.", f".experts.{kept.index(pruned.expert)}."
+        return name.replace(before, after), tensor
 
 
 def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -373,8 +356,9 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     if align != 1:
         gates = _aligned(gates, scores, provenance, masks, align)
         outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}
-    if not source.structure and head_unit != CONSTANT_EXPERT:
-        check_tensor_parallel(tp, source.config, layer_widths(gates, source.sizes), remedy=f"or prune with --tp {tp}")
+    layers = () if source.structure else layer_widths(gates, source.sizes)
+    if tp != 1 and "num_attention_heads" in source.text_config:
+        check_tensor_parallel(tp, source.config, layers, remedy=f"or prune with --tp {tp}")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
     return export(source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite)
 

@@ -20,7 +20,7 @@ from ddp_models.source import open_source
 from ddp_prune.export import export
 from ddp_prune.gates import GatedModel
 from ddp_vllm.families import unit_shapes
-from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+from ddp_vllm.remote_code.modeling_deepseek import register_deepseek
 
 NUM_EXPERTS, EXPERT_WIDTH = 8, 64
 # one of each: gone, a single channel, even, odd, one above 16, one below and above 32, dense

@@ -34,8 +34,7 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.pages.summary import removed_parameters, units
-from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
-from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+from ddp_vllm.remote_code.modeling_deepseek import DeepseekConfig, register_deepseek
 from ddp_vllm.remote_code.widths import is_routed
 
 NUM_EXPERTS, CHANNELS = 8, 24

@@ -24,7 +24,7 @@ from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.pages.metrics import gather
 from ddp_vllm.pages.summary import footprint, removed_parameters, units
-from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+from ddp_vllm.remote_code.modeling_deepseek import register_deepseek
 
 KEPT = 5  # of 8, of which a token is sent to 3
 STOCK = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+from ddp_vllm.remote_code.modeling_deepseek import register_deepseek
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 LORA = {"prune": ["--train", "lora"], "recover": ["--train", "lora"]}
