@@ -186,7 +186,7 @@ BROKEN: dict[str, tuple[tuple[str, str], Callable[[Path], Any], str]] = {  # fol
     "a constant of another length": (
         MOE, _tensor(VECTOR, lambda x: torch.ones(65)), "has shape [65], but the output of an expert has 64"
     ),
-    "a narrower attention": (TOOL, _tensor(O_PROJ, lambda x: x[:, :32].contiguous()), "only MLPs and experts may be narrower"),
+    "a narrower attention": (TOOL, _tensor(O_PROJ, lambda x: x[:32].contiguous()), "only MLPs and experts may be"),
     "an MLP without its output": (TOOL, _tensor(DOWN, None), "layer 1 has no"),
     "a dense model": (
         ("olmo2", "dense"), lambda folder: None, "no MLP and no expert is narrower"
