@@ -275,6 +275,16 @@ def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
     return {key: kept for key in EXPERT_COUNT_KEYS if config.get(key)}
 
 
+def narrowing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `from_pretrained` requires besides a folder whose config.json states widths where
+    transformers does not look for them; {} for others."""
+    if METHOD not in config:
+        return {}
+    from ddp_vllm.remote_code.configuration_ddp_widths import WidthsConfig
+
+    return {"quantization_config": WidthsConfig(**config[METHOD])}
+
+
 def register_pruned(config: Mapping[str, Any]) -> None:
     """Register the installed classes for a pruned config with transformers, so that no code of its
     folder runs; of DeepSeekMoE v1 also for a dense config."""
