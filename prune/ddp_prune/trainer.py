@@ -86,7 +86,7 @@ class GateState:
     routed: Masks
     """Int64 [L, E]: how often each expert was chosen; without an entry for a dense model."""
     sums: Masks
-    """Float32 [L, E, C + 1]: activations and their weights, summed over all tokens of the search;
+    """Float32 [L, E, C + 1]: activations and their number, summed over all tokens of the search;
     without an entry if removed experts are not replaced by constants."""
     searched_z: Masks
     """z when the support was rounded; without entries while searching."""
@@ -218,7 +218,7 @@ class Trainer:
         """Replace closed experts by the constants of the tokens so far, which the polish does not
         change."""
         for sums in self.gates.sums.values():
-            self.gated.means = sums[..., :-1] / sums[..., -1:].clamp_min(torch.finfo().tiny)
+            self.gated.means = sums[..., :-1] / sums[..., -1:].clamp_min(1.0)
 
     def remedy(self, step: int) -> str:
         """Return what the user can do if the loss of a step is not a number."""
