@@ -67,10 +67,8 @@ def models(chosen: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[s
     for folder, _ in made.values():
         add_remote_code(folder)
     for family in chosen & {*FEWER_EXPERTS, *FEWER_AT_NIGHT}:
-        made[family] = (
-            root / family,
-            make_fewer_experts(root / family, write_model(family, root / f"dense-{family}", hidden_size=64)),
-        )
+        dense = write_model(family, root / f"dense-{family}", hidden_size=64)  # which vLLM's CPU kernel takes
+        made[family] = root / family, make_fewer_experts(root / family, dense)
     return made
 
 
