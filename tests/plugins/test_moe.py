@@ -30,6 +30,7 @@ from ddp_prune.masks_file import read_masks
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
 pytestmark = pytest.mark.vllm
 ROUTERS = "model_executor/layers/fused_moe/router"
@@ -56,6 +57,7 @@ FP8 = {  # vLLM's FP8 for linear layers rounds activations too; on CPUs without 
     },
     "linear layers too": {"dtype": "bfloat16", "quantization": "fp8_per_channel"},
 }
+ADAPTED = {"adapted attention": ["qkv_proj", "o_proj"], "o_proj left out": ["qkv_proj"]}
 BFLOAT16 = "bfloat16"  # the CPU's own kernel, where it suits the processor
 PLAIN = """
 import sys
@@ -98,11 +100,29 @@ def pruned(
 
 
 @pytest.fixture(scope="session")
-def one_process(serve: Serve, pruned: dict[str, Any], made: Callable[[str], Path]) -> dict[str, Any]:
+def adapter(made: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """An adapter of attention, and what transformers and peft generate with it."""
+    from peft import LoraConfig, get_peft_model
+
+    register_widths()
+    torch.manual_seed(1)
+    config = LoraConfig(target_modules=["q_proj", "o_proj"], r=4, lora_alpha=8, init_lora_weights=False)
+    model, folder = get_peft_model(load(made("mixtral") / "narrow"), config).eval(), tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    return folder, {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
+
+
+@pytest.fixture(scope="session")
+def one_process(
+    serve: Serve, pruned: dict[str, Any], made: Callable[[str], Path], adapter: tuple[Path, Any]
+) -> dict[str, Any]:
     """Return what vLLM did with every folder."""
     # first: threads survive no fork
     jobs = {name: job(made("mixtral") / "narrow", **options) for name, options in WAYS.items()}
     jobs |= {name: job(folder) for name, (folder, *_) in pruned.items()}
+    for name, targets in ADAPTED.items():
+        lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
+        jobs[name] = job(made("mixtral") / "narrow", **lora) | {"adapters": [str(adapter[0])]}
     jobs["mixtral narrow"] = job(made("mixtral") / "narrow") | {"updates": UPDATES}
     for name, options in ({BFLOAT16: {"dtype": "bfloat16"}} | FP8).items():
         jobs[name] = {**job(made("qwen3_moe") / "narrow", **options), "updates": UPDATES}
@@ -144,6 +164,17 @@ def test_vllm_computes_what_the_masked_dense_model_computes(name: str, one_proce
 def test_other_ways_compute_the_same(way: str, one_process: Any, answers: Any) -> None:
     assert_same(one_process[way], answers("mixtral", "zeroed"))
     assert difference(one_process[way], answers("mixtral", "zeroed")) < 1e-5
+
+
+@served
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_answers_as_in_peft_or_is_refused(name: str, one_process: Any, adapter: Any) -> None:
+    """vLLM alone would ignore the parts for modules that get no LoRA."""
+    (result,) = one_process[name]["adapted"]
+    if "o_proj" in ADAPTED[name]:
+        assert_same_outputs(result["outputs"], adapter[1]["outputs"])
+    else:
+        assert re.search(r"changes model.layers.\d.self_attn.o_proj, to which no LoRA is applied", result["error"])
 
 
 @served
