@@ -80,7 +80,9 @@ def export(
     elif head_unit == WHOLE_EXPERT:
         kept = kept_experts(gates, source)
         slice_tensor = WholeExpertSlicer(gates, source, kept).slice
-        config = stock | fewer_experts(source.config, len(next(iter(kept.values()))))
+        numbers = fewer_experts(source.config, len(next(iter(kept.values()))))
+        # the class of some families has another name for the key of the published config
+        config = stock | ({key: number for key, number in numbers.items() if key in stock} or numbers)
         provenance = {**provenance, "experts": {"of": source.sizes.num_experts, "stay": kept}}
     elif source.structure:
         slicer = ChannelSlicer(gates, source)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from any_families import WITHOUT_TRANSFORMERS, WRAPPERS, load, narrow
-from any_models import MODELS, write_model
+from any_families import WITHOUT_TRANSFORMERS, WRAPPERS, load
+from any_models import MODELS
 from safetensors.torch import load_file
 from serving import UPDATES, Serve, assert_same, assert_same_outputs, job
 from tiny_models import PROMPTS, edit_config, edit_weights, generate
@@ -44,38 +44,6 @@ def cases(families: Any = MODELS) -> list[Any]:
 
 def options(family: str) -> dict[str, Any]:
     return (TEXT_ONLY if family in WRAPPERS else {}) | WITHOUT_TRANSFORMERS.get(family, {})
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("any")
-
-
-@pytest.fixture(scope="session")
-def made(root: Path) -> Callable[[str], Path]:
-    """Return a function that makes the folders `dense`, `narrow` and `zeroed` of a family, once."""
-
-    def make(family: str) -> Path:
-        if not (root / family).exists():
-            write_model(family, root / family / "dense")
-            narrow(*(root / family / name for name in ("dense", "narrow", "zeroed")))
-        return root / family
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def answers(made: Callable[[str], Path]) -> Callable[[str, str], dict[str, Any]]:
-    """Return a function that gives what transformers generates with a folder of a family."""
-    known: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def ask(family: str, kind: str) -> dict[str, Any]:
-        if (family, kind) not in known:
-            model = load(made(family) / kind)
-            known[family, kind] = {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
-        return known[family, kind]
-
-    return ask
 
 
 @pytest.mark.parametrize("family", cases())
