@@ -16,6 +16,7 @@ from ddp_vllm.costs import prices
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import (
     dense_layers,
+    described,
     described_layers,
     dimensions_of,
     family_of,
@@ -26,7 +27,7 @@ from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
-from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
+from ddp_vllm.remote_code.module_widths import LayerChannels, ModuleWidths, states_widths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, check_sizes
 
 
@@ -37,7 +38,7 @@ class Checkpoint:
     folder: Path
     config: Mapping[str, Any]
     """`config.json`; stock fields hold the dense values. Where whole experts were removed, it is
-    the dense model's config with `ddp_layers`."""
+    the dense model's config, which describes the kept experts."""
     layers: tuple[LayerWidths, ...]
     """The kept widths of each decoder layer."""
     widths: ModelWidths | ModuleWidths
@@ -49,7 +50,8 @@ class Checkpoint:
     """Recipe, budget and quality, from the metadata of the masks file; empty if that file is
     missing."""
     stock: Mapping[str, Any] | None = None
-    """`config.json` where whole experts were removed: that of a stock model with fewer experts."""
+    """`config.json` of a mixture of experts that any program reads: a dense one, or one without
+    whole experts."""
 
     @property
     def num_parameters(self) -> int:
@@ -90,6 +92,11 @@ class Checkpoint:
         """The widths of a model with a class of ours, which the caller has made sure of."""
         assert isinstance(self.widths, ModelWidths)
         return self.widths
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether constant vectors replace experts."""
+        return isinstance(self.widths, ModuleWidths) and bool(self.widths.approximate_experts)
 
     @property
     def has_experts(self) -> bool:
@@ -155,12 +162,15 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     config = read_json(folder / "config.json")
     check_links(folder)
     provenance = read_provenance(folder / MASKS_FILE)
+    is_stock = isinstance(config, dict) and "ddp_layers" not in config and not states_widths(config)
+    if is_stock and (dense or "experts" in provenance):
+        _check_dense(folder, config)
+        stock = described(config)
+        if states_widths(stock):
+            return _read_described(folder, stock, provenance, stock=config)
+        config = pruned_config(config, dense_layers(config))
     if isinstance(config, dict) and states_widths(config):
         return _read_described(folder, config, provenance)
-    stock = config if isinstance(config, dict) and "ddp_layers" not in config and "experts" in provenance else None
-    if (dense or stock) and isinstance(config, dict) and "ddp_layers" not in config:
-        _check_dense(folder, config)
-        config = pruned_config(config, dense_layers(config))
     if not isinstance(config, dict) or "ddp_layers" not in config:
         raise CheckpointError(f"{folder} is not a pruned checkpoint: its config.json has no ddp_layers; prune it first")
     try:
@@ -168,26 +178,28 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         widths = ModelWidths.of(config)
         tensors = checked_tensors(folder)
         widths.check_complete(widths.checked(tensors))
-        if stock:
-            config = _with_removed_experts(stock, widths, provenance["experts"])
-            widths = ModelWidths.of(config)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     shapes = unpacked({name: shape for name, shape, _ in tensors}, config)
-    _check_routing(provenance.get("routing", {}).get("chosen", {}), widths, folder / MASKS_FILE)
     return Checkpoint(
-        folder=folder, config=config, layers=widths.layers, widths=widths, shapes=shapes, provenance=provenance,
-        stock=stock,
+        folder=folder, config=config, layers=widths.layers, widths=widths, shapes=shapes, provenance=provenance
     )  # fmt: skip
 
 
-def _read_described(folder: Path, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> Checkpoint:
-    """Read a pruned model of a stock class. Raises: CheckpointError."""
+def _read_described(
+    folder: Path, config: Mapping[str, Any], provenance: Mapping[str, Any], stock: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Read a model of a stock class. stock: its config.json if that describes nothing.
+    Raises: CheckpointError."""
     try:
         widths, tensors = ModuleWidths.of(config), checked_tensors(folder)
         widths.check(tensors)
+        if stock and "experts" in provenance:
+            config = _with_removed_experts(config, widths, provenance["experts"])
+            widths = ModuleWidths.of(config)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
+    _check_routing(provenance.get("routing", {}).get("chosen", {}), widths, folder / MASKS_FILE)
     return Checkpoint(
         folder=folder,
         config=config,
@@ -195,6 +207,7 @@ def _read_described(folder: Path, config: Mapping[str, Any], provenance: Mapping
         widths=widths,
         shapes={name: shape for name, shape, _ in tensors},
         provenance=provenance,
+        stock=stock,
     )
 
 
@@ -209,9 +222,12 @@ def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
     warn_of_foreign_code(folder, config)
 
 
-def _with_removed_experts(stock: Mapping[str, Any], widths: ModelWidths, experts: Mapping[str, Any]) -> dict[str, Any]:
+def _with_removed_experts(
+    config: Mapping[str, Any], widths: ModuleWidths, experts: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the dense model's config with the widths of all its experts, 0 if removed.
     Raises: WidthsError."""
+    assert widths.experts
     layers = []
     for index, layer in enumerate(widths.layers):
         if (sizes := layer.expert_intermediate_sizes) is not None:
@@ -219,9 +235,11 @@ def _with_removed_experts(stock: Mapping[str, Any], widths: ModelWidths, experts
             if len({*kept}) != len(sizes) or max(kept) >= experts["of"]:
                 raise WidthsError(f"{MASKS_FILE} and config.json keep other experts of layer {index}; copy both again")
             dense_sizes = tuple(sizes[0] if expert in kept else 0 for expert in range(experts["of"]))
-            layer = replace(layer, expert_intermediate_sizes=dense_sizes)
-        layers.append(layer.to_json())
-    return {**stock, **{key: experts["of"] for key in EXPERT_COUNT_KEYS if stock.get(key)}, "ddp_layers": layers}
+            layer = LayerChannels(expert_intermediate_sizes=dense_sizes)
+        layers.append(layer)
+    dense = replace(widths, layers=tuple(layers), experts=replace(widths.experts, num_experts=experts["of"]))
+    numbers = {key: experts["of"] for key in EXPERT_COUNT_KEYS if config.get(key)}
+    return {**config, **numbers, "quantization_config": dense.to_json()}
 
 
 def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -242,7 +260,7 @@ def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict
     return plain
 
 
-def _check_routing(chosen: Mapping[str, list[float]], widths: ModelWidths, path: Path) -> None:
+def _check_routing(chosen: Mapping[str, list[float]], widths: ModuleWidths, path: Path) -> None:
     """Refuse routing counts that do not fit the experts of their layer. Raises: CheckpointError."""
     experts = {str(index): len(layer.expert_intermediate_sizes or ()) for index, layer in enumerate(widths.layers)}
     if wrong := [layer for layer, counts in chosen.items() if not counts or len(counts) != experts.get(layer)]:

@@ -12,10 +12,10 @@ from math import prod
 from typing import Any
 
 from ddp_vllm.errors import CheckpointError, SettingError, reading
-from ddp_vllm.families import text_config
+from ddp_vllm.families import described, text_config
 from ddp_vllm.remote_code.module_widths import Block, ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import BLOCK_OF, TABLES, dense_type
-from ddp_vllm.remote_code.widths import LayerWidths, count_experts, head_dim
+from ddp_vllm.remote_code.widths import LayerWidths, head_dim
 
 KV_ELEMENT_BYTES = 2
 # one tensor per expert on disk, stacked in memory
@@ -53,7 +53,7 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
         the config describes its MLPs or experts, whose prices follow from these.
     context: the number of tokens attended to.
     """
-    if states_widths(config):
+    if states_widths(config := described(config)):
         return _described_prices(budget, config, names if isinstance(names, Mapping) else {})
     size = head_dim(config)
     if budget == "kv-bytes":
@@ -71,7 +71,6 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
     # two per weight; a query head is also multiplied with each key and each value
     assert budget == "flops"
     flops = {unit: 2.0 * number for unit, number in weights.items()}
-    flops["expert_channel"] *= _share_of_experts(config)
     per_key = 4.0 * size if weights["query_head"] else 0.0
     return [
         Prices(**flops | {"query_head": flops["query_head"] + per_key * num_keys})
@@ -83,32 +82,39 @@ def _described_prices(budget: str, config: Mapping[str, Any], shapes: Mapping[st
     """Return the prices of every layer of a model whose config describes its MLPs or experts."""
     widths, per_weight = ModuleWidths.of(config), {"params": 1.0, "flops": 2.0, "kv-bytes": 0.0}[budget]
     share = _share_of_experts(config) if budget == "flops" else 1.0
-    layer_prices = []
-    for index, layer in enumerate(widths.layers):
-        where, channel, expert_channel = f"{widths.layers_module}.{index}", 0.0, 0.0
-        if widths.mlp and layer.intermediate_size:
-            channel = _channel_weights(widths.mlp, where, 0, shapes, with_biases=budget == "params")
-        if widths.experts and any(sizes := layer.expert_intermediate_sizes or ()):
-            kept = next(expert for expert, size in enumerate(sizes) if size)
-            expert_channel = _channel_weights(widths.experts, where, kept, shapes, with_biases=budget == "params")
-        layer_prices.append(Prices(channel=per_weight * channel, expert_channel=per_weight * share * expert_channel))
-    return layer_prices
+    channel, expert_channel = (
+        per_weight * _channel_weights(config, widths, block, shapes, with_biases=budget == "params")
+        for block in (widths.mlp, widths.experts)
+    )
+    return [
+        Prices(
+            channel=channel if layer.intermediate_size else 0.0,
+            expert_channel=share * expert_channel if layer.expert_intermediate_sizes else 0.0,
+        )
+        for layer in widths.layers
+    ]
 
 
 def _channel_weights(
-    block: Block, layer: str, expert: int, shapes: Mapping[str, Sequence[int]], *, with_biases: bool
+    config: Mapping[str, Any],
+    widths: ModuleWidths,
+    block: Block | None,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    with_biases: bool,
 ) -> float:
     """Return the weights of one channel: a row of each input projection, or two if it is fused, and
     a column."""
-    numbers = 0
-    for name in block.projections:
-        module = f"{layer}.{name.format(expert)}"
-        rows, columns = shapes.get(f"{module}.weight", (0, 0))
-        if name == block.output:
-            numbers += rows
-        else:
-            numbers += block.rows_per_channel * (columns + (with_biases and f"{module}.bias" in shapes))
-    return float(numbers)
+    if block is None:
+        return 0.0
+    output = (f"{widths.layers_module}.{index}.{block.output.format(0)}.weight" for index in range(len(widths.layers)))
+    stored = next((shapes[name] for name in output if name in shapes), None)
+    hidden_size = stored[0] if stored else text_config(config).get("hidden_size") or 0
+    biases = tuple(f".{module}.bias" for module in block.inputs)
+    biased = [name for name in shapes if name.startswith(widths.layers_module) and name.endswith(biases)]
+    num_layers = sum(layer.intermediate_size is not None for layer in widths.layers)
+    num_biases = with_biases * len(biased) // max(1, num_layers)
+    return float(hidden_size * (1 + block.rows_per_channel * len(block.inputs)) + block.rows_per_channel * num_biases)
 
 
 def whole_model(
@@ -121,28 +127,19 @@ def whole_model(
     """Return the total cost of a model with these widths and tensors, including embeddings."""
     if budget == "params":
         return float(sum(map(prod, shapes.values())))
-    if states_widths(config):
+    if states_widths(config := described(config)):
         if budget == "kv-bytes":
             raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
         return _described_flops(config, shapes, context)
-    # of DeepSeek's attention, never pruned: one small cache for all heads
-    latent = config.get("kv_lora_rank")
     if budget == "kv-bytes":
-        if latent:
-            return float(len(layers) * KV_ELEMENT_BYTES * (latent + config["qk_rope_head_dim"]))
         return sum(price.of(widths) for price, widths in zip(prices(budget, config, (), context), layers, strict=True))
     # then the embedding is also the output head
     is_tied = not any("lm_head." in name for name in shapes)
     weights = sum(
-        prod(shape) * (_share_of_experts(config) if _EXPERT.search(name) else 1.0)
-        for name, shape in shapes.items()
-        if len(shape) >= 2 and (is_tied or "embed_tokens" not in name)
+        prod(shape) for name, shape in shapes.items() if len(shape) >= 2 and (is_tied or "embed_tokens" not in name)
     )
-    key_and_value = 2 * head_dim(config)
-    if latent:
-        key_and_value = config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]
     attention = zip(attended(config, context), layers, strict=True)
-    return 2.0 * (weights + key_and_value * sum(keys * widths.num_query_heads for keys, widths in attention))
+    return 2.0 * (weights + 2 * head_dim(config) * sum(keys * widths.num_query_heads for keys, widths in attention))
 
 
 def _described_flops(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], context: int) -> float:
@@ -160,10 +157,14 @@ def _described_flops(config: Mapping[str, Any], shapes: Mapping[str, Sequence[in
         if len(shape) >= 2 and (match := layer.match(name)) and int(match[1]) < len(widths.layers):
             weights += prod(shape) * (_share_of_experts(config) if _EXPERT.search(name) else 1.0)
     queries = int(text.get("num_attention_heads") or 0)
-    size = int(text.get("head_dim") or (text.get("hidden_size") or 0) // max(queries, 1))
-    kinds = text.get("layer_types") or ["full_attention"] * len(widths.layers)
-    keys = {"full_attention": context, "sliding_attention": min(context, text.get("sliding_window") or context)}
-    return 2.0 * (weights + 2 * size * queries * sum(keys.get(kind, 0) for kind in kinds))
+    size = 2 * int(text.get("head_dim") or (text.get("hidden_size") or 0) // max(queries, 1))
+    if text.get("kv_lora_rank"):  # latent attention has keys and values of several sizes
+        size = sum(text.get(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    attending = {"full_attention", "sliding_attention"}
+    keys = attended({**text, "num_hidden_layers": len(widths.layers)}, context)
+    kinds = text.get("layer_types") or ["full_attention"] * len(keys)
+    num_keys = sum(number for number, kind in zip(keys, kinds, strict=True) if kind in attending)
+    return 2.0 * (weights + size * queries * num_keys)
 
 
 def attended(config: Mapping[str, Any], context: int) -> list[int]:
@@ -187,13 +188,12 @@ def attended(config: Mapping[str, Any], context: int) -> list[int]:
 
 
 def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    ours = ("ddp_layers", "auto_map", "architectures", "per_layer_config", "base_architecture")
+    ours = ("ddp_layers", "auto_map", "architectures", "per_layer_config", "base_architecture",
+            "quantization_config")  # fmt: skip
     return {key: value for key, value in config.items() if key not in ours} | {"model_type": model_type}
 
 
 def _share_of_experts(config: Mapping[str, Any]) -> float:
     """Return the share of the routed experts of a layer that a token is sent to."""
-    if states_widths(config):
-        experts = ModuleWidths.of(config).experts
-        return (text_config(config).get("num_experts_per_tok") or 1) / experts.num_experts if experts else 0.0
-    return config["num_experts_per_tok"] / count_experts(config) if count_experts(config) else 0.0
+    experts = ModuleWidths.of(config).experts
+    return (text_config(config).get("num_experts_per_tok") or 1) / experts.num_experts if experts else 0.0

@@ -4,14 +4,13 @@ model.
 A gate scales the contribution of one unit to the residual stream, at the input of the projection
 that writes it: `o_proj` for heads, `down_proj` for channels. Removing the unit removes its rows of
 the projections that compute it and its columns of the projection that writes it
-(`remote_code/tensors.py`). In a mixture of experts the units are the channels of each routed
-expert, and nothing else is pruned. How to add a family: docs/families.md.
+(`remote_code/tensors.py`). How to add a family: docs/families.md.
 
 Of a model without a row here, the MLPs or routed experts are pruned, which
 `ddp_models/structure.py` finds. Its config then describes them (`remote_code/module_widths.py`).
+For a few mixtures of experts `described` derives that description from the stock config alone.
 """
 
-import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,20 @@ from functools import cache
 from typing import Any
 
 from ddp_vllm.errors import ModelError, SettingError
+from ddp_vllm.remote_code import DEEPSEEK
 from ddp_vllm.remote_code.files import WidthsError, short
-from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
-from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
+from ddp_vllm.remote_code.module_widths import (
+    APPROXIMATE,
+    METHOD,
+    Block,
+    LayerChannels,
+    ModuleWidths,
+    states_widths,
+)
+from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     EXPERT_COUNT_KEYS,
     LayerWidths,
-    check_routing,
     check_sizes,
     count_experts,
     dense_expert_size,
@@ -44,7 +50,10 @@ BLOCK_NAMES = {
     "mlp": "mlp",
     "experts": "experts",
 }  # module type -> name in the setting `prune`
-WHOLE_EXPERT = "expert"  # value of `head_unit` if the units are whole routed experts
+# values of `head_unit` if the units are whole routed experts: those that leave the router too, and
+# those that are replaced by constant vectors
+WHOLE_EXPERT = "expert"
+CONSTANT_EXPERT = "constant expert"
 # model_type of the dense config -> the family's name in class names of remote code and vLLM's
 # plugin
 FAMILIES = {
@@ -57,11 +66,14 @@ FAMILIES = {
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
     "phi3": "Phi3",
+}
+# the same of the mixtures of experts that `described` knows; their classes are the stock ones
+MIXTURES = {
     "qwen3_moe": "Qwen3Moe",
     "qwen2_moe": "Qwen2Moe",
     "mixtral": "Mixtral",
     "olmoe": "Olmoe",
-    "deepseek": "Deepseek",
+    DEEPSEEK: "Deepseek",
     "deepseek_v2": "DeepseekV2",
 }
 
@@ -73,8 +85,7 @@ class Family:
     name: str
     """The name that its classes contain, such as Qwen3."""
     tensors: TensorTable
-    """Projections by their names in transformers, which differ from those on disk in mixtures of
-    experts."""
+    """Projections by their names in transformers."""
     experts: str = EXPERTS
     """Module of routed experts in a decoder layer, in transformers."""
     removes_blocks: bool = True
@@ -83,24 +94,18 @@ class Family:
 
     @property
     def pruned_architecture(self) -> str:
-        """Class in `remote_code`, and in vLLM's plugin."""
+        """Class in `remote_code/modeling_ddp.py`, and in vLLM's plugin."""
         return f"DDP{self.name}ForCausalLM"
 
     @property
     def pruned_decoder(self) -> str:
-        """Class in `remote_code/modeling_ddp.py`, without the output head; mixtures of experts have
-        none."""
+        """Class in `remote_code/modeling_ddp.py`, without the output head."""
         return f"DDP{self.name}Model"
 
     @property
     def pruned_config(self) -> str:
         """Class in `remote_code/configuration_ddp.py`."""
         return f"DDP{self.name}Config"
-
-    @property
-    def modeling_file(self) -> str:
-        """File of `remote_code/` that holds `pruned_architecture`."""
-        return "modeling_ddp_moe" if self.tensors.has_experts else "modeling_ddp"
 
 
 # key of a config that, if set, enables a feature the exported model lacks -> the feature's name
@@ -135,9 +140,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the row of a dense config. Raises: ModelError, naming the families."""
     check_dense(config)
     model_type = str(config.get("model_type"))
-    if model_type not in FAMILIES:
-        raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+    if model_type not in (known := {**FAMILIES, **MIXTURES}):
+        raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(known)}")
     _check_features(model_type, config)
+    if model_type in MIXTURES:
+        return Family(name=MIXTURES[model_type], tensors=TensorTable(projections=()), removes_blocks=False)
     return Family(name=FAMILIES[model_type], tensors=TABLES[model_type])
 
 
@@ -150,7 +157,7 @@ def foreign_code(config: Mapping[str, Any]) -> str:
     code = config.get("auto_map")
     classes = [name for name in code.values() if isinstance(name, str)] if isinstance(code, Mapping) else []
     model_type = str(config.get("model_type"))
-    if not classes or model_type not in FAMILIES:
+    if not classes or model_type not in {**FAMILIES, **MIXTURES}:
         return ""
     return (
         f"config.json names code of its own (auto_map: {short(classes[-1])}), which is not run: the stock class of "
@@ -172,27 +179,54 @@ def warn(line: str) -> None:
         logging.getLogger("ddp_vllm").warning("%s", line)
 
 
-def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
-    """Return the config of the pruned model: the dense config with widths, model type and
-    classes."""
+def pruned_config(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> dict[str, Any]:
+    """Return the config of the pruned model: the dense config with widths, and of a family with
+    classes of ours with its model type and classes."""
+    if config.get("model_type") in MIXTURES:
+        widths = ModuleWidths.of(described(config))
+        pruned = [LayerChannels(expert_intermediate_sizes=layer.expert_intermediate_sizes) for layer in layers]
+        stock = {"architectures": [f"{MIXTURES[config['model_type']]}ForCausalLM"]}
+        return described_config(stock | dict(config), replace(widths, layers=tuple(pruned)))
     family = family_of(config)
     head = {
         "architectures": [family.pruned_architecture],
         "model_type": MODEL_TYPE_PREFIX + str(config["model_type"]),
         "auto_map": {
             "AutoConfig": f"configuration_ddp.{family.pruned_config}",
-            **({} if family.tensors.has_experts else {"AutoModel": f"{family.modeling_file}.{family.pruned_decoder}"}),
-            "AutoModelForCausalLM": f"{family.modeling_file}.{family.pruned_architecture}",
+            "AutoModel": f"modeling_ddp.{family.pruned_decoder}",
+            "AutoModelForCausalLM": f"modeling_ddp.{family.pruned_architecture}",
         },
     }
     dropped = (*head, "_name_or_path", "per_layer_config", "base_architecture")
     rest = {key: value for key, value in config.items() if key not in dropped}
-    # latent attention has several head sizes and computes them itself
-    if "kv_lora_rank" not in config:
-        rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    own = per_layer_config(rest, widths)
+    rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    own = per_layer_config(rest, layers)
     upstream = {"base_architecture": f"{family.name}ForCausalLM", "per_layer_config": own} if own else {}
-    return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]} | upstream
+    return head | rest | {"ddp_layers": [layer.to_json() for layer in layers]} | upstream
+
+
+def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of one of `MIXTURES` with a description of its dense routed experts; any
+    other config as it is. Raises: ModelError."""
+    if config.get("model_type") not in MIXTURES or states_widths(config):
+        return config
+    try:
+        check_sizes(config, "hidden_size")
+    except WidthsError as error:
+        raise ModelError(str(error)) from None
+    names = [f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")]
+    if config["model_type"] == "mixtral":
+        names = [f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")]
+    number, width = count_experts(config), dense_expert_size(config)
+    dense = LayerChannels(expert_intermediate_sizes=(width,) * number)
+    widths = ModuleWidths(
+        layers_module=LAYERS,
+        experts=Block(inputs=(names[0], names[1]), output=names[2], intermediate_size=width, num_experts=number),
+        layers=tuple(
+            dense if is_routed(config, index) else LayerChannels() for index in range(config["num_hidden_layers"])
+        ),
+    )
+    return {**config, "quantization_config": widths.to_json()}
 
 
 def described_config(config: Mapping[str, Any], widths: ModuleWidths) -> dict[str, Any]:
@@ -200,8 +234,11 @@ def described_config(config: Mapping[str, Any], widths: ModuleWidths) -> dict[st
     its modules."""
     dropped = ("auto_map", "_name_or_path", "quantization_config")
     rest = {key: value for key, value in config.items() if key not in dropped}
-    # for transformers without ddp-vllm
-    code = {"auto_map": {"AutoConfig": "configuration_ddp_widths.AnyConfig"}}
+    is_deepseek = config.get("model_type") == DEEPSEEK
+    place = "modeling_deepseek.AnyDeepseekConfig" if is_deepseek else "configuration_ddp_widths.AnyConfig"
+    code = {"auto_map": {"AutoConfig": place}}  # for transformers without ddp-vllm
+    if replaced := widths.approximate_experts:
+        return rest | code | {APPROXIMATE: replaced, METHOD: widths.to_json()}
     return rest | code | {"quantization_config": widths.to_json()}
 
 
@@ -209,12 +246,9 @@ def per_layer_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -
     """Return the widths as transformers and NVIDIA's AnyModel state them: layer -> fields that
     differ, and `skip`.
 
-    {} if all layers are dense, and where the format has no place for the widths: of experts and of
-    uneven groups.
+    {} if all layers are dense, and for uneven groups, for which the format has no place.
     """
-    if any(
-        len({*layer.query_heads_per_kv_head}) > 1 or layer.expert_intermediate_sizes is not None for layer in widths
-    ):
+    if any(len({*layer.query_heads_per_kv_head}) > 1 for layer in widths):
         return {}
     found: dict[str, dict[str, Any]] = {}
     for index, layer in enumerate(widths):
@@ -227,23 +261,37 @@ def per_layer_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -
 
 
 def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
-    """Return the config of the same stock model with `kept` routed experts per layer.
-    Raises: SettingError."""
+    """Return the fields of a config that differ in the same stock model with `kept` routed experts
+    per layer. Raises: SettingError."""
     chosen, num_experts = config["num_experts_per_tok"], count_experts(config)
     if not chosen <= kept < num_experts:
         raise SettingError(
             f"{kept} of {num_experts} experts would be kept per layer; keep {chosen} to {num_experts - 1}, because "
             f"the router sends each token to {chosen}"
         )
-    if config["model_type"] == "deepseek" or (config.get("n_group") or 1) > 1:
-        why = "experts in groups" if config["model_type"] != "deepseek" else "no stock class in transformers"
+    if config["model_type"] == DEEPSEEK or (config.get("n_group") or 1) > 1:
+        why = "experts in groups" if config["model_type"] != DEEPSEEK else "no stock class in transformers"
         raise SettingError(f"this {config['model_type']} model has {why}, so it keeps all experts; prune channels")
-    return {**config, **{key: kept for key in EXPERT_COUNT_KEYS if config.get(key)}}
+    return {key: kept for key in EXPERT_COUNT_KEYS if config.get(key)}
+
+
+def narrowing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `from_pretrained` requires besides a folder whose config.json states widths where
+    transformers does not look for them; {} for others."""
+    if METHOD not in config:
+        return {}
+    from ddp_vllm.remote_code.configuration_ddp_widths import WidthsConfig
+
+    return {"quantization_config": WidthsConfig(**config[METHOD])}
 
 
 def register_pruned(config: Mapping[str, Any]) -> None:
     """Register the installed classes for a pruned config with transformers, so that no code of its
-    folder runs."""
+    folder runs; of DeepSeekMoE v1 also for a dense config."""
+    if config.get("model_type") == DEEPSEEK:
+        from ddp_vllm.remote_code.modeling_deepseek import register_deepseek
+
+        register_deepseek()
     if states_widths(config):
         from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
@@ -251,16 +299,15 @@ def register_pruned(config: Mapping[str, Any]) -> None:
         return
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ddp_vllm.remote_code import configuration_ddp
+    from ddp_vllm.remote_code import configuration_ddp, modeling_ddp
 
     dense = dense_type(config)
     if dense not in FAMILIES:
         return
     family = Family(name=FAMILIES[dense], tensors=TABLES[dense])
     kind = getattr(configuration_ddp, family.pruned_config)
-    modeling = importlib.import_module(f"ddp_vllm.remote_code.{family.modeling_file}")
     AutoConfig.register(kind.model_type, kind, exist_ok=True)
-    AutoModelForCausalLM.register(kind, getattr(modeling, family.pruned_architecture), exist_ok=True)
+    AutoModelForCausalLM.register(kind, getattr(modeling_ddp, family.pruned_architecture), exist_ok=True)
 
 
 def _check_features(model_type: str, config: Mapping[str, Any]) -> None:
@@ -305,13 +352,11 @@ class Dimensions:
         return {"attn": every, "mlp": self.mlp_layers, "experts": self.routed_layers}[block]
 
     def units_in(self, unit: str) -> int:
-        """Return the number of units of a kind (key of `tensors.BLOCK_OF`) per dense layer or
-        expert."""
+        """Return the number of units of a kind (key of `tensors.BLOCK_OF`) per dense layer."""
         counts = {
             "query_head": self.num_query_heads,
             "kv_head": self.num_kv_heads,
             "channel": self.intermediate_size,
-            "expert_channel": self.expert_intermediate_size,
         }
         return counts[unit]
 
@@ -319,7 +364,7 @@ class Dimensions:
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
     """Read the sizes that pruning requires. Raises: ModelError for missing or contradictory
     sizes."""
-    if states_widths(config):
+    if states_widths(config := described(config)):
         return _described_dimensions(config)
     try:
         check_sizes(config, "hidden_size")
@@ -327,19 +372,9 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
         raise ModelError(str(error)) from None
     num_heads = config["num_attention_heads"]
     num_kv_heads = dense_kv_heads(config)
-    num_experts = count_experts(config)
-    if num_experts:
-        try:
-            check_routing(config)
-        except WidthsError as error:
-            raise ModelError(str(error)) from None
     every = tuple(range(config["num_hidden_layers"]))
     return Dimensions(
-        num_experts=num_experts,
-        expert_intermediate_size=dense_expert_size(config) if num_experts else 0,
-        routed_layers=tuple(index for index in every if is_routed(config, index)),
-        mlp_layers=() if num_experts else every,
-        blocks=("experts",) if num_experts else ("attn", "mlp"),
+        mlp_layers=every,
         num_layers=config["num_hidden_layers"],
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -403,7 +438,7 @@ def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]
 
 def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
     """Return the widths of the dense model from its config."""
-    if states_widths(config):
+    if states_widths(config := described(config)):
         sizes = dimensions_of(config)
         dense_experts = (sizes.expert_intermediate_size,) * sizes.num_experts
         return [
@@ -414,16 +449,10 @@ def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
             )
             for layer in described_layers(config)
         ]
-    heads, experts = config["num_attention_heads"], count_experts(config)
-    kv_heads, width = dense_kv_heads(config), dense_expert_size(config)
-    return [
-        LayerWidths(
-            query_heads_per_kv_head=(heads // kv_heads,) * kv_heads,
-            intermediate_size=0 if is_routed(config, index) else config["intermediate_size"],
-            expert_intermediate_sizes=(width,) * experts if is_routed(config, index) else None,
-        )
-        for index in range(config["num_hidden_layers"])
-    ]
+    heads, kv_heads = config["num_attention_heads"], dense_kv_heads(config)
+    queries = (heads // kv_heads,) * kv_heads
+    dense = LayerWidths(query_heads_per_kv_head=queries, intermediate_size=config["intermediate_size"])
+    return [dense] * config["num_hidden_layers"]
 
 
 def described_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:

@@ -4,6 +4,7 @@
 |---|---|---|
 | `per_layer_config` | transformers, NVIDIA's AnyModel with `base_architecture` | layer → own fields, and `skip` |
 | `block_configs` | NVIDIA's Puzzletron and Nemotron-NAS | per layer `attention` and `ffn`, or `subblock_configs` |
+| `layer_head_num`, `layer_inter_size` | RTP-LLM, after LLM-Pruner | query heads and channels of each layer |
 | `drop_attn_list`, `drop_mlp_list` | LLM-Drop | removed blocks: their layers, or a truth value per layer |
 
 An entry becomes the fields of config.json that a layer has for itself, and from them its widths.
@@ -12,13 +13,15 @@ NVIDIA's tools also write keys that they do not use, as null, false, or an objec
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import FAMILIES, dense_layers, family_of, pruned_config
+from ddp_vllm.families import FAMILIES, MIXTURES, dense_layers, family_of, pruned_config
 from ddp_vllm.remote_code.files import WidthsError, short
+from ddp_vllm.remote_code.module_widths import ModuleWidths
 from ddp_vllm.remote_code.widths import (
     EXPERT_COUNT_KEYS,
     LayerWidths,
@@ -29,13 +32,14 @@ from ddp_vllm.remote_code.widths import (
     dense_kv_heads,
     head_dim,
     is_routed,
-    lengths_of,
 )
 from ddp_vllm.schema import ANY, NAME, Number, SchemaError, check
 
 # LLM-Drop's keys -> the blocks that they remove
 DROPPED = {"drop_attn_list": "attn", "drop_mlp_list": "mlp"}
-FORMATS = ("per_layer_config", "block_configs", *DROPPED)
+# RTP-LLM's keys -> the field of config.json that a layer has for itself
+LISTS = {"layer_head_num": "num_attention_heads", "layer_inter_size": "intermediate_size"}
+FORMATS = ("per_layer_config", "block_configs", *LISTS, *DROPPED)
 # in the config that vLLM gets: the folder may have tensors that are left out
 IN_PLACE = "ddp_opened_in_place"
 SUBBLOCKS = "subblocks_safetensors"  # folder in which Puzzletron keeps a file for every block
@@ -57,6 +61,7 @@ _FORM = {
     "per_layer_config?": (None, {str: {}}),
     "block_configs?": (None, [{"attention?": (None, _PART), "ffn?": (None, _PART), "parallel_blocks?": ANY,
                                "subblock_configs?": (None, [_PART, 10])}, 10_000]),
+    **dict.fromkeys((f"{key}?" for key in LISTS), (None, [Number(0, 10_000_000, whole=True), 10_000])),
     **dict.fromkeys((f"{key}?" for key in DROPPED), (None, [(bool, Number(0, 100_000, whole=True)), 10_000])),
 }  # fmt: skip
 _SKIPPED = {"attention": "attn", "self_attn": "attn", "mla": "attn", "mlp": "mlp", "ffn": "mlp", "moe": "mlp"}
@@ -77,7 +82,8 @@ _NO_FIELDS = (
 def base_type(config: Mapping[str, Any]) -> str:
     """Return the model type of the dense model that a tool pruned."""
     base = str(config.get("base_architecture") or "").removesuffix("ForCausalLM")
-    model_type = next((kind for kind, name in FAMILIES.items() if name == base), str(config.get("model_type")))
+    families = {**FAMILIES, **MIXTURES}
+    model_type = next((kind for kind, name in families.items() if name == base), str(config.get("model_type")))
     return "llama" if model_type == NEMOTRON_NAS else model_type
 
 
@@ -115,9 +121,27 @@ def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[L
         if len(blocks) != number:
             raise ModelError(f"config.json: block_configs has {len(blocks)} entries for {number} layers")
         fields = {index: _fields(block, dense, index) for index, block in enumerate(blocks)}
+    elif any(config.get(key) for key in LISTS):
+        fields = _listed_fields(config, dense, number)
     elif not dropped:
         return None
     return [_widths(index, fields.get(index, {}), dense, dropped.get(index, set())) for index in range(number)]
+
+
+def _listed_fields(config: Mapping[str, Any], dense: Mapping[str, Any], number: int) -> dict[int, dict[str, Any]]:
+    """Return RTP-LLM's lists in the fields of `per_layer_config`; KV heads are removed with their
+    query heads. Raises: ModelError for lists of another length."""
+    fields: dict[int, dict[str, Any]] = {index: {} for index in range(number)}
+    for key, field in LISTS.items():
+        values = config.get(key) or ()
+        if values and len(values) != number:
+            raise ModelError(f"config.json: {key} has {len(values)} entries for {number} layers")
+        for index, value in enumerate(values):
+            fields[index][field] = value
+            if field == HEADS:
+                # with a remainder, `groups` refuses the heads
+                fields[index][KV_HEADS] = value * dense_kv_heads(dense) // dense[HEADS] or min(1, value)
+    return fields
 
 
 def _dropped_blocks(config: Mapping[str, Any], number: int) -> dict[int, set[str]]:
@@ -214,18 +238,14 @@ def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dro
         queries: tuple[int, ...] = ()
     else:
         queries = groups(heads, kv_heads, f"config.json: layer {index}")
-    layer = LayerWidths(
-        query_heads_per_kv_head=queries,
-        intermediate_size=0 if "mlp" in skipped or routed else width,
-        expert_intermediate_sizes=(of_experts,) * count_experts(dense) if routed else None,
-    )
-    if count_experts(dense):
-        unpruned = dense_layers(dense)[index]
-        if queries != unpruned.query_heads_per_kv_head:
-            raise ModelError(f"config.json: layer {index} lacks attention heads, but {ONLY_EXPERTS}")
-        if "mlp" in skipped or layer.intermediate_size != unpruned.intermediate_size:
-            raise ModelError(f"config.json: layer {index} lacks its MLP or channels of it, but {ONLY_EXPERTS}")
-    return layer
+    if not count_experts(dense):
+        return LayerWidths(query_heads_per_kv_head=queries, intermediate_size=0 if "mlp" in skipped else width)
+    unpruned = dense_layers(dense)[index]
+    if queries != unpruned.query_heads_per_kv_head:
+        raise ModelError(f"config.json: layer {index} lacks attention heads, but {ONLY_EXPERTS}")
+    if "mlp" in skipped or (not routed and width != dense[WIDTH]):
+        raise ModelError(f"config.json: layer {index} lacks its MLP or channels of it, but {ONLY_EXPERTS}")
+    return replace(unpruned, expert_intermediate_sizes=(of_experts,) * count_experts(dense)) if routed else unpruned
 
 
 def _dense_value(dense: Mapping[str, Any], key: str, value: Any) -> Any:
@@ -237,8 +257,9 @@ def _dense_value(dense: Mapping[str, Any], key: str, value: Any) -> Any:
         case "hidden_act":
             return dense.get("hidden_activation") or dense.get("hidden_act") or "silu"
         case "shared_expert_intermediate_size":
-            shared = lengths_of(dense)["shared"]
-            return value if shared is None else shared
+            if "n_shared_experts" in dense:
+                return (dense["n_shared_experts"] or 0) * dense_expert_size(dense)
+            return dense.get(key, value)
     return dense.get(key)
 
 
@@ -295,19 +316,23 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     None if it states none, if all layers are alike, if ddp-vllm wrote it, or for another family,
     which is vLLM's own business. Raises: ModelError.
     """
-    if not any(config.get(key) for key in FORMATS) or base_type(config) not in FAMILIES:
+    if not any(config.get(key) for key in FORMATS) or base_type(config) not in {**FAMILIES, **MIXTURES}:
         return None
     # vLLM's classes load them
     quantized = {key: config[key] for key in ("quantization_config",) if config.get(key)}
     dense = dense_config({key: value for key, value in config.items() if key not in quantized})
     layers = stated_layers(config, dense) or dense_layers(dense)
     enclosed = enclosing(dense, layers)
+    if quantized and dense["model_type"] in MIXTURES:
+        raise ModelError("the mixture of experts is quantized; use the unquantized checkpoint")
     return None if layers == dense_layers(enclosed) else pruned_config(enclosed, layers) | quantized | {IN_PLACE: True}
 
 
-def is_leftover(widths: ModelWidths, name: str, shape: Sequence[int]) -> bool:
+def is_leftover(widths: ModelWidths | ModuleWidths, name: str, shape: Sequence[int]) -> bool:
     """Return whether a tensor is left out: one of a removed block, such as its norm, or a matrix of
     length 0."""
+    if isinstance(widths, ModuleWidths):
+        return 0 in shape
     match = _TENSOR.fullmatch(name)
     layer = widths.layers[int(match[1])] if match and int(match[1]) < len(widths.layers) else None
     if match is None or layer is None:

@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.remote_code import FILES, WIDTHS_FILES
-from ddp_vllm.remote_code.module_widths import states_widths
+from ddp_vllm.remote_code import code_of
 
 # copied along with the weights: data files known by name, never code
 TOKENIZER_AND_CONFIG_FILES = (
@@ -42,7 +41,7 @@ def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> 
     if settings.pop("auto_map", None) is not None:  # it would name code, which is not copied
         write_json(settings, tokenizer)
     write_json(config, folder / "config.json")
-    for file in FILES if "ddp_layers" in config else WIDTHS_FILES if states_widths(config) else ():
+    for file in code_of(config):
         shutil.copyfile(file, folder / file.name)
 
 

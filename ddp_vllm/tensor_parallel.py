@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, count_experts, dense_expert_size
+from ddp_vllm.families import dimensions_of
+from ddp_vllm.remote_code.widths import LayerWidths
 
 Layers = Sequence[LayerWidths] | Callable[[int], Sequence[LayerWidths]]
 """The layers that must split without padding, or a function that returns them for a number of
@@ -23,7 +24,7 @@ def tensor_parallel_sizes(
 
     config: as plain data, dense or pruned.
     """
-    heads = config["num_attention_heads"]
+    heads = dimensions_of(config).num_query_heads
     return [size for size in range(1, heads + 1) if _reason(size, config, layers, expert_parallel) is None]
 
 
@@ -50,13 +51,14 @@ def check_tensor_parallel(
 
 def _reason(num_ranks: int, config: Mapping[str, Any], layers: Layers, expert_parallel: bool) -> str | None:
     """Return why the size is invalid, as the predicate of a sentence; None if the model splits."""
-    heads, experts = config["num_attention_heads"], count_experts(config)
+    sizes = dimensions_of(config)
+    heads, experts = sizes.num_query_heads, sizes.num_experts
     if heads % num_ranks:
         return f"does not divide the {heads} query heads of the dense model, as vLLM requires"
     if expert_parallel and num_ranks > experts:
         return f"requires an expert for each device, and a layer has {experts}"
-    if experts and not expert_parallel and dense_expert_size(config) % num_ranks:
-        return f"does not divide the {dense_expert_size(config):,} channels of a dense expert, as vLLM requires"
+    if experts and not expert_parallel and sizes.expert_intermediate_size % num_ranks:
+        return f"does not divide the {sizes.expert_intermediate_size:,} channels of a dense expert, as vLLM requires"
     for index, layer in enumerate(layers(num_ranks) if callable(layers) else layers):
         if not layer.splits_over(num_ranks):
             return (

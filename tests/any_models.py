@@ -1,4 +1,4 @@
-"""Small random models of architectures without a row in `FAMILIES`: their attention is unusual, their MLPs are not.
+"""Small random models of architectures without a row in `FAMILIES`: the one table of them for all tests.
 
 Sizes of attention are the smallest that vLLM supports on a CPU: heads of 32 numbers, latent vectors of 512.
 """
@@ -13,27 +13,38 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from ddp_vllm.remote_code.modeling_deepseek import DeepseekConfig, register_deepseek
+
+INTERMEDIATE, EXPERT, NUM_EXPERTS, LAYERS = 96, 64, 8, 3
 SIZES: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 256, "initializer_range": 0.2, "eos_token_id": 0,
-    "bos_token_id": None, "pad_token_id": None,
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "initializer_range": 0.2,
+    "eos_token_id": 0, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": EXPERT, "num_experts_per_tok": 3}
+# the first layer is dense
+SHARED: dict[str, Any] = EXPERTS | {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 2, "first_k_dense_replace": 1}
 LINEAR: dict[str, Any] = {  # gated DeltaNet in all but the last layer
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+YARN: dict[str, Any] = {  # vLLM 0.32's CPU kernel for plain interleaved RoPE is wrong with two heads, dense as well
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 512, "q_lora_rank": 24, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "num_key_value_heads": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+    "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
 }  # fmt: skip
 GEMMA: dict[str, Any] = {
     "head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 8,
 }  # fmt: skip
-VISION: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_heads": 2,
-    "num_attention_heads": 2, "patch_size": 4, "image_size": 16, "out_hidden_size": 64, "num_channels": 3,
+VISION: dict[str, Any] = {  # its MLPs are as wide as the decoder's, so that a mix-up would show
+    "hidden_size": 32, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 1, "depth": 1, "num_heads": 2,
+    "num_attention_heads": 2, "patch_size": 4, "image_size": 32, "out_hidden_size": 64, "num_channels": 3,
+    "num_position_embeddings": 64, "head_dim": 16,
 }  # fmt: skip
 
 
@@ -41,52 +52,82 @@ def _config(name: str, *parts: dict[str, Any], **more: Any) -> Any:
     settings: dict[str, Any] = {}
     for part in (SIZES, *parts, more):
         settings |= part
-    return getattr(transformers, name)(**settings)
+    return (DeepseekConfig if name == "DeepseekConfig" else getattr(transformers, name))(**settings)
 
 
 def _wrapper(name: str, text: Any, **more: Any) -> Any:
     kind = getattr(transformers, name)
-    return kind(text_config=text.to_dict(), vision_config=VISION, eos_token_id=0, **more)
+    return kind(text_config=text.to_dict(), vision_config=VISION | more, eos_token_id=0)
 
 
-MODELS: dict[str, Callable[[], Any]] = {
+# mixtures that `families.described` knows
+MIXTURES: dict[str, Callable[[], Any]] = {
+    # the middle layer has a dense MLP: widths must find their layer
+    "qwen3_moe": lambda: _config(
+        "Qwen3MoeConfig", EXPERTS, num_experts=NUM_EXPERTS, head_dim=32, mlp_only_layers=[1]
+    ),
+    # a shared expert with a gate of its own, biases in attention
+    "qwen2_moe": lambda: _config(
+        "Qwen2MoeConfig", EXPERTS, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=48
+    ),
+    # other names on disk; one tensor is embedding and head; a hidden size that our CPU kernel does not take
+    "mixtral": lambda: _config(
+        "MixtralConfig", hidden_size=48, head_dim=32, intermediate_size=EXPERT, num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=3, tie_word_embeddings=True,
+    ),
+    # norms over all heads, so KV heads as many as query heads
+    "olmoe": lambda: _config(
+        "OlmoeConfig", num_key_value_heads=2, intermediate_size=EXPERT, num_experts=NUM_EXPERTS, num_experts_per_tok=3
+    ),
+    "deepseek": lambda: _config("DeepseekConfig", SHARED, num_key_value_heads=2),
+    "deepseek_v2": lambda: _config("DeepseekV2Config", SHARED, LATENT),
+}  # fmt: skip
+MODELS: dict[str, Callable[[], Any]] = MIXTURES | {
     "olmo2": lambda: _config("Olmo2Config"),
     "olmo3": lambda: _config("Olmo3Config", sliding_window=8),
     "glm4": lambda: _config("Glm4Config", head_dim=32),  # gate and up are one tensor
-    "gemma4_text": lambda: _config("Gemma4TextConfig", GEMMA),
+    "gemma4_text": lambda: _config(
+        "Gemma4TextConfig", head_dim=32, vocab_size_per_layer_input=320, hidden_size_per_layer_input=16, pad_token_id=0
+    ),
     "seed_oss": lambda: _config("SeedOssConfig", head_dim=32),
     "hunyuan_v1_dense": lambda: _config("HunYuanDenseV1Config", head_dim=32),
-    "cohere2": lambda: _config("Cohere2Config", sliding_window=8, logit_scale=0.5),
     "starcoder2": lambda: _config("Starcoder2Config"),  # an MLP without a gate, biases everywhere
-    "phi": lambda: _config("PhiConfig"),  # attention and MLP in parallel
+    # attention and MLP in parallel
+    "phi": lambda: _config("PhiConfig", num_key_value_heads=2, partial_rotary_factor=0.5),
     "gpt_neox": lambda: _config("GPTNeoXConfig"),
-    "qwen3_5": lambda: _wrapper("Qwen3_5Config", _config("Qwen3_5TextConfig", LINEAR, head_dim=32)),
-    "mistral3": lambda: _wrapper("Mistral3Config", _config("MistralConfig", head_dim=32)),
-    "qwen3_next": lambda: _config(
-        "Qwen3NextConfig", EXPERTS, LINEAR, head_dim=32, num_experts=4, shared_expert_intermediate_size=24
+    "mistral3": lambda: _wrapper(
+        "Mistral3Config", _config("MistralConfig", head_dim=32), model_type="pixtral", patch_size=8
     ),
+    "qwen3_5": lambda: _wrapper("Qwen3_5Config", _config("Qwen3_5TextConfig", LINEAR, head_dim=32)),
     "qwen3_5_moe": lambda: _wrapper(
         "Qwen3_5MoeConfig",
-        _config("Qwen3_5MoeTextConfig", EXPERTS, LINEAR, head_dim=32, num_experts=4,
-                shared_expert_intermediate_size=24),
+        _config("Qwen3_5MoeTextConfig", EXPERTS, LINEAR, head_dim=32, num_experts=NUM_EXPERTS,
+                shared_expert_intermediate_size=48),
     ),
-    "glm4_moe": lambda: _config(
-        "Glm4MoeConfig", EXPERTS, head_dim=32, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1,
-        n_group=1, topk_group=1,
+    "qwen3_next": lambda: _config(
+        "Qwen3NextConfig", EXPERTS, LINEAR, head_dim=32, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=48
     ),
+    "glm4_moe": lambda: _config("Glm4MoeConfig", SHARED, head_dim=32, n_shared_experts=1, n_group=1, topk_group=1),
     "deepseek_v3": lambda: _config(
-        "DeepseekV3Config", EXPERTS, LATENT, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1,
-        topk_method="noaux_tc", scoring_func="sigmoid",  # which only vLLM reads
+        "DeepseekV3Config", SHARED, LATENT, n_group=2,
+        topk_method="noaux_tc", scoring_func="sigmoid",  # vLLM reads both, which transformers takes for granted
     ),
     "ernie4_5_moe": lambda: _config(
-        "Ernie4_5_MoeConfig", moe_intermediate_size=32, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1,
-        moe_layer_start_index=1,
+        "Ernie4_5_MoeConfig", moe_intermediate_size=EXPERT, moe_num_experts=NUM_EXPERTS, moe_k=3,
+        moe_num_shared_experts=1, moe_layer_start_index=1, rope_parameters=YARN,
     ),
     "minimax_m2": lambda: _config(
-        "MiniMaxM2Config", intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, head_dim=32,
-        rotary_dim=32, scoring_func="sigmoid", use_routing_bias=True,  # which only vLLM reads
+        "MiniMaxM2Config", intermediate_size=EXPERT, num_local_experts=NUM_EXPERTS, num_experts_per_tok=3, head_dim=32,
+        rotary_dim=16, use_routing_bias=True,
+        scoring_func="softmax",  # vLLM 0.32 has no sigmoid without groups on a CPU
     ),
-    "hunyuan_v1_moe": lambda: _config("HunYuanMoEV1Config", num_experts=4, moe_topk=2, head_dim=32),
+    "hunyuan_v1_moe": lambda: _config(
+        "HunYuanMoEV1Config", intermediate_size=EXPERT, num_experts=NUM_EXPERTS, moe_topk=3, head_dim=32
+    ),
+}  # fmt: skip
+# models that vLLM's tests leave out
+UNSERVED: dict[str, Callable[[], Any]] = {
+    "cohere2": lambda: _config("Cohere2Config", sliding_window=8, logit_scale=0.5),
     "gpt_oss": lambda: _config(
         "GptOssConfig", intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=8
     ),
@@ -98,24 +139,29 @@ MODELS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def random_model(name: str) -> Any:
+def random_model(name: str, **changes: Any) -> Any:
     """Return a model of that name in float32, with every norm and bias away from 0 and 1."""
-    config = MODELS[name]()
+    register_deepseek()  # v1, which transformers does not know
+    config = (MODELS | UNSERVED)[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
     torch.manual_seed(0)
     kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
     kind = next(each for each in kinds if type(config) in each._model_mapping)
     model = kind.from_config(config, dtype=torch.float32).eval()
-    for label, parameter in model.named_parameters():
-        if parameter.dim() == 1 and ("norm" in label or label.endswith("bias")):
-            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
-        elif parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
+    for label, tensor in model.state_dict().items():
+        if name == "ernie4_5_moe" and "correction_bias" in label:
+            tensor.zero_()  # vLLM 0.32's router on a CPU ignores it where scores are softmax, dense as well
+        elif tensor.dim() == 1 and ("norm" in label or label.endswith("bias")):
+            torch.nn.init.normal_(tensor, mean=float(tensor.mean()), std=0.3)
+        elif tensor.dim() > 1:
+            torch.nn.init.normal_(tensor, std=0.1)
     return model
 
 
-def write_model(name: str, folder: Path) -> Path:
+def write_model(name: str, folder: Path, **changes: Any) -> Path:
     """Write the model of that name, and return its folder."""
-    random_model(name).save_pretrained(folder)
+    random_model(name, **changes).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
     return folder

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
-from ddp_vllm.remote_code.configuration_ddp import DDPLlamaConfig, DDPPhi3Config, DDPQwen3MoeConfig
+from ddp_vllm.remote_code.configuration_ddp import DDPLlamaConfig, DDPPhi3Config
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.modeling_ddp import DDPLlamaForCausalLM, DDPPhi3ForCausalLM
-from ddp_vllm.remote_code.modeling_ddp_moe import DDPQwen3MoeForCausalLM
+from ddp_vllm.remote_code.ragged_experts import RaggedExperts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -24,7 +24,6 @@ UNEVEN = [
     {"query_heads_per_kv_head": [1], "intermediate_size": 0},
 ]
 WIDTHS = [24, 0, 5, 1, 17, 16, 2, 8]
-EXPERTS = [{"query_heads_per_kv_head": [2] * 4, "intermediate_size": 0, "expert_intermediate_sizes": WIDTHS}] * 3
 TOKENS = torch.randint(1, 96, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
@@ -37,12 +36,11 @@ def llama() -> Any:
 @pytest.fixture
 def mixture() -> Any:
     torch.manual_seed(0)
-    return DDPQwen3MoeForCausalLM(_mixture_config()).eval()
-
-
-def _mixture_config() -> Any:
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8}
-    return DDPQwen3MoeConfig(**SIZES, **experts, ddp_layers=EXPERTS)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).eval()
+    for layer in model.model.layers:
+        layer.mlp.experts = RaggedExperts(layer.mlp.experts, WIDTHS, ("gate_proj", "up_proj"), "down_proj")
+    return model
 
 
 def _answer(model: Any, **settings: Any) -> torch.Tensor:

@@ -6,8 +6,10 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel, tensor_parallel_sizes
 
-DENSE = {"num_attention_heads": 12}
-EXPERTS = {"num_attention_heads": 16, "num_experts": 8, "moe_intermediate_size": 64}
+DENSE = {"num_attention_heads": 12, "num_hidden_layers": 1, "hidden_size": 96, "intermediate_size": 32}
+EXPERTS = DENSE | {
+    "model_type": "qwen3_moe", "num_attention_heads": 16, "num_experts": 8, "moe_intermediate_size": 64, "head_dim": 8
+}  # fmt: skip
 
 
 def layer(*query_heads_per_kv_head: int, intermediate_size: int = 32) -> LayerWidths:
@@ -24,7 +26,7 @@ def test_the_dense_models_query_heads_divide() -> None:
 
 
 def test_where_nothing_may_be_padded_the_first_layer_that_does_not_split_is_named() -> None:
-    config, layers = {"num_attention_heads": 8}, [layer(2, 2, 2, 2), layer(2, 2)]
+    config, layers = DENSE | {"num_attention_heads": 8}, [layer(2, 2, 2, 2), layer(2, 2)]
     assert tensor_parallel_sizes(config, layers) == [1, 2, 4]
     with pytest.raises(SettingError, match=r"size 8 does not split layer 1 .*2 KV heads .*: 1, 2, 4; prune again"):
         check_tensor_parallel(8, config, layers, remedy="prune again")

@@ -12,12 +12,15 @@ import argparse
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from ddp_vllm.families import dense_layers, pruned_config
+from ddp_vllm.remote_code.module_widths import ModuleWidths
 from lease import DEVICE, DRY, WORK, Results, is_over, wait_for
 
 LAYERS = [  # unequal KV heads, removed attention, a removed MLP, odd widths
@@ -89,9 +92,13 @@ CASES = {  # the most important first
 
 def model_class(model: str) -> Any:
     """Return the class of transformers that computes a model."""
-    from ddp_vllm.remote_code import modeling_ddp, modeling_ddp_moe
+    from transformers import Qwen3MoeForCausalLM
 
-    return modeling_ddp_moe.DDPQwen3MoeForCausalLM if model == "experts" else modeling_ddp.DDPLlamaForCausalLM
+    from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
+    from ddp_vllm.remote_code.modeling_ddp import DDPLlamaForCausalLM
+
+    register_widths()
+    return Qwen3MoeForCausalLM if model == "experts" else DDPLlamaForCausalLM
 
 
 def write_model(folder: Path, model: str) -> None:
@@ -101,23 +108,39 @@ def write_model(folder: Path, model: str) -> None:
         "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "bos_token_id": 1, "eos_token_id": 2,
         "pad_token_id": 0, "initializer_range": 0.05, "num_hidden_layers": len(MODELS[model]),
     }  # fmt: skip
-    layers: list[dict[str, Any]] = [
-        {"query_heads_per_kv_head": heads, "intermediate_size": width} for heads, width in MODELS[model]
-    ]
+    stated: dict[str, Any] = {
+        "ddp_layers": [{"query_heads_per_kv_head": heads, "intermediate_size": width} for heads, width in MODELS[model]]
+    }
     if model == "experts":
-        sizes |= {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
-        for turn, layer in enumerate(layers):
-            layer |= {"query_heads_per_kv_head": [4] * 4, "intermediate_size": 0}
-            layer["expert_intermediate_sizes"] = EXPERTS[turn:] + EXPERTS[:turn]
+        stated = {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
     torch.manual_seed(0)
-    made = model_class(model)(model_class(model).config_class(**sizes, ddp_layers=layers)).to(torch.bfloat16)
+    made = model_class(model)(model_class(model).config_class(**sizes, **stated)).to(torch.bfloat16)
     made.save_pretrained(folder)
+    if model == "experts":
+        narrow_experts(folder)
     if model in ("ragged", "even"):
         from peft import LoraConfig, get_peft_model
 
         modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         settings = LoraConfig(target_modules=modules, r=4, lora_alpha=8, init_lora_weights=False)
         get_peft_model(made, settings).save_pretrained(folder / "adapter")
+
+
+def narrow_experts(folder: Path) -> None:
+    """Give the experts of a dense model their widths."""
+    config = json.loads((folder / "config.json").read_text())
+    layers = [
+        replace(layer, expert_intermediate_sizes=tuple(EXPERTS[turn:] + EXPERTS[:turn]))
+        for turn, layer in enumerate(dense_layers(config))
+    ]
+    pruned = pruned_config(config, layers)
+    widths, kept = ModuleWidths.of(pruned), {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        axis, length = widths.expected(name) or (0, tensor.shape[0])
+        if length:
+            kept[name] = tensor.narrow(axis, 0, length).contiguous()
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(pruned))
 
 
 def ask(folder: Path, case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]:

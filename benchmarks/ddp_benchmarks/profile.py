@@ -23,7 +23,7 @@ from ddp_vllm.families import pruned_config
 from ddp_vllm.latency import FORMAT, Workload, dimensions_in, read_profile, shapes_of
 from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
-from ddp_vllm.remote_code import FILES
+from ddp_vllm.remote_code import code_of
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.results import write_results
 
@@ -127,9 +127,8 @@ def _without_weights(dense: Path, config: Mapping[str, Any], widths: Sequence[La
     folder.mkdir(exist_ok=True)
     content = pruned_config(config, widths) if widths else config
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    if widths:
-        for file in FILES:
-            shutil.copyfile(file, folder / file.name)
+    for file in code_of(content):
+        shutil.copyfile(file, folder / file.name)
     return str(folder)
 
 

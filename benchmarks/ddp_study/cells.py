@@ -45,7 +45,7 @@ from ddp_training.run_state import RunState
 from ddp_training.weights import TrainedWeights
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import dense_layers
+from ddp_vllm.families import FAMILIES, MIXTURES, dense_layers
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import locked, make_folder, write_text
 
@@ -65,10 +65,10 @@ def run_study(study: Study, output: Path, print_line: Callable[[str], None]) -> 
         not support a sparsity; TextError if a text is too short; and as training does.
     """
     source, tokenizer = open_source(study.recipe.model), load_tokenizer(study.recipe.model)
-    if source.structure:
+    if source.config["model_type"] not in {*FAMILIES, *MIXTURES}:
         raise SettingError(
-            f"study compares methods on families with a table (docs/families.md), and {source.config['model_type']} "
-            "has none; choose another model"
+            f"study compares methods on the families of `{', '.join((*FAMILIES, *MIXTURES))}`, not of "
+            f"{source.config['model_type']}; choose another model"
         )
     shapes = source.shapes
     for sparsity in study.sparsities:

@@ -19,7 +19,7 @@ from ddp_prune.experts import IMPLEMENTATION
 from ddp_prune.gates import GatedModel
 from ddp_study.scores import Score, observe, routed_experts
 from ddp_training.loss import OutputHead, distill
-from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT
+from ddp_vllm.families import ROUTER, WHOLE_EXPERT
 
 ALPHA = 0.9  # CAMERA-P's α
 NAEE_TOKENS = 8192
@@ -168,7 +168,7 @@ def nearest_layer(gated: GatedModel, blocks: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _removal_order(gated: GatedModel, index: int, blocks: torch.Tensor) -> torch.Tensor:
     """Return the positions of one layer's experts in the order of removal, [E]."""
-    router, experts = (gated.layers[index].get_submodule(name) for name in (ROUTER, EXPERTS))
+    router, experts = (gated.layers[index].get_submodule(name) for name in (ROUTER, gated.family.experts))
     inputs: list[torch.Tensor] = []
     observe(gated, blocks, {index: router}, lambda _index, x_TH, _logits_TE: inputs.append(x_TH))
     x_TH = torch.cat(inputs).to(next(experts.parameters()).dtype)

@@ -9,21 +9,19 @@ bias on all projections of a block or on none, so the others get zeros.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import dense_layers
+from ddp_vllm.families import MIXTURES, dense_layers, described
 from ddp_vllm.formats import ONLY_EXPERTS, groups
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable, layer_modules
+from ddp_vllm.remote_code.module_widths import Block, ModuleWidths
+from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable
 from ddp_vllm.remote_code.widths import (
     EXPERT_COUNT_KEYS,
     LayerWidths,
     ModelWidths,
-    count_experts,
     head_dim,
-    lengths_of,
 )
 
 Shapes = Mapping[str, list[int]]
@@ -66,15 +64,12 @@ def read_layers(
     tool may have written those of a pruned layer.
     Raises: ModelError for tensors that fit no widths, or whose widths have two readings.
     """
-    table, layers = TABLES[dense["model_type"]], Layer.all_of(shapes, dense["num_hidden_layers"])
+    layers = Layer.all_of(shapes, dense["num_hidden_layers"])
     if not any(layer.weights for layer in layers):
         raise ModelError(f"its tensors have names like {short(min(shapes, default=''))}, not {LAYERS}.0.…; {AGAIN}")
-    if table.has_experts:
-        number = _num_routed(table, layers, count_experts(dense))
-        found = dict(dense) | dict.fromkeys([key for key in EXPERT_COUNT_KEYS if dense.get(key)], number)
-        return found, [
-            _of_experts(layer, table, kept, found) for layer, kept in zip(layers, dense_layers(found), strict=True)
-        ]
+    if dense["model_type"] in MIXTURES:
+        return _read_mixture(dense, layers)
+    table = TABLES[dense["model_type"]]
     size = head_dim(dense) if sizes_known or dense.get("head_dim") else _head_size(dense, table, layers)
     return {**dense, "head_dim": size}, [_of_blocks(layer, table, size) for layer in layers]
 
@@ -92,8 +87,8 @@ def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[La
         return norms[0]
     heads, stated, output = dense["num_attention_heads"], head_dim(dense), table.output("attn")
     projections = (output, *table.inputs("attn"))
-    lengths = {_length(layer, each, "") or 0 for layer in layers for each in projections} - {0}
-    outputs = {_length(layer, output, "") or 0 for layer in layers} - {0}
+    lengths = {_length(layer, each) or 0 for layer in layers for each in projections} - {0}
+    outputs = {_length(layer, output) or 0 for layer in layers} - {0}
     sizes = sorted({stated, *(length // heads for length in outputs if length % heads == 0)})
     possible = [size for size in sizes if size % 2 == 0 and not any(length % size for length in lengths)]
     if not lengths or (possible == [stated] and heads * stated in outputs):
@@ -117,16 +112,15 @@ def _of_blocks(layer: Layer, table: TensorTable, size: int) -> LayerWidths:
     )
 
 
-def _units(layer: Layer, table: TensorTable, block: str, size: int, expert: str = "") -> dict[str, int]:
-    """Return how many units of each kind a block has; {} if it is removed. expert: its number.
-    Raises: ModelError."""
+def _units(layer: Layer, table: TensorTable, block: str, size: int) -> dict[str, int]:
+    """Return how many units of each kind a block has; {} if it is removed. Raises: ModelError."""
     projections = (table.output(block), *table.inputs(block))
-    lengths = {each: _length(layer, each, expert) for each in projections}
+    lengths = {each: _length(layer, each) for each in projections}
     if not any(lengths.values()):
         return {}
     units: dict[str, int] = {}
     for projection, length in lengths.items():
-        name, unit = projection.name.format(expert), projection.unit_size(size)
+        name, unit = projection.name, projection.unit_size(size)
         if length is None:
             raise ModelError(f"layer {layer.index} lacks {name}.weight, but has other tensors of that block; {AGAIN}")
         unknown = [kind for kind in projection.units if kind not in units]
@@ -142,17 +136,40 @@ def _units(layer: Layer, table: TensorTable, block: str, size: int, expert: str 
     return units
 
 
-def _length(layer: Layer, projection: Projection, expert: str) -> int | None:
+def _length(layer: Layer, projection: Projection) -> int | None:
     """Return the length of a projection's weight along the axis that pruning shortens; None if
     there is none."""
-    shape = layer.weights.get(projection.name.format(expert))
+    shape = layer.weights.get(projection.name)
     return shape[projection.axis] if shape is not None and len(shape) == 2 else None
 
 
-def _num_routed(table: TensorTable, layers: Sequence[Layer], stated: int) -> int:
+def _read_mixture(dense: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[dict[str, Any], list[LayerWidths]]:
+    """Return `read_layers` of a mixture of experts, in which only routed experts differ.
+    Raises: ModelError."""
+    block = ModuleWidths.of(described(dense)).experts
+    assert block
+    number = _num_routed(f"{block.output.partition('.experts.')[0]}.gate", layers, block.num_experts)
+    found = {**dense, **dict.fromkeys([key for key in EXPERT_COUNT_KEYS if dense.get(key)], number)}
+    others: dict[bool, dict[str, list[int]]] = {}
+    widths = []
+    for layer, kept in zip(layers, dense_layers(found), strict=True):
+        routed = kept.expert_intermediate_sizes is not None
+        own = {module: shape for module, shape in layer.weights.items() if ".experts." not in module}
+        first = others.setdefault(routed, own)
+        if other := [module for module in {**first, **own} if first.get(module) != own.get(module)]:
+            raise ModelError(
+                f"layer {layer.index} has {other[0]} of shape {own.get(other[0])}, another layer of shape "
+                f"{first.get(other[0])}, but {ONLY_EXPERTS}; {AGAIN}, or prune only experts"
+            )
+        sizes = tuple(_expert_width(layer, block, expert) for expert in range(number)) if routed else None
+        widths.append(replace(kept, expert_intermediate_sizes=sizes))
+    return found, widths
+
+
+def _num_routed(router: str, layers: Sequence[Layer], stated: int) -> int:
     """Return how many experts the routers choose from, or `stated` without any. Raises: ModelError
     if they differ."""
-    rows = {layer.weights[table.router[0]][0]: layer.index for layer in layers if layer.weights.get(table.router[0])}
+    rows = {layer.weights[router][0]: layer.index for layer in layers if layer.weights.get(router)}
     if len(rows) <= 1:
         return next(iter(rows), stated)
     (few, first), (many, second) = [*sorted(rows.items()), (0, 0), (0, 0)][:2]
@@ -162,28 +179,30 @@ def _num_routed(table: TensorTable, layers: Sequence[Layer], stated: int) -> int
     )
 
 
-def _of_experts(layer: Layer, table: TensorTable, dense: LayerWidths, config: Mapping[str, Any]) -> LayerWidths:
-    """Return the widths of a layer of a mixture of experts, in which only routed experts differ.
-    Raises: ModelError."""
-    routed = dense.expert_intermediate_sizes is not None
-    lengths = lengths_of(config)
-    for module in layer_modules(table, {}, routed=routed):
-        required = [lengths.get(name) for name in table.shapes.get(module, ())]
-        shape = layer.weights.get(module)
-        if shape is None or any(a not in (b, None) for a, b in zip_longest(required, shape[: len(required)])):
-            has = f"lacks {module}" if shape is None else f"has {module} of shape {shape} instead of {required}"
-            raise ModelError(f"layer {layer.index} {has}, but {ONLY_EXPERTS}; {AGAIN}, or prune only experts")
-    sizes = (
-        _units(layer, table, "experts", 1, str(expert)).get("expert_channel", 0)
-        for expert in range(len(dense.expert_intermediate_sizes or ()))
-    )
-    return replace(dense, expert_intermediate_sizes=tuple(sizes)) if routed else dense
+def _expert_width(layer: Layer, block: Block, expert: int) -> int:
+    """Return the channels of an expert; 0 if it is removed. Raises: ModelError."""
+    names = [name.format(expert) for name in block.projections]
+    shapes = [layer.weights.get(name) for name in names]
+    if not any(shapes):
+        return 0
+    lengths = [
+        shape[name == names[-1]] if shape and len(shape) == 2 else None
+        for name, shape in zip(names, shapes, strict=True)
+    ]
+    for name, length in zip(names, lengths, strict=True):
+        if length is None:
+            raise ModelError(f"layer {layer.index} lacks {name}.weight, but has other tensors of that block; {AGAIN}")
+        if length != lengths[0]:
+            raise ModelError(f"layer {layer.index}: {name} has {length} channels, but {names[0]} {lengths[0]}; {AGAIN}")
+    return lengths[0] or 0
 
 
 def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     """Return the config with the flags of the biases that are on disk. Raises: ModelError if the
     class has none."""
     found, model_type = dict(dense), dense["model_type"]
+    if model_type in MIXTURES:
+        return found
     own = ModelWidths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
     for layer in Layer.all_of(shapes, dense["num_hidden_layers"]):
         for module in (module for module in layer.biases if module not in own):

@@ -11,17 +11,27 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_config
+from ddp_vllm.conversion.any_model import COUNTS, describe
 from ddp_vllm.conversion.shapes import AGAIN, check_constants, read_layers, with_biases, zeros
 from ddp_vllm.errors import ModelError, OutputError, line_printer
-from ddp_vllm.families import dense_layers, foreign_code, pruned_config
-from ddp_vllm.formats import FORMATS, SUBBLOCKS, dense_config, enclosing, grown, is_leftover, stated_layers
+from ddp_vllm.families import (
+    FAMILIES,
+    MIXTURES,
+    dense_layers,
+    described_config,
+    described_layers,
+    foreign_code,
+    pruned_config,
+    text_config,
+)
+from ddp_vllm.formats import FORMATS, SUBBLOCKS, base_type, dense_config, enclosing, grown, is_leftover, stated_layers
 from ddp_vllm.masks import MASKS_FILE, masks_metadata
 from ddp_vllm.model_facts import known_folder
 from ddp_vllm.model_files import state_tokenizer_class, write_json, write_model_files
@@ -38,6 +48,7 @@ from ddp_vllm.remote_code.files import (
     read_json,
     short,
 )
+from ddp_vllm.remote_code.module_widths import APPROXIMATE, ModuleWidths, approximate_experts, states_widths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
 
 PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.pkl")
@@ -69,9 +80,9 @@ class Plan:
     stored: dict[str, Stored]
     zeros: dict[str, str]
     """Bias of zeros to add -> the weight whose rows and dtype it has."""
-    provenance: dict[str, Any]
     notes: list[str]
-    sources: list[Path]
+    provenance: dict[str, Any] = field(default_factory=dict)
+    sources: list[Path] = field(default_factory=list)
     """Folders whose tokenizer and other files are copied; the last one has precedence."""
 
 
@@ -100,7 +111,8 @@ def convert(
         for place in plan.sources:
             write_model_files(writing, place, plan.config)
         write_weights(writing, plan)
-        state_tokenizer_class(plan.sources[0], writing)
+        if "ddp_layers" in plan.config:
+            state_tokenizer_class(plan.sources[0], writing)
         _write_provenance(writing / MASKS_FILE, plan.provenance)
         return write_card(writing, target)
 
@@ -110,12 +122,15 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     WidthsError."""
     _refuse_pickles(folder)
     config = read_config(folder)
-    if "ddp_layers" in config:
+    if "ddp_layers" in config or states_widths(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
-    own, stored, dense_folder = dense_config(config), stored_tensors(folder), _folder_of(dense_model)
+    stored, dense_folder = stored_tensors(folder), _folder_of(dense_model)
+    if approximate_experts(config) or base_type(config) not in FAMILIES | MIXTURES:
+        return _plan_of_any(folder, config, stored, dense_model, dense_folder)
+    own = dense_config(config)
     dense = _with_dense_sizes(own, read_config(dense_folder), dense_folder) if dense_folder else own
     if stated := stated_layers(config, own):  # tensors of blocks that it removes may still be there
-        widths = ModelWidths.of(pruned_config(enclosing(own, stated), stated))
+        widths = _widths_of(pruned_config(enclosing(own, stated), stated))
         stored = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
     shapes = {name: each.shape for name, each in stored.items()}
     sized, layers = read_layers(dense, shapes, sizes_known=dense_folder is not None)
@@ -123,11 +138,15 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     whole = enclosing(sized, layers)
     biased = with_biases(whole, shapes)
     pruned = pruned_config(biased, layers)
-    widths = ModelWidths.of(pruned)
-    check_constants(layers, widths.table, shapes)
+    widths, added = _widths_of(pruned), dict[str, str]()
     kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
-    added = {bias: weight for bias, weight in zeros(widths, shapes) if weight in kept}
-    widths.check_complete([*widths.checked((name, each.shape, each.dtype) for name, each in kept.items()), *added])
+    tensors = ((name, each.shape, each.dtype) for name, each in kept.items())
+    if isinstance(widths, ModuleWidths):
+        widths.check(tensors)
+    else:
+        check_constants(layers, widths.table, shapes)
+        added = {bias: weight for bias, weight in zeros(widths, shapes) if weight in kept}
+        widths.check_complete([*widths.checked(tensors), *added])
     code = foreign_code(config)
     if layers == dense_layers(dense) and biased == whole and all(each.file.parent == folder for each in kept.values()):
         raise ModelError(
@@ -135,12 +154,46 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
             + f"; but {code}" * bool(code)
         )
     form = next((key for key in FORMATS if config.get(key)), "tensors")
-    provenance: dict[str, Any] = {"converted": {"from": folder.resolve().name, "format": form}}
     notes = [f"widths of {len(layers)} layers read from the shapes of tensors"]
     notes[0] += f" and from {form} in config.json" if stated else ""
     notes += [*_removed(layers, stated=bool(stated)), *grown(dense, whole)]
     notes += [f"{len(added)} biases of zeros added: the class has one on every projection of a block"] * bool(added)
     notes += [code] * bool(code)
+    return _finished(
+        Plan(config=pruned, stored=kept, zeros=added, notes=notes), folder, form, dense_model, dense_folder
+    )
+
+
+def _plan_of_any(
+    folder: Path,
+    config: Mapping[str, Any],
+    stored: dict[str, Stored],
+    dense_model: str | None,
+    dense_folder: Path | None,
+) -> Plan:
+    """Return what a folder of any architecture holds: the stock class with narrower MLPs or
+    experts. Raises: ModelError, WidthsError."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        raise ModelError(f"transformers has no class for model_type {short(config.get('model_type'))}; update it")
+    own = {key: value for key, value in config.items() if key not in FORMATS}
+    if dense_folder:
+        text, dense_text = text_config(own), text_config(read_config(dense_folder))
+        sizes = {key: dense_text[key] for key in (*SIZES, *COUNTS) if dense_text.get(key)}
+        own |= sizes if text is own else {"text_config": {**text, **sizes}}
+    sized, widths = describe(own, {name: each.shape for name, each in stored.items()})
+    widths.check((name, each.shape, each.dtype) for name, each in stored.items())
+    pruned = described_config(sized, widths)
+    notes = [f"widths of {len(widths.layers)} layers read from the shapes of tensors; the class is the stock one"]
+    notes += _removed(described_layers(pruned), stated=bool(widths.approximate_experts))
+    form = APPROXIMATE if widths.approximate_experts else "tensors"
+    return _finished(Plan(config=pruned, stored=stored, zeros={}, notes=notes), folder, form, dense_model, dense_folder)
+
+
+def _finished(plan: Plan, folder: Path, form: str, dense_model: str | None, dense_folder: Path | None) -> Plan:
+    """Return a plan with its provenance, and the tokenizer that is copied."""
+    notes = [*plan.notes]
     if dense_model and not dense_folder:
         notes.append(
             f"{dense_model} is not in the hub's cache, so its sizes were not used; to use them, run first: "
@@ -154,10 +207,13 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
             notes[-1] += f"that of {dense_folder} is copied"
         else:
             notes[-1] += "copy that of the dense model into the output, because vLLM requires it, or pass --dense"
-    return Plan(
-        config=pruned, stored=kept, zeros=added, notes=notes, sources=sources,
-        provenance=provenance | ({"applied_to": dense_model} if dense_model else {}),
-    )  # fmt: skip
+    provenance: dict[str, Any] = {"converted": {"from": folder.resolve().name, "format": form}}
+    provenance |= {"applied_to": dense_model} if dense_model else {}
+    return replace(plan, notes=notes, sources=sources, provenance=provenance)
+
+
+def _widths_of(config: Mapping[str, Any]) -> ModelWidths | ModuleWidths:
+    return ModuleWidths.of(config) if states_widths(config) else ModelWidths.of(config)
 
 
 def _folder_of(dense_model: str | None) -> Path | None:
@@ -185,13 +241,10 @@ def _with_dense_sizes(own: Mapping[str, Any], config: Mapping[str, Any], folder:
 def _removed(layers: Sequence[LayerWidths], *, stated: bool) -> Iterator[str]:
     """Yield a line per kind of removed block: without a statement in config.json, missing tensors
     look the same."""
+    states_experts = any(layer.expert_intermediate_sizes is not None for layer in layers)
     removed = {
         "attention": [index for index, layer in enumerate(layers) if not layer.num_kv_heads],
-        "MLP": [
-            index
-            for index, layer in enumerate(layers)
-            if not layer.intermediate_size and layer.expert_intermediate_sizes is None
-        ],
+        "MLP": [index for index, layer in enumerate(layers) if not layer.intermediate_size and not states_experts],
         "some experts": [index for index, layer in enumerate(layers) if 0 in (layer.expert_intermediate_sizes or ())],
     }
     why = "as config.json states" if stated else "because the folder has no tensors of it"

@@ -25,7 +25,6 @@ from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer
-from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import WEIGHTS
 from ddp_vllm.remote_code.module_widths import states_widths
@@ -117,16 +116,15 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     except SchemaError as error:
         return f"{error}; download the model again"
     model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
+    if checkpoint.stock:
+        return (
+            f"export writes models without routed experts alone; this is a stock {model_type} checkpoint, which "
+            "llama.cpp's own convert_hf_to_gguf.py converts"
+        )
+    if states_widths(config):
+        return f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
     if config.get("quantization_config"):
-        of_stock = f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
-        return of_stock if states_widths(config) else "it is quantized already; export the folder it was made from"
-    if checkpoint.family_widths.table.has_experts:
-        if checkpoint.stock or not is_pruned(checkpoint.folder):
-            return (
-                f"export writes models without routed experts alone; this is a stock {model_type} checkpoint, which "
-                "llama.cpp's own convert_hf_to_gguf.py converts"
-            )
-        return "it has no graph for experts of different widths; serve the model with vLLM"
+        return "it is quantized already; export the folder it was made from"
     lacks = None
     if missing := missing_parts(model_type):
         lacks = f"{missing} in models of type {model_type}"
@@ -225,7 +223,7 @@ def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int
     shapes: dict[str, tuple[int, ...]] = {}
     for index, layer in enumerate(widths.layers):
         blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
-        for module in layer_modules(widths.table, blocks, routed=False):
+        for module in layer_modules(widths.table, blocks):
             name = f"{LAYERS}.{index}.{module}.weight"
             if name not in checkpoint.shapes:
                 shapes[name] = (hidden, hidden) if widths.table.find(module) else (hidden,)
@@ -282,9 +280,8 @@ def _positions(name: str, before: ModelWidths, after: ModelWidths) -> Any:
         return ...
     axis, length = expected
     index, _, module = name.removeprefix(f"{LAYERS}.").partition(".")
-    placed, layer = after.table.find(module.rpartition(".")[0]), before.layers[int(index)]
-    assert placed is not None
-    projection, _ = placed
+    projection, layer = after.table.find(module.rpartition(".")[0]), before.layers[int(index)]
+    assert projection is not None
     if projection.units == ("query_head",):
         groups = np.array(layer.query_heads_per_kv_head)
         taken = (np.arange(groups.max()) < groups[:, None]).repeat(before.head_dim)

@@ -12,7 +12,7 @@ from typing import Any
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.evaluations import fidelity
-from ddp_vllm.families import dense_layers, dimensions_of, text_config
+from ddp_vllm.families import dense_layers, described, dimensions_of, text_config
 from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.latency import Workload
 from ddp_vllm.pages.page import Section, Table
@@ -174,7 +174,7 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
     context = _context(checkpoint)
     parameters = checkpoint.num_parameters
     counts = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
-    config = checkpoint.stock or checkpoint.config
+    config = described(checkpoint.stock or checkpoint.config)
     # it differs by architecture
     cache = [] if states_widths(config) else [("kv-bytes", "KV-cache bytes per token")]
     for budget, label in [("flops", f"FLOPs per token at {context:,}"), *cache]:
@@ -197,11 +197,11 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
     are counted if the kept units have them.
     """
     priced = int(_removed("params", checkpoint))
+    if checkpoint.stock:  # each removed expert leaves the router too
+        _, dense, left = units(checkpoint)[0]
+        return priced + int(checkpoint.config["hidden_size"]) * (dense - left)
     if not isinstance(checkpoint.widths, ModelWidths):  # nothing but channels was removed
         return priced
-    if checkpoint.has_experts:
-        _, dense, left = units(checkpoint)[0]
-        return priced + (int(checkpoint.config["hidden_size"]) * (dense - left) if checkpoint.stock else 0)
     without_attention = sum(not layer.num_kv_heads for layer in checkpoint.layers)
     without_mlp = sum(not layer.intermediate_size for layer in checkpoint.layers)
     of_heads = {

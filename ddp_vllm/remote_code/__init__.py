@@ -1,25 +1,27 @@
-"""The code that is copied into every checkpoint and that all parts of ddp-vllm import.
+"""The code that is copied into checkpoints and that all parts of ddp-vllm import.
 
 A checkpoint must load in transformers without ddp-vllm, so `export` copies these files into it
-unchanged. They import only each other, in this order: `tensors.py`, `files.py`, `widths.py`
-(standard library) → `configuration_ddp.py` (transformers) → `stock_vllm.py` → `modeling_ddp.py`
-(torch, dense families) → `ragged_experts.py`, `modeling_ddp_moe.py` (mixtures of experts). Models of
-a stock class get `files.py`, `module_widths.py`, `ragged_experts.py` and
-`configuration_ddp_widths.py` (torch) alone.
+unchanged. They import only each other. Families whose heads are pruned get `tensors.py`,
+`files.py`, `widths.py` (standard library) → `configuration_ddp.py` (transformers) →
+`stock_vllm.py` → `modeling_ddp.py` (torch). Models of a stock class get `files.py`,
+`module_widths.py`, `ragged_experts.py` and `configuration_ddp_widths.py` (torch), and DeepSeekMoE
+v1, which has no stock class, also `modeling_deepseek.py`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-NAMES = (
-    "tensors",
-    "files",
-    "widths",
-    "configuration_ddp",
-    "stock_vllm",
-    "modeling_ddp",
-    "ragged_experts",
-    "modeling_ddp_moe",
-)
-FILES = tuple(Path(__file__).with_name(f"{name}.py") for name in NAMES)
-WIDTHS_NAMES = ("files", "module_widths", "ragged_experts", "configuration_ddp_widths")  # of models of a stock class
-WIDTHS_FILES = tuple(Path(__file__).with_name(f"{name}.py") for name in WIDTHS_NAMES)
+from .module_widths import states_widths
+
+NAMES = ("tensors", "files", "widths", "configuration_ddp", "stock_vllm", "modeling_ddp")
+WIDTHS_NAMES = ("files", "module_widths", "ragged_experts", "configuration_ddp_widths")  # of a stock class
+DEEPSEEK = "deepseek"  # the model type of DeepSeekMoE v1
+
+
+def code_of(config: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Return the files that a checkpoint with this config contains."""
+    names: tuple[str, ...] = NAMES if "ddp_layers" in config else WIDTHS_NAMES if states_widths(config) else ()
+    if names == WIDTHS_NAMES and config.get("model_type") == DEEPSEEK:
+        names += ("modeling_deepseek",)
+    return tuple(Path(__file__).with_name(f"{name}.py") for name in names)

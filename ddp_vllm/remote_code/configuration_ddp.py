@@ -10,23 +10,18 @@ from typing import Any
 
 import transformers
 from transformers import (
-    DeepseekV2Config,
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
-    MixtralConfig,
-    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
-    Qwen2MoeConfig,
     Qwen3Config,
-    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
-from .widths import count_experts, parse_layers
+from .widths import parse_layers
 
 if int(transformers.__version__.partition(".")[0]) < 5:  # older configurations are not dataclasses
     raise ImportError(f"a pruned checkpoint requires transformers 5.16 or newer; this is {transformers.__version__}")
@@ -58,8 +53,7 @@ class NonUniformConfig:
 
     @property
     def is_heterogeneous(self) -> bool:
-        fields = vars(self)
-        return fields.get("ddp_layers") is not None and not count_experts(fields)
+        return vars(self).get("ddp_layers") is not None
 
     @property
     def per_layer_config(self) -> Any:
@@ -128,60 +122,6 @@ class DDPPhi3Config(NonUniformConfig, Phi3Config):
     model_type = "ddp_phi3"
 
 
-class DDPQwen3MoeConfig(NonUniformConfig, Qwen3MoeConfig):
-    model_type = "ddp_qwen3_moe"
-
-
-class DDPQwen2MoeConfig(NonUniformConfig, Qwen2MoeConfig):
-    model_type = "ddp_qwen2_moe"
-
-
-class DDPMixtralConfig(NonUniformConfig, MixtralConfig):
-    model_type = "ddp_mixtral"
-
-
-class DDPOlmoeConfig(NonUniformConfig, OlmoeConfig):
-    model_type = "ddp_olmoe"
-
-
-class DDPDeepseekV2Config(NonUniformConfig, DeepseekV2Config):
-    model_type = "ddp_deepseek_v2"
-
-
-class DeepseekConfig(LlamaConfig):
-    """Configuration of DeepSeekMoE (v1, arXiv:2401.06066), which transformers lacks: Llama with
-    experts.
-
-    Defaults are those of DeepSeekMoE-16B.
-    """
-
-    model_type = "deepseek"
-    n_routed_experts: int = 64
-    n_shared_experts: int | None = 2
-    num_experts_per_tok: int = 6
-    moe_intermediate_size: int = 1408
-    first_k_dense_replace: int = 1
-    moe_layer_freq: int = 1
-    norm_topk_prob: bool = False
-
-
-def register_deepseek_config() -> None:
-    """Register config and tokenizer of dense DeepSeekMoE (v1) with transformers' Auto classes; safe
-    to call again.
-
-    The published tokenizer_config.json names a Llama tokenizer, which loses the blanks of this
-    byte-level vocabulary. transformers overrides that name itself for later DeepSeek models.
-    """
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    transformers.AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig, exist_ok=True)
-    TOKENIZER_MAPPING_NAMES[DeepseekConfig.model_type] = "TokenizersBackend"
-
-
-class DDPDeepseekConfig(NonUniformConfig, DeepseekConfig):
-    model_type = "ddp_deepseek"
-
-
 CONFIGS = (
     DDPLlamaConfig,
     DDPMistralConfig,
@@ -192,10 +132,4 @@ CONFIGS = (
     DDPGraniteConfig,
     DDPSmolLM3Config,
     DDPPhi3Config,
-    DDPQwen3MoeConfig,
-    DDPQwen2MoeConfig,
-    DDPMixtralConfig,
-    DDPOlmoeConfig,
-    DDPDeepseekV2Config,
-    DDPDeepseekConfig,
 )

@@ -7,21 +7,18 @@ allocated.
 
 One entry per layer. `query_heads_per_kv_head` has one number for each kept KV head: its kept query
 heads, which are adjacent in `q_proj`. An empty list means that the attention is removed,
-`intermediate_size` 0 that the MLP is. Layers with routed experts have `expert_intermediate_sizes`,
-one width per expert, and 0 for a removed expert. The router still scores a removed expert, which
-adds nothing to its tokens. In such a model only experts are pruned: attention, router, shared
-experts and MLPs without experts stay dense.
+`intermediate_size` 0 that the MLP is. Routed experts are stated otherwise (`module_widths.py`).
 
 This file is part of every checkpoint and imports only the standard library, `tensors` and `files`.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .files import WidthsError, short
-from .tensors import TABLES, TensorTable, dense_type, layer_modules
+from .tensors import QUERY_KEY_NORMS, TABLES, TensorTable, dense_type, layer_modules
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -86,11 +83,8 @@ class LayerWidths:
     def num_kv_heads(self) -> int:
         return len(self.query_heads_per_kv_head)
 
-    def num_units(self, unit: str, expert: int = 0) -> int:
-        """Return the number of kept units of a kind (key of `tensors.BLOCK_OF`); expert channels
-        are of one expert."""
-        if unit == "expert_channel":
-            return (self.expert_intermediate_sizes or ())[expert]
+    def num_units(self, unit: str) -> int:
+        """Return the number of kept units of a kind (key of `tensors.BLOCK_OF`)."""
         counts = {
             "query_head": self.num_query_heads, "kv_head": self.num_kv_heads, "channel": self.intermediate_size
         }  # fmt: skip
@@ -113,7 +107,8 @@ class LayerWidths:
         return split and len(set(self.query_heads_per_kv_head)) == 1 and self.intermediate_size % num_ranks == 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of `ddp_layers`, which `parse_layers` reads."""
+        """Return the entry of `ddp_layers`, which `parse_layers` reads; with routed experts, that of
+        a report."""
         entry: dict[str, Any] = {
             "query_heads_per_kv_head": list(self.query_heads_per_kv_head),
             "intermediate_size": self.intermediate_size,
@@ -170,8 +165,6 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != num_layers):
         raise WidthsError(f"config.json: layer_types must name a type for each of {num_layers} layers, or be absent")
-    if count_experts(config):
-        check_routing(config)
     return tuple(_parse_layer(index, entry, config) for index, entry in enumerate(entries))
 
 
@@ -250,62 +243,11 @@ def _relations(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     yield fits or not vocabulary, f"pad_token_id is {short(padding)}, not one of {vocabulary} tokens"
 
 
-def lengths_of(config: Mapping[str, Any]) -> dict[str, int | None]:
-    """Return the lengths that `tensors.SHAPES` names.
-
-    0: the model has no such module. None: the config does not state the length, so it is not
-        checked.
-    """
-
-    def stated(key: str) -> int | None:
-        return (config[key] or 0) if key in config else None
-
-    heads, latent, hidden = config["num_attention_heads"], config.get("kv_lora_rank"), config.get("hidden_size")
-    head = head_dim(config) if config.get("head_dim") or hidden else None
-    found: dict[str, int | None] = {
-        "one": 1, "hidden": hidden, "head": head, "channels": config["intermediate_size"],
-        "experts": count_experts(config), "queries": head and heads * head, "values": head and heads * head,
-        "keys": head and dense_kv_heads(config) * head, "shared": stated("shared_expert_intermediate_size"),
-    }  # fmt: skip
-    if "n_shared_experts" in config:
-        found["shared"] = (config["n_shared_experts"] or 0) * dense_expert_size(config)
-    if latent:
-        rotated, plain, values = (config[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-        rank = found["query_rank"] = stated("q_lora_rank")
-        queries = heads * (plain + rotated)
-        found |= {
-            "queries": None if rank is None else 0 if rank else queries, "latent_queries": queries,
-            "latent": latent, "latent_and_rotated": latent + rotated, "keys_and_values": heads * (plain + values),
-            "values": heads * values,
-        }  # fmt: skip
-    return found
-
-
-def check_routing(config: Mapping[str, Any]) -> None:
-    """Refuse a mixture of experts with an impossible number of experts per token, or with quantized
-    weights.
-
-    A layer may keep fewer experts than `num_experts_per_tok`: the router scores all experts of the
-    dense model, and removed experts add nothing. Raises: WidthsError.
-    """
-    chosen, num_experts = config.get("num_experts_per_tok"), count_experts(config)
-    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 1 <= chosen <= num_experts:
-        raise WidthsError(
-            f"config.json: num_experts_per_tok is {chosen!r}, but a layer has {num_experts} experts to choose from; "
-            f"it must be an integer in 1…{num_experts}"
-        )
-    if config.get("quantization_config"):
-        raise WidthsError(
-            "the mixture of experts is quantized; use the unquantized checkpoint: vLLM makes FP8 of it with "
-            "--quantization fp8_per_channel"
-        )
-
-
 def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidths:
     where = f"config.json: ddp_layers[{index}]"
     if not isinstance(entry, Mapping):
         raise WidthsError(f"{where} is {entry!r}, not an object; run ddp-vllm apply again")
-    unknown = set(entry) - {"query_heads_per_kv_head", "intermediate_size", "expert_intermediate_sizes"}
+    unknown = set(entry) - {"query_heads_per_kv_head", "intermediate_size"}
     if unknown:
         raise WidthsError(f"{where} has the unknown key {min(map(str, unknown))!r}; update ddp-vllm")
     num_heads = config["num_attention_heads"]
@@ -316,34 +258,7 @@ def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidt
             raise WidthsError(f"{where}.query_heads_per_kv_head has {count} {kind} heads, the dense model {limit}")
     dense_width = config["intermediate_size"]
     width = _integer(entry.get("intermediate_size"), f"{where}.intermediate_size", 0, dense_width)
-    experts = None
-    if entry.get("expert_intermediate_sizes") is not None:
-        name = f"{where}.expert_intermediate_sizes"
-        experts = _integers(entry["expert_intermediate_sizes"], name, 0, dense_expert_size(config))
-        if len(experts) != count_experts(config):
-            raise WidthsError(
-                f"{name} has {len(experts)} widths for {count_experts(config)} experts; run ddp-vllm apply again"
-            )
-    widths = LayerWidths(query_heads_per_kv_head=heads, intermediate_size=width, expert_intermediate_sizes=experts)
-    if count_experts(config):
-        _check_only_experts(where, widths, is_routed(config, index), num_heads, num_kv_heads, dense_width)
-    return widths
-
-
-def _check_only_experts(
-    where: str, widths: LayerWidths, routed: bool, num_heads: int, num_kv_heads: int, dense_width: int
-) -> None:
-    """Refuse a mixture of experts in which a block other than the routed experts is not dense."""
-    if routed != (widths.expert_intermediate_sizes is not None):
-        has = "has routed experts, but no" if routed else "has no routed experts, but"
-        raise WidthsError(f"{where}: the layer {has} expert_intermediate_sizes; run ddp-vllm apply again")
-    if widths.query_heads_per_kv_head != (num_heads // num_kv_heads,) * num_kv_heads:
-        raise WidthsError(f"{where}: in a mixture of experts only the experts are pruned, attention must stay dense")
-    if widths.intermediate_size != (0 if routed else dense_width):
-        raise WidthsError(
-            f"{where}.intermediate_size is {widths.intermediate_size}; in a mixture of experts it must be "
-            f"{0 if routed else dense_width} in this layer, because only experts are pruned"
-        )
+    return LayerWidths(query_heads_per_kv_head=heads, intermediate_size=width)
 
 
 def _integer(value: Any, where: str, low: int, high: int) -> int:
@@ -371,8 +286,6 @@ class ModelWidths:
     hidden_size: int | None = None
     """None: neither it nor the fields below are checked."""
     vocab_size: int | None = None
-    lengths: Mapping[str, int | None] = field(default_factory=dict)
-    """The result of `lengths_of`."""
     is_tied: bool = True
     """Whether the output head is the embedding, and may be absent from disk."""
     biased: frozenset[str] = frozenset()
@@ -394,7 +307,6 @@ class ModelWidths:
             head_dim=head_dim(config),
             hidden_size=config.get("hidden_size"),
             vocab_size=config.get("vocab_size"),
-            lengths=lengths_of(config),
             is_tied=bool(config.get("tie_word_embeddings", table.is_tied)),
             biased=_biased(table, config),
             is_quantized=bool(config.get("quantization_config")),
@@ -406,18 +318,15 @@ class ModelWidths:
 
         name: as on disk, such as `model.layers.3.self_attn.q_proj.weight`. Tensors of removed
             blocks have length 0.
-        Raises: WidthsError for a layer or expert that the widths do not contain.
+        Raises: WidthsError for a layer that the widths do not contain.
         """
         match = _TENSOR.fullmatch(name)
-        if match is None or match[3] not in ("weight", "bias") or (found := self.table.find(match[2])) is None:
+        if match is None or match[3] not in ("weight", "bias") or (projection := self.table.find(match[2])) is None:
             return None
         if int(match[1]) >= len(self.layers):
             raise WidthsError(f"tensor {name} is of layer {match[1]}, but ddp_layers has {len(self.layers)} entries")
-        layer, (projection, expert) = self.layers[int(match[1])], found
-        if projection.block == "experts" and expert >= len(layer.expert_intermediate_sizes or ()):
-            sizes = layer.expert_intermediate_sizes or ()
-            raise WidthsError(f"tensor {name} is of expert {expert}, but ddp_layers has {len(sizes)} in that layer")
-        length = sum(layer.num_units(unit, expert) for unit in projection.units) * projection.unit_size(self.head_dim)
+        units = sum(map(self.layers[int(match[1])].num_units, projection.units))
+        length = units * projection.unit_size(self.head_dim)
         if projection.axis == 1 and match[3] == "bias" and length:
             return None  # as long as the hidden state
         return (projection.axis if length else 0), length
@@ -462,13 +371,13 @@ class ModelWidths:
             checked.
         """
         match = _TENSOR.fullmatch(name)
-        lengths = {**self.lengths, "vocabulary": self.vocab_size, "hidden": self.hidden_size}
+        lengths = {"vocabulary": self.vocab_size, "hidden": self.hidden_size}
         required = [lengths.get(each) for each in _OUTSIDE.get(name, ())]
-        if match and match[3] in ("weight", "bias") and match[2] != _COMPUTED:
-            if found := self.table.find(match[2]):
-                required = [length, self.hidden_size] if found[0].axis == 0 else [self.hidden_size, length]
-            else:
-                required = [lengths.get(each) for each in self.table.shapes.get(match[2], ())]
+        if match and match[3] in ("weight", "bias"):
+            if projection := self.table.find(match[2]):
+                required = [length, self.hidden_size] if projection.axis == 0 else [self.hidden_size, length]
+            elif self.table.knows(match[2]):
+                required = [self.head_dim if match[2] in QUERY_KEY_NORMS else self.hidden_size]
             required = required[: 1 if match[3] == "bias" else None]
         if not required or (self.is_quantized and len(required) > 1):
             return
@@ -485,39 +394,28 @@ class ModelWidths:
         names: of all tensors, as on disk. Raises: WidthsError, naming the first layer and module.
         """
         present: list[set[str]] = [set() for _ in self.layers]
-        # modules of layers with and without routed experts
-        alike: dict[bool, set[str]] = {True: set(), False: set()}
+        alike: set[str] = set()  # the modules of any layer
         outside = {EMBEDDING, NORM} | (set() if self.is_tied else {HEAD}) if self.hidden_size else set()
         for name in names:
             outside.discard(name)
             if (match := _TENSOR.fullmatch(name)) and int(match[1]) < len(present):
                 module = f"{match[2]}.bias" if match[3] == "bias" else match[2]
                 present[int(match[1])].add(module)
-                routed = self.layers[int(match[1])].expert_intermediate_sizes is not None
                 # quantization adds others
-                if match[3] in ("weight", "bias") and ".experts." not in module:
-                    alike[routed].add(module)
+                if match[3] in ("weight", "bias"):
+                    alike.add(module)
         if outside:
             raise WidthsError(f"tensor {min(outside)} is missing; copy the whole folder, or run ddp-vllm apply again")
         for index, (layer, modules) in enumerate(zip(self.layers, present, strict=True)):
-            routed = layer.expert_intermediate_sizes is not None
-            blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size or int(routed)}
+            blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
             removed = [f"{part}." for block, part in (("attn", "self_attn"), ("mlp", "mlp")) if not blocks[block]]
             removed += [f"{norm}." for block, norms in self.table.norms.items() if not blocks[block] for norm in norms]
-            needed = alike[routed] | set(layer_modules(self.table, blocks, routed=routed))
-            needed |= {f"{module}.bias" for module in self.biased}
-            needed |= {
-                module
-                for module in self.table.optional
-                if all(map(self.lengths.get, self.table.shapes[module])) and (routed or module.startswith("self_attn."))
-            }
+            needed = alike | {*layer_modules(self.table, blocks)} | {f"{module}.bias" for module in self.biased}
             needed = {module for module in needed if not f"{module}.".startswith(tuple(removed))}
             if surplus := [module for module in modules if f"{module}.".startswith(tuple(removed))]:
                 raise WidthsError(
                     f"layer {index} has {min(surplus)} of a block that ddp_layers removes; run ddp-vllm apply again"
                 )
-            for expert, width in enumerate(layer.expert_intermediate_sizes or ()):
-                needed |= {each.name.format(expert) for each in self.table.projections if width}
             if missing := needed - modules:
                 raise WidthsError(
                     f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); copy the "
@@ -526,12 +424,8 @@ class ModelWidths:
 
 
 def _biased(table: TensorTable, config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the modules of a layer with a bias; latent attention ignores the config's flags."""
+    """Return the modules of a layer with a bias."""
     biased = set(table.biases)
-    modules = [*(each.name for each in table.projections), *table.untouched, *table.untouched_mlp]
-    for key, block in (("attention_bias", "self_attn."), ("mlp_bias", "mlp.")):
-        if config.get(key) and not config.get("kv_lora_rank"):
-            biased |= {
-                name for name in modules if name.startswith(block) and name.endswith("_proj") and "{" not in name
-            }
+    for key, block in (("attention_bias", "attn"), ("mlp_bias", "mlp")):
+        biased |= {each.name for each in table.projections if config.get(key) and each.block == block}
     return frozenset(biased)

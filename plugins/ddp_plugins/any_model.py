@@ -22,12 +22,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
-from ddp_plugins.limits import RETRAIN, warn_of_new_vllm
+from ddp_plugins.limits import RETRAIN, is_adapted, not_adapted, warn_of_new_vllm
 from ddp_plugins.padding import channel_block, round_up
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASK
 from ddp_vllm.remote_code.files import WEIGHTS, checked_tensors
-from ddp_vllm.remote_code.module_widths import METHOD, Block, ModuleWidths
+from ddp_vllm.remote_code.module_widths import CONSTANT, METHOD, Block, ModuleWidths
 
 Loader = Callable[..., None]
 logger = init_logger("vllm.ddp_plugins.any_model")  # vLLM prints only its own loggers' records
@@ -80,8 +80,11 @@ class WidthsConfig(QuantizationConfig):
         if hasattr(layer, "expert_map_manager") and (sizes := self._expert_sizes(prefix)) is not None:
             from ddp_plugins.moe_layer import RaggedExpertsMethod, check_experts, scales_of
 
-            check_experts(get_current_vllm_config())
-            return RaggedExpertsMethod(layer.moe_config, sizes, scales_of(self.online, layer, prefix))
+            if get_current_vllm_config().lora_config is not None:
+                check_adapters()
+            check_experts(get_current_vllm_config(), self.widths)
+            scales, experts = scales_of(self.online, layer, prefix), self.widths.experts
+            return RaggedExpertsMethod(layer.moe_config, sizes, scales, constants=bool(experts and experts.constants))
         if self.online is not None:
             method = self.online.get_quant_method(layer, prefix)
         else:
@@ -105,13 +108,16 @@ class WidthsConfig(QuantizationConfig):
         index = index_of.get(prefix.rpartition(".")[0])
         return None if index is None else self.widths.layers[index].intermediate_size
 
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Drop the masks: --load-format runai_streamer reads every safetensors file of the
-        folder."""
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # static in vLLM
+        """Drop the masks: --load-format runai_streamer reads every safetensors file of the folder.
+        Constants get the name of an expert's output, because vLLM drops other tensors of
+        experts."""
         # it searches in names
-        masks = WeightsMapper(orig_to_new_regex={re.compile(f"^{MASK.pattern}$"): None})
-        return QuantizationConfig.get_checkpoint_weight_mapper() | masks
+        names: dict[re.Pattern[str], str | None] = {re.compile(f"^{MASK.pattern}$"): None}
+        if self.widths.experts:
+            output = self.widths.experts.output.rpartition(".")[2]
+            names[re.compile(rf"(?<=\.experts\.)(\d+){re.escape(CONSTANT)}$")] = rf"\1.{output}.weight"
+        return QuantizationConfig.get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_regex=names)
 
     def get_name(self) -> Any:
         return METHOD
@@ -236,8 +242,12 @@ def check_adapters() -> None:
             fused = [(whole, len(parts)) for whole, parts in manager.packed_modules.items() if name in parts]
             module, num_parts = fused[0] if fused else (name, 1)
             sizes = getattr(getattr(manager.modules.get(module), "base_layer", None), "adapter_sizes", None)
-            if sizes is None or isinstance(lora.lora_b, list) or not lora.lora_b.any():
-                continue  # not of a pruned MLP, or vLLM's warm-up adapters, which are packed
+            if isinstance(lora.lora_b, list) or not lora.lora_b.any():
+                continue  # vLLM's warm-up adapters, which are packed
+            if not is_adapted(manager, name):
+                raise not_adapted(name)
+            if sizes is None:  # not of a pruned MLP
+                continue
             shape, required = (lora.lora_a.shape[1], lora.lora_b.shape[0]), (sizes[0], sizes[1] // num_parts)
             if shape != required:
                 raise SettingError(

@@ -1,24 +1,28 @@
 """Opens models that other tools pruned as they are: vLLM gets the config of a pruned model for
 theirs.
 
-vLLM reads config.json by a parser per format. Ours for Hugging Face's format differs from vLLM's in
-one case: where config.json states that layers of a supported family differ
-(`conversion/formats.py`). vLLM has a class of its own for Nemotron-NAS, whose config requires
---trust-remote-code: with this flag vLLM's class is used.
+vLLM reads config.json by a parser per format. Ours for Hugging Face's format differs from vLLM's
+where config.json states that layers of a supported family differ (`formats.py`), and in
+DeepSeekMoE v1, whose configuration transformers lacks. vLLM has a class of its own for
+Nemotron-NAS, whose config requires --trust-remote-code: with this flag vLLM's class is used.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, HFConfigParser
 
 from ddp_vllm.errors import DdpError
+from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import DROPPED, NEMOTRON_NAS, opened_in_place
-from ddp_vllm.remote_code import configuration_ddp
+from ddp_vllm.remote_code import DEEPSEEK, configuration_ddp
+from ddp_vllm.remote_code.module_widths import APPROXIMATE, stated_widths
 
+VLLMS_CONSTANTS = "vllm.model_executor.layers.fused_moe.expert_substitution"
 logger = init_logger("vllm.ddp_plugins.in_place")
 
 
@@ -30,11 +34,13 @@ class ConfigParser(HFConfigParser):
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
         try:
             raw, _ = PreTrainedConfig.get_config_dict(model, revision=revision, local_files_only=HF_HUB_OFFLINE)
+            if raw.get("model_type") == DEEPSEEK:  # vLLM has its class, but no configuration
+                register_pruned(raw)
             trusts_code = trust_remote_code or kwargs.get("trust_remote_code")
             is_vllms = trusts_code and raw.get("model_type") == NEMOTRON_NAS
             if not is_vllms and (pruned := opened_in_place(raw)):
-                kind = getattr(configuration_ddp, pruned["auto_map"]["AutoConfig"].rpartition(".")[2])
-                config = kind.from_dict(pruned)
+                kind = getattr(configuration_ddp, pruned["auto_map"]["AutoConfig"].rpartition(".")[2], None)
+                config = (kind or CONFIG_MAPPING[pruned["model_type"]]).from_dict(pruned)
                 logger.info_once("ddp-vllm opens %s: its config.json states the widths of layers", str(model))
                 return pruned, config
         except (OSError, ValueError, DdpError) as error:  # vLLM says what is wrong, or has a class of its own for it
@@ -42,7 +48,21 @@ class ConfigParser(HFConfigParser):
                 # vLLM does not read these lists and would serve the model with the dropped blocks
                 raise
             logger.warning_once("ddp-vllm does not open %s: %s", str(model), " ".join(str(error).split()))
-        return super().parse(model, trust_remote_code, revision=revision, **kwargs)
+        stated, config = super().parse(model, trust_remote_code, revision=revision, **kwargs)
+        return with_constants(stated, config)
+
+
+def with_constants(stated: dict[str, Any], config: Any) -> tuple[dict[str, Any], Any]:
+    """Let an older vLLM serve experts that constant vectors replace by our layers, as if the config
+    named a quantization method; vLLM 0.33 has layers of its own for them, which refuse one."""
+    widths = stated_widths(stated)
+    if widths is None or not stated.get(APPROXIMATE):
+        return stated, config
+    stated = {key: value for key, value in stated.items() if key != "quantization_config"}
+    vars(config).pop("quantization_config", None)
+    if find_spec(VLLMS_CONSTANTS) is None:
+        stated["quantization_config"] = config.quantization_config = dict(widths)
+    return stated, config
 
 
 def register_parser() -> None:

@@ -1,10 +1,11 @@
 """Refuses vLLM settings and LoRA adapters that a pruned model cannot be served with.
 
 vLLM calls `Limits` for our dense architectures while it builds its configuration, before any worker
-starts or weights are read. `CheckedAdapters` checks every adapter, of mixtures too.
+starts or weights are read. `CheckedAdapters` checks every adapter of theirs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from vllm.distributed.utils import get_pp_indices
@@ -206,16 +207,27 @@ class CheckedAdapters:
     @lora_manager.setter
     def lora_manager(self, manager: Any) -> None:
         self._lora_manager, add_adapter = manager, manager.add_adapter
-        adapted = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
-
-        def is_adapted(name: str) -> bool:
-            return name in adapted or is_pp_missing_parameter(f"{name}.weight", manager.model)
 
         def add_checked(adapter: Any) -> Any:
-            check_adapter(adapter.loras, self.widths, is_adapted)
+            check_adapter(adapter.loras, self.widths, partial(is_adapted, manager))
             return add_adapter(adapter)
 
         manager.add_adapter = add_checked
+
+
+def is_adapted(manager: Any, name: str) -> bool:
+    """Tell whether vLLM's LoRA manager applies LoRA to a module, or another pipeline stage has
+    it."""
+    adapted = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+    return name in adapted or is_pp_missing_parameter(f"{name}.weight", manager.model)
+
+
+def not_adapted(name: str) -> SettingError:
+    """Return the error for a module of an adapter that vLLM would silently ignore."""
+    return SettingError(
+        f"the adapter changes {name}, to which no LoRA is applied here: --lora-target-modules excludes it, or it is a "
+        "routed expert; train the adapter without it, or merge the adapter before pruning"
+    )
 
 
 def check_adapter(loras: Mapping[str, Any], widths: ModelWidths, is_adapted: Callable[[str], bool]) -> None:
@@ -236,10 +248,7 @@ def check_adapter(loras: Mapping[str, Any], widths: ModelWidths, is_adapted: Cal
         if length == 0:
             raise SettingError(f"the adapter changes {name}, a block that was pruned away; {RETRAIN}")
         if not is_adapted(name):
-            raise SettingError(
-                f"the adapter changes {name}, to which no LoRA is applied here: --lora-target-modules excludes it, or "
-                "it is a routed expert; train the adapter without it, or merge the adapter before pruning"
-            )
+            raise not_adapted(name)
         if length is None:
             continue
         sizes = (widths.hidden_size, length) if axis == 0 else (length, widths.hidden_size)

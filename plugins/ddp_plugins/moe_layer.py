@@ -1,15 +1,15 @@
 """Runs routed experts of different widths inside vLLM's own MoE blocks.
 
-vLLM asks a quantization config for the method of each layer. Ours returns a method for routed
-experts only, with packed weights and one kernel call. Router, shared experts, dispatch and
-all-reduce stay vLLM's. If vLLM quantizes the model to FP8, its own config decides about all other
-layers, and whether the experts are FP8 too.
+vLLM asks a quantization config for the method of each layer. Ours (`any_model.py`) returns this
+method for routed experts, with packed weights and one kernel call. Router, shared experts, dispatch
+and all-reduce stay vLLM's. If vLLM quantizes the model to FP8, its own config decides whether the
+experts are FP8 too.
 
 Shape letters: S packed rows (channels of all experts on this rank), H hidden size, T tokens, K
 experts per token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -20,13 +20,11 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
+from ddp_plugins.limits import plain_config
 from ddp_plugins.moe_experts import (
     FP8,
     ROW_ALIGNMENT,
@@ -38,7 +36,8 @@ from ddp_plugins.moe_experts import (
 )
 from ddp_plugins.padding import share_channels
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
+from ddp_vllm.remote_code.module_widths import ModuleWidths
+from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
 ONLINE = "online"
@@ -51,11 +50,21 @@ Scales = Literal["tensor", "channel"]
 class RaggedExpertsMethod(FusedMoEMethodBase):
     """Stores, loads and runs the routed experts of one layer."""
 
-    def __init__(self, moe: FusedMoEConfig, widths: Sequence[int], scales: Scales | None = None) -> None:
+    def __init__(
+        self, moe: FusedMoEConfig, widths: Sequence[int], scales: Scales | None = None, *, constants: bool = False
+    ) -> None:
         """widths: kept channels of each of the model's experts, by expert id. scales: None for
-        unquantized weights."""
+        unquantized weights. constants: whether vectors replace the experts of width 0.
+
+        Raises: SettingError for constants with quantized weights.
+        """
         super().__init__(moe)
         self.widths = widths
+        self.replaced = [expert for expert, width in enumerate(widths) if constants and not width]
+        if self.replaced and scales:
+            raise SettingError(
+                "experts replaced by constant vectors are served unquantized only; serve them without --quantization"
+            )
         self.scales = scales
         # vLLM's sign for weights quantized while they load
         self.uses_meta_device = scales is not None
@@ -77,6 +86,9 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         shares = share_channels([self.widths[e] for e in local], self.moe.tp_rank, self.moe.tp_size, ROW_ALIGNMENT)
         assert len(shares) == num_experts
         self.shares = dict(zip(local, enumerate(shares), strict=True))
+        kept = [expert for expert in local if self.widths[expert]]
+        self.missing = {(expert, shard) for expert in kept for shard in ("w1", "w2", "w3")}
+        self.num_expected = len(self.missing)
         self.layout = ExpertLayout.of([len(share) for share in shares])
         self.dtype = params_dtype
         w13, w2 = empty_weights(self.layout, hidden_size, params_dtype, "meta" if self.uses_meta_device else None)
@@ -90,6 +102,12 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             num_loaded = weight.numel() // max(1, self.layout.num_rows) * sum(self.layout.widths)
             set_weight_attrs(parameter, {"weight_loader": self._load, "weight_loader_numel": num_loaded})
             layer.register_parameter(name, parameter)
+        if self.replaced:
+            layer.register_buffer("constants_RH", w2.new_zeros(len(self.replaced), hidden_size), persistent=False)
+            # vLLM hands them over as tensors of w2
+            set_weight_attrs(layer.constants_RH, {"weight_loader_numel": 0})
+            layer.w2_weight.weight_loader_numel += layer.constants_RH.numel()
+            self.constants_RH = layer.constants_RH
         if self.uses_meta_device:
             from vllm.model_executor.model_loader.reload.layerwise import (
                 initialize_online_processing,
@@ -111,10 +129,14 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         experts of other ranks.
 
         loaded_weight: compact, as on disk: gate (w1) and up (w3) `[width, H]`, down (w2) `[H,
-            width]`.
+            width]`, or the vector `[H]` that replaces the expert.
         """
+        if loaded_weight.dim() == 1:
+            self.constants_RH[self.replaced.index(expert_id)] = loaded_weight
+            return True if return_success else None
         if expert_id not in self.shares:
             return False if return_success else None
+        self.missing.discard((expert_id, shard_id))
         local_id, share = self.shares[expert_id]
         axis = 1 if shard_id == "w2" else 0
         part = loaded_weight.narrow(axis, share.start, len(share))
@@ -124,6 +146,13 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         return True if return_success else None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        # vLLM does not report missing experts; dummy weights and sharded states are not loaded here
+        if self.missing and len(self.missing) < self.num_expected:
+            expert, shard = min(self.missing)
+            raise CheckpointError(
+                f"{layer.layer_name}: tensor {shard} of expert {expert} is missing ({len(self.missing)} in all); "
+                "download it or run ddp-vllm apply again"
+            )
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
         if self.uses_meta_device:
             if w2.dtype == FP8:  # vLLM calls again after the last layer
@@ -159,19 +188,25 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x and result: `[T, H]`; topk_weights, topk_ids: `[T, K]`, ids of the whole model's
         experts."""
-        if not self.layout.num_rows:
-            return torch.zeros_like(x)
-        return torch.ops.ddp_vllm.ragged_moe(
-            x,
-            layer.w13_weight,
-            layer.w2_weight,
-            layer.layout_3E,
-            self.layout.max_width,
-            topk_weights,
-            topk_ids,
-            layer.expert_map,
-            *self._scales_of(layer),
-        )
+        output = torch.zeros_like(x)
+        if self.layout.num_rows:
+            output = torch.ops.ddp_vllm.ragged_moe(
+                x,
+                layer.w13_weight,
+                layer.w2_weight,
+                layer.layout_3E,
+                self.layout.max_width,
+                topk_weights,
+                topk_ids,
+                layer.expert_map,
+                *self._scales_of(layer),
+            )
+        # the outputs of all ranks are added
+        if not self.replaced or self.moe.tp_rank or self.moe.ep_rank:
+            return output
+        shares_TE = topk_weights.new_zeros(len(x), len(self.widths), dtype=torch.float32)
+        shares_TE.scatter_add_(1, topk_ids.long(), topk_weights.float())
+        return output + (shares_TE[:, self.replaced] @ layer.constants_RH.float()).to(x.dtype)
 
 
 def unsupported(stated: str) -> SettingError:
@@ -182,8 +217,8 @@ def unsupported(stated: str) -> SettingError:
     )
 
 
-def check_experts(vllm_config: VllmConfig) -> None:
-    """Refuse settings that routed experts of different widths cannot be served with.
+def check_experts(vllm_config: VllmConfig, widths: ModuleWidths) -> None:
+    """Refuse settings that routed experts of these widths cannot be served with.
 
     Raises: SettingError, naming the setting and what works.
     """
@@ -205,6 +240,12 @@ def check_experts(vllm_config: VllmConfig) -> None:
             f"data_parallel_size={parallel.data_parallel_size}: experts of different widths do not support data "
             "parallelism; start a server for each replica, or use --tensor-parallel-size with --enable-expert-parallel"
         )
+    check_tensor_parallel(
+        parallel.tensor_parallel_size,
+        plain_config(vllm_config.model_config.hf_text_config) | {"quantization_config": widths.to_json()},
+        expert_parallel=parallel.enable_expert_parallel,
+        remedy="choose one of them" + ("" if parallel.enable_expert_parallel else ", or --enable-expert-parallel"),
+    )
 
 
 def scales_of(online: Any, layer: RoutedExperts, prefix: str) -> Scales | None:
@@ -233,42 +274,3 @@ def scales_of(online: Any, layer: RoutedExperts, prefix: str) -> Scales | None:
             "serve them unquantized, without --quantization"
         )
     return scales
-
-
-class RaggedExpertsConfig(QuantizationConfig):
-    """Returns the method of a layer to vLLM: ours for routed experts, vLLM's for all others."""
-
-    def __init__(self, layers: Sequence[LayerWidths], vllms: QuantizationConfig | None = None) -> None:
-        """vllms: vLLM's own config, which decides about all other layers; None for an unquantized
-        model."""
-        super().__init__()
-        self.layers = layers
-        self.vllms = vllms
-
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        if isinstance(layer, RoutedExperts):
-            widths = self.layers[extract_layer_index(prefix)].expert_intermediate_sizes
-            assert widths is not None  # checked by parse_layers
-            return RaggedExpertsMethod(layer.moe_config, widths, scales_of(self.vllms, layer, prefix))
-        if self.vllms is not None:
-            return self.vllms.get_quant_method(layer, prefix)
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-
-    def get_name(self) -> Any:
-        return "ddp_ragged_experts"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], vllms: QuantizationConfig | None = None) -> "RaggedExpertsConfig":
-        """config: the fields of a pruned model's config. vllms: as in `__init__`."""
-        return cls(parse_layers(config), vllms)

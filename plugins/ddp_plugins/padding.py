@@ -78,9 +78,8 @@ def pad(name: str, tensor: torch.Tensor, widths: ModelWidths, num_ranks: int, bl
     if expected is None:
         return tensor
     number, module = name.removeprefix(f"{LAYERS}.").rpartition(".")[0].split(".", 1)
-    found = widths.table.find(module)
-    assert found is not None, name
-    projection, layer = found[0], widths.layers[int(number)]
+    projection, layer = widths.table.find(module), widths.layers[int(number)]
+    assert projection is not None, name
     if projection.block == "attn" and num_ranks == 1:
         return tensor
     fitted = fit(layer, num_ranks, block)

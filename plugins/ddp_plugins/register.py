@@ -13,8 +13,7 @@ logger = logging.getLogger("vllm.ddp_plugins.register")  # vLLM prints only its 
 def model_class(config: type) -> str:
     """Return the import path, `module:class`, of the vLLM model class for a pruned model's
     configuration."""
-    module = "moe" if hasattr(config, "num_experts_per_tok") else "dense"
-    return f"ddp_plugins.{module}:{config.__name__.removesuffix('Config')}ForCausalLM"
+    return f"ddp_plugins.dense:{config.__name__.removesuffix('Config')}ForCausalLM"
 
 
 def register() -> None:
@@ -59,19 +58,10 @@ def register_models() -> None:
 
     from ddp_plugins.in_place import register_parser
     from ddp_plugins.limits import Limits
-    from ddp_vllm.remote_code.configuration_ddp import CONFIGS, register_deepseek_config
+    from ddp_vllm.remote_code.configuration_ddp import CONFIGS
     from ddp_vllm.remote_code.module_widths import METHOD
     from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX
 
-    class LatentAttention(ModelArchConfigConvertorBase):
-        """Enable DeepSeek's latent KV cache (MLA), which vLLM otherwise uses only for its own list
-        of model types."""
-
-        def is_deepseek_mla(self) -> bool:
-            return self.hf_text_config.kv_lora_rank is not None
-
-    MODEL_ARCH_CONFIG_CONVERTORS["ddp_deepseek_v2"] = LatentAttention
-    register_deepseek_config()  # vLLM has the dense model's class, but no configuration for it
     for config in CONFIGS:
         dense_type = config.model_type.removeprefix(MODEL_TYPE_PREFIX)
         tables: tuple[dict[str, Any], ...] = (_FLOAT16_NOT_SUPPORTED_MODELS, MODEL_ARCH_CONFIG_CONVERTORS)
@@ -83,8 +73,7 @@ def register_models() -> None:
         AutoConfig.register(config.model_type, config, exist_ok=True)
         path = model_class(config)
         architecture = path.partition(":")[2]
-        if path.startswith("ddp_plugins.dense:"):
-            MODELS_CONFIG_MAP[architecture] = Limits
+        MODELS_CONFIG_MAP[architecture] = Limits
         # last, so that no model is served without its limits
         ModelRegistry.register_model(architecture, path)
     register_parser()

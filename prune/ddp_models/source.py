@@ -112,10 +112,10 @@ class Source:
 
 
 def open_source(model: str, *, load: bool = True) -> Source:
-    """Find the dense model, check it as `read_source`, and prepare transformers for its family.
+    """Find the dense model, check it as `read_source`, and silence transformers.
     Raises: ModelError."""
     source = read_source(model, load=load)
-    _prepare_transformers(source.config)
+    _silence_transformers()
     warn_of_foreign_code(model, source.config)
     return source
 
@@ -172,16 +172,21 @@ def read_source(model: str, *, load: bool = True) -> Source:
         widths = ModelWidths.of(pruned_config(config, dense_layers(config)))
         widths.check_complete(widths.checked((name, shape, FORMATS[0]) for name, shape in shapes.items()))
     except WidthsError as error:
-        # config.json states the dense widths
-        fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")
-        raise ModelError(f"{folder}: {fault}; download the model again, as published") from None
+        raise ModelError(f"{folder}: {_contradicting(error)}") from None
     return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
+
+
+def _contradicting(error: WidthsError) -> ModelError:
+    """Return the error for a dense model whose tensors contradict its config."""
+    fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")
+    return ModelError(f"{fault}; download the model again, as published")
 
 
 def _read_any(folder: Path, config: Mapping[str, Any], headers: Iterable["Header"]) -> Source:
     """Return a model of an architecture without a row in `FAMILIES`. Raises: ModelError."""
     from ddp_models.structure import find_structure
 
+    register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
     tensors = {name: (shape, dtype, path) for path, header in headers for name, shape, dtype in header}
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
@@ -195,6 +200,10 @@ def _read_any(folder: Path, config: Mapping[str, Any], headers: Iterable["Header
                 "unquantized checkpoint"
             )
         shapes |= singles
+    try:
+        structure.widths.check((name, shape, FORMATS[0]) for name, shape in shapes.items())
+    except WidthsError as error:
+        raise _contradicting(error) from None
     text = {**structure.text, **text_config(config)}
     described = {**config, "text_config": text} if isinstance(config.get("text_config"), Mapping) else text
     described["quantization_config"] = structure.widths.to_json()
@@ -228,8 +237,6 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
         raise ModelError(
             f"{dense.folder} has another {name} than {folder} had before pruning; pass the model it was pruned from"
         )
-    if checkpoint.stock:
-        return open_source(str(folder))
     register_pruned(config)
     return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes, shapes=checkpoint.shapes)
 
@@ -239,18 +246,21 @@ def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
     model."""
     assert dense.structure
     widths, stated = ModuleWidths.of(checkpoint.config), dense.structure.widths
+    experts = replace(widths.experts, constants=False) if widths.experts else None
     pairs = {
         "model_type": (checkpoint.config.get("model_type"), dense.config.get("model_type")),
         "vocab_size": tuple(text_config(config).get("vocab_size") for config in (checkpoint.config, dense.config)),
         "number of layers": (len(widths.layers), len(stated.layers)),
         "MLP": (widths.mlp or stated.mlp, stated.mlp),
-        "form of experts": (widths.experts or stated.experts, stated.experts),
+        "form of experts": (experts or stated.experts, stated.experts),
     }
     if different := [name for name, (one, other) in pairs.items() if one is not None and one != other]:
         raise ModelError(
             f"{dense.folder} has another {different[0]} than {checkpoint.folder} had before pruning; pass the model it "
             "was pruned from"
         )
+    if checkpoint.stock:
+        return open_source(str(checkpoint.folder))
     register_pruned(checkpoint.config)
     return replace(dense, folder=checkpoint.folder, shapes=checkpoint.shapes)
 
@@ -377,12 +387,8 @@ def _downloading(model: str) -> Iterator[None]:
         ) from error
 
 
-def _prepare_transformers(config: Mapping[str, Any]) -> None:
-    """Silence the progress bars of transformers, and register the family that it does not know."""
+def _silence_transformers() -> None:
+    """Turn off the progress bars of transformers."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if config["model_type"] == "deepseek":
-        from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
-
-        register_deepseek()

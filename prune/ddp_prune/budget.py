@@ -32,15 +32,18 @@ from ddp_prune.selection import (
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import (
+    CONSTANT_EXPERT,
+    MIXTURES,
     WHOLE_EXPERT,
     Dimensions,
     choose_head_unit,
     dense_layers,
     fewer_experts,
+    text_config,
     unit_shapes,
 )
 from ddp_vllm.latency import EXPERT_BLOCK, Profile
-from ddp_vllm.remote_code.module_widths import states_widths
+from ddp_vllm.remote_code import DEEPSEEK
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -223,8 +226,8 @@ class Pool:
 
 
 class WholeExpertPool(Pool):
-    """Whole experts, equally many of every layer; the units are their channels, which are kept or
-    removed together."""
+    """Whole experts; the units are their channels, which are kept or removed together. With the
+    scope `layer` all layers keep equally many, with `global` each keeps at least one."""
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
         return self._choose_experts(importance["experts"].double(), is_open["experts"], keep_ratio)
@@ -235,14 +238,22 @@ class WholeExpertPool(Pool):
 
     def _choose_experts(self, importance_LEC: torch.Tensor, allowed_LEC: torch.Tensor, keep_ratio: float) -> Masks:
         importance_LE, allowed_LE = importance_LEC.sum(-1), allowed_LEC.any(-1)
-        budget_L = torch.full_like(importance_LE[:, 0], keep_ratio * importance_LE.shape[1])
-        cost_LE = torch.ones_like(importance_LE).masked_fill(~allowed_LE, torch.inf)
-        kept_LE = greedy(importance_LE, cost_LE, budget_L)
+        shape = importance_LE.shape
+        if self.scope == "global":
+            best_L1 = importance_LE.masked_fill(~allowed_LE, -torch.inf).argmax(1, keepdim=True)
+            importance_LE = importance_LE.scatter(1, best_L1, torch.inf)
+        importance_GE, allowed_GE = (
+            values.reshape(1 if self.scope == "global" else len(values), -1) for values in (importance_LE, allowed_LE)
+        )
+        budget_G = torch.full_like(importance_GE[:, 0], keep_ratio * importance_GE.shape[1])
+        cost_GE = torch.ones_like(importance_GE).masked_fill(~allowed_GE, torch.inf)
+        kept_LE = greedy(importance_GE, cost_GE, budget_G).view(shape)
         return {"experts": kept_LE[..., None] & allowed_LEC}
 
     def describe(self) -> str:
-        num_experts = self.shapes["experts"][1]
-        return f"budget: keep {round(num_experts * self.keep_ratio)} of {num_experts} whole experts of each layer"
+        layers, num_experts, _ = self.shapes["experts"]
+        where, total = (" of each layer", num_experts) if self.scope == "layer" else ("", layers * num_experts)
+        return f"budget: keep {round(total * self.keep_ratio)} of {total} whole experts{where}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,10 +317,18 @@ def make_checked_pools(
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} takes {longest:,}; lower --seq-len")
     if recipe.scope == "expert" and source.sizes.blocks != ("experts",):
         raise SettingError(f"scope is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer")
-    if recipe.whole_experts and not source.sizes.num_experts:
+    if recipe.removes_experts and "experts" not in source.sizes.blocks:
         raise SettingError(f"{recipe.model} is not a mixture of experts, so it has no whole experts to remove")
-    if recipe.whole_experts and source.structure:
-        raise SettingError(f"whole experts of {source.config['model_type']} cannot be removed; leave whole_experts out")
+    if recipe.constant_experts and (source.config["model_type"] == DEEPSEEK or source.sizes.blocks != ("experts",)):
+        raise SettingError(
+            "constant_experts requires a stock class in transformers and experts alone; prune channels of this "
+            f"{source.config['model_type']} model, or leave --prune out"
+        )
+    if recipe.whole_experts and source.config["model_type"] not in MIXTURES:
+        raise SettingError(
+            f"whole experts of {source.config['model_type']} cannot leave the router; replace whole_experts by "
+            "constant_experts"
+        )
     if recipe.scope == "layer" and recipe.budget != "units" and {"mlp", "experts"} <= {*source.sizes.blocks}:
         raise SettingError("scope is 'layer', but layers have MLPs or experts; give a scope of global, or --prune mlp")
     unit = head_unit_of(recipe, source)
@@ -318,7 +337,9 @@ def make_checked_pools(
 
 def head_unit_of(recipe: Recipe, source: Source) -> str:
     """Return the attention unit of a recipe for this model, with `auto` resolved."""
-    return WHOLE_EXPERT if recipe.whole_experts else choose_head_unit(recipe.head_unit, source.sizes)
+    if recipe.removes_experts:
+        return WHOLE_EXPERT if recipe.whole_experts else CONSTANT_EXPERT
+    return choose_head_unit(recipe.head_unit, source.sizes)
 
 
 def make_pools(
@@ -368,10 +389,28 @@ def make_pools(
         fewer_experts(config, num_kept)
         num_channels = num_kept * sizes.expert_intermediate_size * len(sizes.routed_layers)
         pools = [_unit_pool(WholeExpertPool, "experts", num_channels, layout | {"scope": "layer"})]
+    if recipe.constant_experts:
+        pools = [_unit_pool(WholeExpertPool, "experts", _constant_budget(pools[0], sizes, recipe), layout)]
     for pool in pools:
         if pool.name != "attn" or recipe.removed("attn"):
             pool.check(recipe.align, recipe.tp)
     return pools
+
+
+def _constant_budget(pool: Pool, sizes: Dimensions, recipe: Recipe) -> int:
+    """Return how many channels of whole experts a budget keeps if constants replace the others.
+    Raises: SettingError."""
+    layers = len(sizes.routed_layers)
+    total = layers * sizes.num_experts
+    # as in `make_pools`; of the parameters, constants are a part
+    per_expert, constant = pool.total / total, sizes.hidden_size if recipe.budget == "params" else 0
+    num_kept = math.floor((pool.kept + 1 - total * constant) / (per_expert - constant))
+    if not layers <= num_kept < total:
+        raise SettingError(
+            f"{num_kept} of {total} experts would be kept; keep {layers} to {total - 1}, at least one per layer"
+        )
+    num_kept -= num_kept % layers if recipe.scope == "layer" else 0
+    return num_kept * sizes.expert_intermediate_size
 
 
 def _unit_pool(make: type[Pool], kind: str, kept: int, layout: dict[str, Any]) -> Pool:
@@ -479,9 +518,9 @@ def _blocks(
 
     Raises: SettingError for a tensor-parallel size over which no layer could split.
     """
-    align = sizes.expert_intermediate_size if recipe.whole_experts else recipe.align
+    align = sizes.expert_intermediate_size if recipe.removes_experts else recipe.align
     blocks = {kind: size for kind, size in (("experts", align), ("mlp", recipe.align * recipe.tp)) if kind in units}
-    if recipe.tp > 1 and not states_widths(config):
+    if recipe.tp > 1 and "num_attention_heads" in text_config(config):
 
         def could_split(num_ranks: int) -> list[LayerWidths]:
             # a layer keeps all KV heads, or none

@@ -20,6 +20,7 @@ from ddp_training.weights import UpdatedWeights
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import (
+    CONSTANT_EXPERT,
     WHOLE_EXPERT,
     Dimensions,
     described_config,
@@ -62,24 +63,31 @@ def export(
     remote code. The output appears whole or not at all.
 
     gates: float32 of `unit_shapes`, 0 for removed units.
-    head_unit: the unit of attention gates, or `expert` for whole experts.
+    head_unit: the unit of attention gates, or `WHOLE_EXPERT` or `CONSTANT_EXPERT`.
     provenance, scores: stored with the gates in the masks file.
     extra_files: file name -> text.
     transform: updates weights that were trained together with the masks.
     finish: writes the pages of the folder that will become `output`.
 
     Raises: OutputError if the output exists and `overwrite` is off; for whole experts as
-        `kept_experts`, and SettingError if too few are kept.
+        `kept_experts` and `ConstantSlicer`, and SettingError if too few are kept.
     """
-    if source.structure:
-        slicer = ChannelSlicer(gates, source)
-        slice_tensor: Slice = slicer.slice
-        config = described_config(read_config(source.folder), slicer.widths)
+    stock = read_config(source.folder)
+    if head_unit == CONSTANT_EXPERT:
+        constants = ConstantSlicer(gates, source, (scores or {}).get("means", {}))
+        slice_tensor: Slice = constants.slice
+        config = described_config(stock, constants.widths)
     elif head_unit == WHOLE_EXPERT:
         kept = kept_experts(gates, source)
         slice_tensor = WholeExpertSlicer(gates, source, kept).slice
-        config = fewer_experts(source.config, len(next(iter(kept.values()))))
+        numbers = fewer_experts(source.config, len(next(iter(kept.values()))))
+        # the class of some families has another name for the key of the published config
+        config = stock | ({key: number for key, number in numbers.items() if key in stock} or numbers)
         provenance = {**provenance, "experts": {"of": source.sizes.num_experts, "stay": kept}}
+    elif source.structure:
+        slicer = ChannelSlicer(gates, source)
+        slice_tensor = slicer.slice
+        config = described_config(stock, slicer.widths)
     else:
         slice_tensor = UnitSlicer(gates, source).slice
         config = pruned_config(source.config, layer_widths(gates, source.sizes))
@@ -117,15 +125,11 @@ def _singles(source: Source, name: str, tensor: torch.Tensor) -> Iterator[tuple[
 
 
 def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
-    """Return the gates of all layers by unit, float32 [L, U], or [L, E, C] for expert channels.
+    """Return the gates of heads and MLP channels of all layers by unit, float32 [L, U].
 
     Key and value rows are not scaled: a KV head has scale 1 if a query head that reads it is kept,
     else 0.
     """
-    if "experts" in gates:
-        scales = gates["experts"].new_zeros(sizes.num_layers, *gates["experts"].shape[1:])
-        scales[list(sizes.routed_layers)] = gates["experts"]
-        return {"expert_channel": scales}
     if len(gates) == 1:  # the other blocks are not pruned
         every = unit_shapes(replace(sizes, blocks=("attn", "mlp")), "kv-group")
         gates = {kind: torch.ones(shape) for kind, shape in every.items()} | dict(gates)
@@ -135,17 +139,17 @@ def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
 
 
 def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
-    """Return the kept widths of each layer of a model with a row in `FAMILIES`: the units whose
-    gate is above 0."""
-    kept = {unit: scales > 0 for unit, scales in unit_scales(gates, sizes).items()}
+    """Return the kept widths of each layer: the units whose gate is above 0."""
     if "experts" in gates:
-        heads, widths_LE = (sizes.queries_per_kv,) * sizes.num_kv_heads, kept["expert_channel"].sum(-1).tolist()
+        heads, rows = (sizes.queries_per_kv,) * sizes.num_kv_heads, (gates["experts"] > 0).sum(-1).tolist()
+        of_layer = dict(zip(sizes.routed_layers, map(tuple, rows), strict=True))
         return [
-            LayerWidths(query_heads_per_kv_head=heads, intermediate_size=0, expert_intermediate_sizes=tuple(widths))
-            if layer in sizes.routed_layers
-            else LayerWidths(query_heads_per_kv_head=heads, intermediate_size=sizes.intermediate_size)
-            for layer, widths in enumerate(widths_LE)
+            LayerWidths(
+                query_heads_per_kv_head=heads, intermediate_size=0, expert_intermediate_sizes=of_layer.get(layer)
+            )
+            for layer in range(sizes.num_layers)
         ]
+    kept = {unit: scales > 0 for unit, scales in unit_scales(gates, sizes).items()}
     heads_LK = kept["query_head"].unflatten(1, (sizes.num_kv_heads, -1)).sum(-1).tolist()
     return [
         LayerWidths(query_heads_per_kv_head=tuple(filter(None, heads)), intermediate_size=width)
@@ -154,8 +158,7 @@ def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
 
 
 class UnitSlicer:
-    """Slices tensors one by one: removes heads, channels and expert channels whose gate is 0, and
-    emptied blocks."""
+    """Slices tensors one by one: removes heads and channels whose gate is 0, and emptied blocks."""
 
     def __init__(self, gates: Masks, source: Source) -> None:
         self.table, self.head_dim = source.family.tensors, source.sizes.head_dim
@@ -167,10 +170,9 @@ class UnitSlicer:
         if (parsed := _parse_name(name)) is None:
             return name, tensor
         layer, module, kind = parsed
-        if (match := self.table.find(module)) is None:
+        if (projection := self.table.find(module)) is None:
             return None if self._is_emptied(layer, module) else (name, tensor)
-        projection, expert = match
-        scale = self._scale(projection, layer, expert)
+        scale = self._scale(projection, layer)
         keep = scale > 0
         if not keep.any():
             return None
@@ -180,12 +182,10 @@ class UnitSlicer:
             tensor = fold(tensor[:, keep], scale[keep])
         return name, tensor
 
-    def _scale(self, projection: Projection, layer: int, expert: int) -> torch.Tensor:
+    def _scale(self, projection: Projection, layer: int) -> torch.Tensor:
         """Return the gate of each row (axis 0) or column (axis 1) of a projection."""
-        scales = [self.scales[unit][layer] for unit in projection.units]
-        if projection.block == "experts":
-            scales = [scale[expert] for scale in scales]
-        return torch.cat(scales).repeat_interleave(projection.unit_size(self.head_dim))
+        scales = torch.cat([self.scales[unit][layer] for unit in projection.units])
+        return scales.repeat_interleave(projection.unit_size(self.head_dim))
 
     def _is_emptied(self, layer: int, module: str) -> bool:
         """Tell whether a module without units, such as a norm, belongs to a block that keeps no
@@ -194,7 +194,7 @@ class UnitSlicer:
         return any(
             module in self.table.norms[block]
             or module.startswith(self.table.output(block).name.partition(".")[0] + ".")
-            for block in blocks - {"experts"}
+            for block in blocks
         )
 
 
@@ -245,6 +245,32 @@ class ChannelSlicer:
         return name, tensor if pruned.is_bias else fold(tensor[:, keep], scale[keep])
 
 
+class ConstantSlicer(ChannelSlicer):
+    """Replaces whole experts by constant vectors: c = W_down m, where m are an expert's mean
+    activations. The other experts keep their names."""
+
+    def __init__(self, gates: Masks, source: Source, means: Masks) -> None:
+        """means: float32 of the shape of the gates. Raises: CheckpointError for gates that keep a
+        part of an expert, or no expert of a layer, or without their means."""
+        super().__init__(gates, source)
+        open_LEC, means_LEC = gates["experts"] > 0, means.get("experts")
+        if not torch.equal(open_LEC.any(-1), open_LEC.all(-1)) or not open_LEC.flatten(1).any(1).all():
+            raise CheckpointError("the masks do not keep whole experts, at least one per layer; prune again")
+        if means_LEC is None or means_LEC.shape != open_LEC.shape or not means_LEC.isfinite().all():
+            raise CheckpointError("the masks lack the mean activations of removed experts (experts.means); prune again")
+        assert self.widths.experts
+        self.widths = replace(self.widths, experts=replace(self.widths.experts, constants=True))
+        self.means = dict(zip(source.sizes.routed_layers, means_LEC, strict=True))
+
+    def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        pruned = self.widths.find(name)
+        if pruned is None or pruned.width != 0 or not pruned.is_output:
+            return super().slice(name, tensor)
+        constant_H = (tensor.float() @ self.means[pruned.layer][pruned.expert]).to(tensor.dtype)
+        layer = name.partition(f".{pruned.layer}.")[0]
+        return f"{layer}.{pruned.layer}.{pruned.block.constant.format(pruned.expert)}", constant_H
+
+
 def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
     """Return the numbers of the experts that each routed layer keeps, equally many in every layer.
 
@@ -264,25 +290,28 @@ class WholeExpertSlicer:
 
     def __init__(self, gates: Masks, source: Source, kept: Mapping[int, list[int]]) -> None:
         """kept: the numbers of the experts to keep, per routed layer."""
-        self.table, self.kept = source.family.tensors, kept
+        assert source.structure and source.structure.widths.experts
+        self.widths, self.kept = source.structure.widths, kept
+        output = self.widths.experts.output if self.widths.experts else ""
+        self.router = f"{output.partition('.experts.')[0]}.gate.weight"
         self.gates = dict(zip(kept, gates["experts"], strict=True))  # layer -> [E, C]
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the new name and the kept part of a tensor, as `UnitSlicer.slice`."""
-        if (parsed := _parse_name(name)) is None or parsed[0] not in self.kept:
+        layers = f"{self.widths.layers_module}."
+        number, _, rest = name.removeprefix(layers).partition(".")
+        if name.startswith(layers) and rest == self.router and int(number) in self.kept:
+            return name, tensor[self.kept[int(number)]]
+        pruned = self.widths.find(name)
+        if pruned is None or not pruned.block.num_experts or pruned.layer not in self.kept:
             return name, tensor
-        layer, module, kind = parsed
-        kept = self.kept[layer]
-        if module == self.table.router[0]:
-            return name, tensor[kept]
-        if (match := self.table.find(module)) is None:
-            return name, tensor
-        projection, expert = match
-        if expert not in kept:
+        kept = self.kept[pruned.layer]
+        if pruned.expert not in kept:
             return None
-        if projection.axis == 1 and kind == "weight":
-            tensor = fold(tensor, self.gates[layer][expert])
-        return f"{LAYERS}.{layer}.{projection.name.format(kept.index(expert))}.{kind}", tensor
+        if pruned.is_output and not pruned.is_bias:
+            tensor = fold(tensor, self.gates[pruned.layer][pruned.expert])
+        before, after = f".experts.{pruned.expert}.", f".experts.{kept.index(pruned.expert)}."
+        return name.replace(before, after), tensor
 
 
 def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -329,8 +358,9 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     if align != 1:
         gates = _aligned(gates, scores, provenance, masks, align)
         outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}
-    if not source.structure:
-        check_tensor_parallel(tp, source.config, layer_widths(gates, source.sizes), remedy=f"or prune with --tp {tp}")
+    layers = () if source.structure else layer_widths(gates, source.sizes)
+    if tp != 1 and "num_attention_heads" in source.text_config:
+        check_tensor_parallel(tp, source.config, layers, remedy=f"or prune with --tp {tp}")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
     return export(source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite)
 
@@ -344,7 +374,7 @@ def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str,
     kind = "experts" if "experts" in gates else "mlp"
     scope = provenance.get("recipe", {}).get("scope", "global")
     kept, units = int((gates[kind] > 0).sum()), gates[kind].shape[-1]
-    if provenance.get("head_unit") == WHOLE_EXPERT:
+    if provenance.get("head_unit") in (WHOLE_EXPERT, CONSTANT_EXPERT):
         raise SettingError(f"{path} keeps whole experts with all their channels; leave --align out")
     if scope != "global":
         raise SettingError(f"{path} has a budget per {scope}, which --align would break; prune with --align")

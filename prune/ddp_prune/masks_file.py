@@ -14,7 +14,9 @@ from ddp_vllm.errors import CheckpointError
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
 from ddp_vllm.provenance import published, remember
 
-SCORES = ("z", "saliency")  # the gates before rounding, and their importance: squared gradient × z²
+# the gates before rounding; their importance, squared gradient × z²; the mean activations that
+# replace removed experts
+SCORES = ("z", "saliency", "means")
 
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
@@ -34,7 +36,7 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
 
 
 def read_scores(path: Path) -> dict[str, Masks]:
-    """Return z and saliency of each module type from a masks file; {} if the file has none."""
+    """Return the `SCORES` of each module type from a masks file; {} if the file has none."""
     scores: dict[str, Masks] = {}
     for key, values in read_masks_file(path)[0].items():
         kind, _, name = key.partition(".")

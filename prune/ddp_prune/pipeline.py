@@ -28,8 +28,9 @@ from ddp_training.processes import (
 )
 from ddp_training.run_state import RunState, check_run_folders, finish_deletion, locked_run, saved_header
 from ddp_training.settings import is_same_recipe
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.errors import SettingError
+from ddp_vllm.families import FAMILIES, MIXTURES, dimensions_of
 from ddp_vllm.latency import Profile
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear
@@ -124,13 +125,15 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
     none."""
     if recipe.budget != "latency":
         return None
-    if source.structure or source.sizes.blocks != source.prunable:
+    stock = read_config(source.folder)
+    has_times = stock["model_type"] in {*FAMILIES, *MIXTURES}
+    if not has_times or source.sizes.blocks != dimensions_of(stock).blocks:
         raise SettingError(
             "a speedup requires times by heads and channels, which ddp-vllm profile measures of models with a row in "
             "docs/families.md that are pruned whole; give a sparsity or a target"
         )
     return find_profile(
-        recipe.profile, source.folder, source.config, recipe.workload, measure, other_machine=recipe.other_machine
+        recipe.profile, source.folder, stock, recipe.workload, measure, other_machine=recipe.other_machine
     )
 
 
@@ -222,7 +225,7 @@ def write(
         state.output,
         head_unit=inputs.head_unit,
         provenance=provenance | result.evaluation | {"fingerprint": inputs.fingerprint},
-        scores={"z": learned.z, "saliency": learned.saliency, **learned.snapshots},
+        scores={"z": learned.z, "saliency": learned.saliency, "means": learned.means, **learned.snapshots},
         overwrite=overwrite,
         extra_files={METRICS_FILE: state.metrics.read_text(encoding="utf-8")},
         transform=result.transform,

@@ -22,7 +22,7 @@ from ddp_vllm.settings import Settings, check_known, read_settings, setting
 SIZES = ("sparsity", "target", "speedup")
 """Settings that state how much to remove; a recipe has one of them."""
 ALTERNATIVES = (SIZES, ("steps", "minutes"))
-# the paper's search removes channels, and all layers keep equally many experts
+# the paper's search removes channels; experts that leave the router do so equally in all layers
 WITH_WHOLE_EXPERTS = {
     "controller": ("gradual",), "scope": ("global", "layer"), "budget": ("units", "params"), "align": (1,),
 }  # fmt: skip
@@ -105,6 +105,10 @@ class Recipe(TrainingSettings):
     """Remove whole experts of a mixture of experts, equally many from every layer, and their rows
     of the router. The result is a stock checkpoint that requires no plugin. It keeps as many
     experts as the budget allows."""
+    constant_experts: bool = setting(False, heading="Shape")
+    """Replace whole experts of a mixture of experts by constant vectors, their mean outputs on the
+    text (MoNE, arXiv:2507.00390). Layers keep different numbers of experts, at least one; routers
+    do not change. vLLM 0.33 or newer serves the result without the plugin."""
     head_unit: str = setting("auto", choices=("auto", "kv-group", "query-head"), heading="Shape")
     """Attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
     max_head_counts: int = setting(0, least=0, heading="Shape")
@@ -167,9 +171,17 @@ class Recipe(TrainingSettings):
             )
         if self.train == "lora" and self.optimizer == "adamw-8bit":
             raise SettingError("optimizer is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out")
-        for name, allowed in WITH_WHOLE_EXPERTS.items() if self.whole_experts else ():
+        if self.whole_experts and self.constant_experts:
+            raise SettingError("whole_experts removes experts and constant_experts replaces them; give one")
+        for name, allowed in WITH_WHOLE_EXPERTS.items() if self.removes_experts else ():
             if (value := getattr(self, name)) not in allowed:
-                raise SettingError(f"{name} is {value!r}; with whole_experts it must be {allowed[0]!r}")
+                option = "whole_experts" if self.whole_experts else "constant_experts"
+                raise SettingError(f"{name} is {value!r}; with {option} it must be {allowed[0]!r}")
+
+    @property
+    def removes_experts(self) -> bool:
+        """Whether the units are whole experts."""
+        return self.whole_experts or self.constant_experts
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.processes import broadcast_from_main, raise_on_all_ranks
 from ddp_training.weights import WARMUP, TrainedWeights, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
+from ddp_vllm.families import CONSTANT_EXPERT
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 it would use up budget without effect
 # of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
@@ -59,6 +60,9 @@ class Learned:
     routed: Masks
     """`experts`: int64 [L, E], how often each expert was chosen in training; empty for a dense
     model."""
+    means: Masks
+    """`experts`: float32 [L, E, C], the mean activations that replace removed experts; empty if
+    they are not replaced."""
 
     def routing(self, routed_layers: tuple[int, ...]) -> dict[str, Any]:
         """Return `routed` as plain data, layer number -> counts; {} for a dense model."""
@@ -81,15 +85,20 @@ class GateState:
     """Bool: gates that may be open."""
     routed: Masks
     """Int64 [L, E]: how often each expert was chosen; without an entry for a dense model."""
+    sums: Masks
+    """Float32 [L, E, C + 1]: activations and their number, summed over all tokens of the search;
+    without an entry if removed experts are not replaced by constants."""
     searched_z: Masks
     """z when the support was rounded; without entries while searching."""
     snapshots: dict[str, Masks]
     """Copies of the masks after some steps, by names such as `after_100`."""
 
     @classmethod
-    def opened(cls, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "GateState":
-        """Return the state in which every gate is open and has scale 1."""
+    def opened(cls, shapes: Mapping[str, tuple[int, ...]], device: torch.device, *, constants: bool) -> "GateState":
+        """Return the state in which every gate is open and has scale 1. constants: whether these
+        replace experts."""
         z = {kind: torch.ones(shape, device=device) for kind, shape in shapes.items()}
+        layers, experts, channels = shapes["experts"] if constants else (0, 0, 0)
         return cls(
             z=z,
             information={kind: torch.zeros_like(values) for kind, values in z.items()},
@@ -100,6 +109,7 @@ class GateState:
                 for kind, values in z.items()
                 if values.dim() == 3
             },
+            sums={"experts": torch.zeros(layers, experts, channels + 1, device=device)} if constants else {},
             searched_z={},
             snapshots={},
         )
@@ -120,7 +130,7 @@ class GateState:
                 self.snapshots.setdefault(part, {})[kind] = value
             elif part == "searched_z":
                 self.searched_z[kind] = value.to(self.z[kind].device)
-            elif part in ("z", "information", "open_steps", "support", "routed"):
+            elif part in ("z", "information", "open_steps", "support", "routed", "sums"):
                 getattr(self, part)[kind].data.copy_(value)
 
 
@@ -135,7 +145,8 @@ class Trainer:
         self.teacher = Teacher(gated.model, batches) if run.recipe.distillation > 0 else None
         sizes = batches.micro_batch_size, run.recipe.seq_len
         self.narrow = None if run.train == "lora" else narrow_layers(gated, accelerator, *sizes, run.optimizer)
-        self.gates = GateState.opened(gated.shapes, accelerator.device)
+        constants = gated.head_unit == CONSTANT_EXPERT
+        self.gates = GateState.opened(gated.shapes, accelerator.device, constants=constants)
         self.rounding: dict[str, dict[str, float]] = {}
         self.weights: TrainedWeights | None = None  # trained together with the gates
         self.rate: dict[str, Any] = {}  # `highest` of the weights, and the `trials` that found it
@@ -182,6 +193,7 @@ class Trainer:
             self.round()
         if self.narrow:
             self.narrow.follow(gates.support)
+        self.follow_means()
         masks = self.forward_masks()
         cross_entropy, divergence, gradients, squares = self._gradients(step, masks)
         loss = cross_entropy + recipe.distillation * divergence
@@ -201,6 +213,12 @@ class Trainer:
             gates.snapshots[f"{SNAPSHOT}{step + 1}"] = copies
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)
+
+    def follow_means(self) -> None:
+        """Replace closed experts by the constants of the tokens so far, which the polish does not
+        change."""
+        for sums in self.gates.sums.values():
+            self.gated.means = sums[..., :-1] / sums[..., -1:].clamp_min(1.0)
 
     def remedy(self, step: int) -> str:
         """Return what the user can do if the loss of a step is not a number."""
@@ -252,12 +270,13 @@ class Trainer:
         gradients = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         squares = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         routed = {kind: torch.zeros_like(counts) for kind, counts in self.gates.routed.items()}
+        summed = {kind: torch.zeros_like(sums) for kind, sums in self.gates.sums.items() if not self.polishing}
         for batch in self.batches.step(step):
             share, num_tokens = batch.share, len(batch.labels_N)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
             with self.weights.accumulating(share) if self.weights else nullcontext():
-                losses += share * self._backward(batch, leaves, parts, routed.get("experts"))
+                losses += share * self._backward(batch, leaves, parts, routed.get("experts"), summed.get("experts"))
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
                 gradients[kind] += leaf.grad.double() * share
@@ -266,17 +285,26 @@ class Trainer:
         cross_entropy, divergence = reduce(losses, "sum").tolist()
         for kind, counts in routed.items():
             self.gates.routed[kind] += reduce(counts, "sum")
+        for kind, sums in summed.items():
+            self.gates.sums[kind] += reduce(sums, "sum")
         total = {kind: reduce(value, "sum").float() for kind, value in gradients.items()}
         return cross_entropy, divergence, total, {kind: reduce(value, "sum").float() for kind, value in squares.items()}
 
-    def _backward(self, batch: MicroBatch, leaves: Masks, squares: Masks, counts: torch.Tensor | None) -> torch.Tensor:
+    def _backward(
+        self,
+        batch: MicroBatch,
+        leaves: Masks,
+        squares: Masks,
+        counts: torch.Tensor | None,
+        sums: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Run a micro-batch forward, and backward into the leaves; return [CE, KL] in nats per
-        token."""
+        token. counts, sums: as of `GatedModel.counting`."""
         model: Any = self.gated.model
         teacher_NH = self.teacher.hidden(batch) if self.teacher else None
         with self.gated.masks(leaves, squares, self.narrow):
             # forward alone: checkpointed layers run again in backward
-            with self.gated.counting(counts):
+            with self.gated.counting(counts, sums):
                 student_NH = final_hidden(model, batch.tokens)
             loss, metrics = distill(
                 student_NH, teacher_NH, OutputHead.of(model), batch.labels_N, self.recipe.distillation,
@@ -362,6 +390,7 @@ class Trainer:
         """Return the final gates, rounded now if the run had no polish."""
         if not self.polishing:
             self.round()
+        self.follow_means()
         masks = {kind: mask.detach() for kind, mask in self.forward_masks().items()}
         return Learned(
             gates={kind: mask.float().cpu() for kind, mask in masks.items()},
@@ -371,6 +400,7 @@ class Trainer:
             rounding=self.rounding,
             rate=self.rate,
             routed={kind: counts.cpu() for kind, counts in self.gates.routed.items()},
+            means={} if self.gated.means is None else {"experts": self.gated.means.cpu()},
         )
 
     @property

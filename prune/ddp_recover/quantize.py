@@ -81,6 +81,14 @@ def _open(folder: Path) -> Checkpoint:
     """Read and check a model. Raises: CheckpointError, SettingError; ModelError for a dense model
     of no family."""
     checkpoint = read_checkpoint(folder, dense=True)
+    if checkpoint.stock:  # transformers keeps its experts in one tensor, no module
+        raise SettingError(
+            f"{folder} has routed experts, which quantize would skip: it quantizes linear layers only. "
+            f"It is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "
+            f"vllm serve {folder} --quantization fp8_per_tensor"
+        )
+    if checkpoint.has_constants:
+        raise SettingError(f"{folder} has constant vectors in place of experts, which vLLM serves unquantized only")
     if states_widths(checkpoint.config):
         raise SettingError(
             f"{folder} has MLPs or experts of different widths in a stock class, which vLLM quantizes when it loads "
@@ -88,18 +96,6 @@ def _open(folder: Path) -> Checkpoint:
         )
     if checkpoint.config.get("quantization_config"):
         raise CheckpointError(f"{folder} is quantized already; quantize the folder that it was made from")
-    if checkpoint.has_experts:
-        # transformers keeps its experts in one tensor, no module
-        if checkpoint.stock or not is_pruned(folder):
-            raise SettingError(
-                f"{folder} has routed experts, which quantize would skip: it quantizes linear layers only. "
-                f"It is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "
-                f"vllm serve {folder} --quantization fp8_per_tensor"
-            )
-        raise SettingError(
-            f"{folder} has experts of different widths, which vLLM quantizes when it loads them: "
-            f"vllm serve {folder} --quantization fp8_per_channel"
-        )
     return checkpoint
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from written_folders import PageReader, write_masks, write_weights
 
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.families import dense_layers, pruned_config
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
 from ddp_vllm.pages.report import write_report
@@ -73,15 +75,15 @@ def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
     for layer, row in enumerate(sizes):
         for expert, width in enumerate(row):
             gates[layer, expert, :width] = 1.0
-    attention = {"query_heads_per_kv_head": [2, 2]}
-    layers = [
-        {**attention, "intermediate_size": 0, "expert_intermediate_sizes": sizes[0]},
-        {**attention, "intermediate_size": 40},
-        {**attention, "intermediate_size": 0, "expert_intermediate_sizes": sizes[1]},
-    ]
-    config = {"model_type": "ddp_qwen3_moe", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "qwen3_moe", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"head_dim": 8, "intermediate_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 3}
-    config |= {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1], "ddp_layers": layers}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
+    pruned_sizes = (tuple(sizes[0]), None, tuple(sizes[1]))
+    widths = [
+        replace(layer, expert_intermediate_sizes=row)
+        for layer, row in zip(dense_layers(config), pruned_sizes, strict=True)
+    ]
+    config, layers = pruned_config(config, widths), [layer.to_json() for layer in widths]
     write_weights(tmp_path / "out", config, layers)
     write_masks(tmp_path / "out", {"experts": gates}, {"routing": {"chosen": chosen}})
     (tmp_path / "out" / "ddp_metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "experts_sparsity": 0.1}\n' * 3)

@@ -38,7 +38,7 @@ def _shapes(config: Mapping[str, Any], layer: Layer) -> Iterator[tuple[str, tupl
         for name, units in (("q", sum(heads)), ("k", len(heads)), ("v", len(heads))):
             yield f"self_attn.{name}_proj", (units * head_dim, hidden)
         yield "self_attn.o_proj", (hidden, sum(heads) * head_dim)
-        if config["model_type"] == "ddp_qwen3_moe":
+        if config["model_type"] == "qwen3_moe":
             yield from ((f"self_attn.{name}_norm", (head_dim,)) for name in "qk")
     mlps = {"mlp": layer["intermediate_size"]}
     if experts := layer.get("expert_intermediate_sizes"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_models import MIXTURES
 from commands import assert_refused, invoke, passed
 from foreign_folders import FOLDERS, llama, pruned
 from foreign_folders import SIZES as SIZES_OF_LLAMA
@@ -20,13 +21,12 @@ from safetensors.torch import load_file, save_file
 from serving import Serve, assert_same, job
 from test_gguf import furthest, save_tokenizer
 from test_gguf import serve as llama_cpp
-from tiny_experts import FAMILIES, SIZES, make_expert_checkpoint
 from tiny_models import PROMPTS, edit_config, edit_weights, generate, load_model
 from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError
 from ddp_vllm.formats import opened_in_place
 from ddp_vllm.model_facts import dense_kv_bytes, describe_model
@@ -149,15 +149,19 @@ def test_tensors_are_copied_and_other_verbs_read_the_folder(tool: str, converted
     assert result.exit_code in (3, 7)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_experts_of_different_widths(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_different_widths(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     """As MoE-Slimming leaves them. What such folders say in transformers and vLLM is tested in test_moe.py."""
-    make_expert_checkpoint(tmp_path / "model", family)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    layers = config.pop("ddp_layers")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": family}))
-    passed(invoke("convert", tmp_path / "model", "-o", tmp_path / "out"))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["ddp_layers"] == layers
+    folder = shutil.copytree(made(name) / "narrow", tmp_path / "model")
+    tensors, stated = load_file(folder / "model.safetensors"), read_config(folder)["quantization_config"]
+    dense = load_file(made(name) / "dense" / "model.safetensors")
+    tensors |= {part: dense[part] for part in tensors if ".experts." not in part}  # MLPs of the first layers
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, lambda config: config.pop("quantization_config"))
+    passed(invoke("convert", folder, "-o", tmp_path / "out"))
+    written = read_config(tmp_path / "out")["quantization_config"]
+    assert written["experts"] == stated["experts"]
+    assert _expert_sizes(read_config(tmp_path / "out")) == _expert_sizes({"quantization_config": stated})
 
 
 def test_blocks_of_a_mixture_of_experts() -> None:
@@ -167,30 +171,34 @@ def test_blocks_of_a_mixture_of_experts() -> None:
     moe = {"kind": "moe", "name": "moe", "no_op": False, "num_experts": 8, "top_k": 3, "expert_intermediate_size": 40}
     ffn = {"kind": "ffn", "name": "ffn", "no_op": False, "intermediate_size": 96, "hidden_act": "silu"}
     blocks = [{"subblock_configs": [attention, part]} for part in (moe, ffn, {**moe, "expert_intermediate_size": 64})]
-    config = {"model_type": "qwen3_moe", "hidden_act": "silu", **SIZES, **FAMILIES["qwen3_moe"]}
+    config = MIXTURES["qwen3_moe"]().to_dict()
     opened = opened_in_place({**config, "architectures": ["AnyModel"], "block_configs": blocks})
-    assert opened and opened["architectures"] == ["DDPQwen3MoeForCausalLM"]
-    assert [layer.get("expert_intermediate_sizes") for layer in opened["ddp_layers"]] == [[40] * 8, None, [64] * 8]
-    with pytest.raises(ModelError, match="layer 0 has 'num_experts' of its own"):
+    assert opened and opened["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert _expert_sizes(opened) == [[40] * 8, None, [64] * 8]
+    with pytest.raises(ModelError, match="layer 0 has 'num_local_experts' of its own"):
         moe["num_experts"] = 6
         opened_in_place({**config, "block_configs": blocks})
     assert opened_in_place(config) is None
     common = {"no_op": False, "replace_with_linear": False, "sparsify": None, "weights_precision": "bf16"}
-    routed = {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_dim": 40}
+    routed = {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_dim": 48}
     older = [
         {"attention": {**common, "n_heads_in_group": 2, "window_length": None},
          "ffn": {**common, "gated": None, "hidden_act": None, "intermediate_size": None,
                  "moe": {**routed, "expert_intermediate_dim": width}}, "parallel_blocks": None}
         for width in (40, 0, 64)
     ]  # fmt: skip
-    config = {"model_type": "qwen2_moe", "hidden_act": "silu", **SIZES, **FAMILIES["qwen2_moe"]}
+    config = MIXTURES["qwen2_moe"]().to_dict()
     opened = opened_in_place({**config, "block_configs": older})
     assert opened
-    assert [layer["expert_intermediate_sizes"] for layer in opened["ddp_layers"]] == [[40] * 8, [0] * 8, [64] * 8]
+    assert _expert_sizes(opened) == [[40] * 8, [0] * 8, [64] * 8]
     with pytest.raises(ModelError, match="shared_expert_intermediate_size"):
-        routed["shared_expert_intermediate_dim"] = 41
+        routed["shared_expert_intermediate_dim"] = 49
         older[1]["ffn"]["moe"] = routed
         opened_in_place({**config, "block_configs": older})
+
+
+def _expert_sizes(config: dict[str, Any]) -> list[Any]:
+    return [layer.get("expert_intermediate_sizes") for layer in config["quantization_config"]["layers"]]
 
 
 def _opened(**keys: Any) -> list[tuple[int, int, int]] | None:
@@ -216,6 +224,9 @@ WHOLE, NO_ATTENTION, NO_MLP = (12, 4, 64), (0, 0, 64), (12, 4, 0)
         ({"drop_mlp_list": [1], "drop_attn_list": None}, NO_MLP),
         ({"drop_attn_list": [1], "per_layer_config": {"1": {"skip": ["mlp"]}}}, (0, 0, 0)),
         ({"drop_attn_list": [False] * 4, "drop_mlp_list": [False] * 4}, None),
+        ({"layer_inter_size": [64, 0, 64, 64]}, NO_MLP),
+        ({"layer_head_num": [12, 0, 12, 12], "layer_inter_size": [64] * 4}, NO_ATTENTION),
+        ({"layer_head_num": [12, 6, 12, 12], "layer_num": 4}, (6, 2, 64)),  # KV heads go with their query heads
         ({"per_layer_config": {"1": {"num_attention_heads": 3}}, "model_type": "gemma4_text"}, None),
         ({"block_configs": [{"mamba": {}}], "model_type": "nemotron_h"}, None),
     ],
@@ -243,6 +254,17 @@ def test_widths_that_a_config_states(keys: dict[str, Any], layer: tuple[int, int
 def test_what_a_block_states_otherwise_is_refused(part: dict[str, Any], word: str) -> None:
     with pytest.raises(ModelError, match=f"layer 1 .*{word}"):
         _opened(block_configs=[{}, part, {}, {}])
+
+
+def test_lists_of_rtp_llm(tmp_path: Path) -> None:
+    pruned(tmp_path / "tool")
+    edit_config(tmp_path / "tool", lambda config: config.update(layer_inter_size=[64, 40, 64, 64]))
+    assert "from layer_inter_size in config.json" in output_of("convert", tmp_path / "tool", "-o", tmp_path / "out")
+    assert [layer.intermediate_size for layer in read_checkpoint(tmp_path / "out").layers] == [64, 40, 64, 64]
+    with pytest.raises(ModelError, match="layer_head_num has 3 entries for 4 layers"):
+        _opened(layer_head_num=[12, 6, 12])
+    with pytest.raises(ModelError, match="7 query heads for 2 KV heads"):
+        _opened(layer_head_num=[12, 7, 12, 12])
 
 
 def test_a_dense_verb_takes_no_model_that_another_tool_pruned(converted: Any, tmp_path: Path) -> None:

@@ -6,10 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from any_models import NUM_EXPERTS, write_model
 from serving import Serve, assert_same, job
 from test_dense import CHECKPOINTS
-from tiny_experts import make_expert_checkpoint, make_fewer_experts
-from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, make_checkpoint
+from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, generate, make_checkpoint
+
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
+from ddp_prune.export import export
+from ddp_prune.gates import GatedModel
+from ddp_vllm.families import unit_shapes
 
 pytestmark = pytest.mark.vllm
 
@@ -24,8 +31,22 @@ FEWER_EXPERTS, FEWER_AT_NIGHT = ("qwen3_moe",), ("mixtral", "olmoe")
 REFUSED = {  # what does not work, and what the user reads
     "old vLLM": r"layer 0 has 1 query and 1 KV heads, vLLM's attention has 12 and 4: .* vLLM 0.30 or newer",
     "missing weight": r"layer 4 lacks the tensors of self_attn.k_proj",
-    "experts": r"vLLM has no kernel for experts of different widths",
 }
+
+
+def make_fewer_experts(folder: Path, dense: Path) -> dict[str, Any]:
+    """Write what is left of a dense model without whole experts.
+
+    Returns what the dense model generates whose routers and experts are masked.
+    """
+    source = open_source(str(dense))
+    gates = torch.rand(unit_shapes(source.sizes, "expert")["experts"]) + 0.5
+    for row in gates:
+        row[torch.randperm(NUM_EXPERTS)[5:]] = 0.0
+    export(source, {"experts": gates}, folder, head_unit="expert", provenance={})
+    gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, "expert")
+    with gated.masks({"experts": gates}):
+        return {"outputs": [generate(gated.model, prompt) for prompt in PROMPTS]}
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +64,11 @@ def models(chosen: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[s
     families = [name for name in (*SERVED, *AT_NIGHT) if name in chosen | {"ragged"}]
     made = {name: (root / name, make_checkpoint(root / name, **CHECKPOINTS[name])) for name in families}
     made["split"] = root / "split", make_checkpoint(root / "split", "Llama", SPLIT)
-    made["experts"] = root / "experts", make_expert_checkpoint(root / "experts", "qwen3_moe")
     for folder, _ in made.values():
         add_remote_code(folder)
     for family in chosen & {*FEWER_EXPERTS, *FEWER_AT_NIGHT}:
-        made[family] = root / family, make_fewer_experts(root / family, family, root / f"dense-{family}")
+        dense = write_model(family, root / f"dense-{family}", hidden_size=64)  # which vLLM's CPU kernel takes
+        made[family] = root / family, make_fewer_experts(root / family, dense)
     return made
 
 

@@ -16,64 +16,34 @@ from typing import Any
 
 import pytest
 import torch
-from any_families import FAMILIES, WITHOUT_TRANSFORMERS, load, make_dense, narrow
+from any_families import WITHOUT_TRANSFORMERS, WRAPPERS, load
+from any_models import MODELS
 from safetensors.torch import load_file
 from serving import UPDATES, Serve, assert_same, assert_same_outputs, job
 from tiny_models import PROMPTS, edit_config, edit_weights, generate
 
 from ddp_vllm.checkpoint import read_config
-from ddp_vllm.families import register_pruned
-from ddp_vllm.remote_code import WIDTHS_FILES
+from ddp_vllm.families import described_config, register_pruned
+from ddp_vllm.remote_code import code_of
 from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 from ddp_vllm.remote_code.files import WidthsError
+from ddp_vllm.remote_code.module_widths import ModuleWidths
 
 FAST = ("glm4", "olmo2", "starcoder2", "glm4_moe")  # fused on disk; the Transformers backend; no gate; experts
 TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
-BFLOAT16_TOLERANCE = 0.05  # as in test_moe.py
+BFLOAT16_TOLERANCE = 0.05
 
 
 def nightly(name: str, is_long: bool) -> Any:
     return pytest.param(name, marks=pytest.mark.nightly if is_long else [])
 
 
-def cases(families: Any = FAMILIES) -> list[Any]:
+def cases(families: Any = MODELS) -> list[Any]:
     return [nightly(name, name not in FAST) for name in families]
 
 
 def options(family: str) -> dict[str, Any]:
-    return (TEXT_ONLY if "vision_config" in FAMILIES[family][1] else {}) | WITHOUT_TRANSFORMERS.get(family, {})
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("any")
-
-
-@pytest.fixture(scope="session")
-def made(root: Path) -> Callable[[str], Path]:
-    """Return a function that makes the folders `dense`, `narrow` and `zeroed` of a family, once."""
-
-    def make(family: str) -> Path:
-        if not (root / family).exists():
-            make_dense(root / family / "dense", family)
-            narrow(*(root / family / name for name in ("dense", "narrow", "zeroed")))
-        return root / family
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def answers(made: Callable[[str], Path]) -> Callable[[str, str], dict[str, Any]]:
-    """Return a function that gives what transformers generates with a folder of a family."""
-    known: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def ask(family: str, kind: str) -> dict[str, Any]:
-        if (family, kind) not in known:
-            model = load(made(family) / kind)
-            known[family, kind] = {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
-        return known[family, kind]
-
-    return ask
+    return (TEXT_ONLY if family in WRAPPERS else {}) | WITHOUT_TRANSFORMERS.get(family, {})
 
 
 @pytest.mark.parametrize("family", cases())
@@ -108,10 +78,10 @@ torch.save({"class": type(model).__module__, "logits": logits}, saved + "/logits
 def test_transformers_without_our_package(family: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     """The stock class loads by the code in the folder, is saved with its widths, and can be trained."""
     folder = shutil.copytree(made(family) / "narrow", tmp_path / "folder")
-    for file in WIDTHS_FILES:
+    config = read_config(folder)
+    for file in code_of(config):
         shutil.copy(file, folder)
-    code = {"auto_map": {"AutoConfig": "configuration_ddp_widths.AnyConfig"}}
-    edit_config(folder, lambda config: config.update(code))
+    (folder / "config.json").write_text(json.dumps(described_config(config, ModuleWidths.of(config))))
     command = [sys.executable, "-c", ALONE, folder, tmp_path / "saved"]
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
@@ -173,7 +143,7 @@ ADAPTERS = {  # family -> modules of the adapter, modules that vLLM is told to a
     "glm4_moe": (["q_proj", "o_proj"], ADAPTED),
 }
 UPDATED = ("glm4", "glm4_moe")
-LAYER = "model.layers.3.mlp"
+LAYER = "model.layers.2.mlp"
 BROKEN: dict[str, tuple[str, Any, dict[str, Any], str]] = {  # family, how to break it, options, what the user reads
     "widths of another checkpoint": (
         "glm4",
@@ -231,7 +201,7 @@ def add_further_layer(family: Path, folder: Path) -> Path:
     """Copy a narrow model and add a dense layer that predicts further tokens, as DeepSeek and GLM name it."""
     shutil.copytree(family / "narrow", folder)
     dense = load_file(family / "dense" / "model.safetensors")
-    further = {name.replace("layers.3.", "layers.4."): dense[name] for name in dense if "layers.3." in name}
+    further = {name.replace("layers.2.", "layers.3."): dense[name] for name in dense if "layers.2." in name}
     edit_weights(folder, lambda weights: weights.update(further))
     edit_config(folder, lambda config: config.update(num_nextn_predict_layers=1))
     return folder
@@ -364,7 +334,7 @@ def test_an_adapter_answers_as_in_peft(family: str, other_ways: Any, adapters: A
 
 @pytest.mark.vllm
 def test_an_adapter_of_other_widths_is_refused(other_ways: Any) -> None:
-    words = r"model.layers.0.mlp.down_proj is for 96 inputs and 64 outputs, and this layer requires 64 and 64; .*train"
+    words = r"model.layers.0.mlp.down_proj is for 96 inputs and 64 outputs, and this layer requires 33 and 64; .*train"
     assert re.search(words, other_ways("gemma4_text: adapters")["adapted"][1]["error"])
 
 
@@ -379,8 +349,8 @@ def served(request: pytest.FixtureRequest, serve: Serve, made: Callable[[str], P
     """Return what vLLM did with the folders of all selected families, in one process."""
     selected = {item.callspec.params.get("family") for item in request.session.items if hasattr(item, "callspec")}
     jobs = {}
-    for family in filter(selected.__contains__, FAMILIES):
-        if "vision_config" in FAMILIES[family][1] and find_spec("torchvision") is None:
+    for family in filter(selected.__contains__, MODELS):
+        if family in WRAPPERS and find_spec("torchvision") is None:
             continue
         reference = "zeroed" if family in WITHOUT_TRANSFORMERS else "dense"
         for kind in ("narrow",) if family in FAST else ("narrow", reference):

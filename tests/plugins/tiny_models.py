@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddp_vllm.families import pruned_config
-from ddp_vllm.remote_code import FILES, modeling_ddp, modeling_ddp_moe
+from ddp_vllm.remote_code import code_of, modeling_ddp
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import parse_layers
 
@@ -60,14 +60,14 @@ def add_remote_code(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     whole = pruned_config({**config, "model_type": dense_type(config)}, parse_layers(config))
     (folder / "config.json").write_text(json.dumps(whole))
-    for file in FILES:
+    for file in code_of(whole):
         shutil.copyfile(file, folder / file.name)
 
 
 def load_model(folder: Path) -> Any:
     """Load a folder of `make_checkpoint`, or a dense one, in plain transformers."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    model_class = getattr(modeling_ddp, architecture, None) or getattr(modeling_ddp_moe, architecture)
+    model_class = getattr(modeling_ddp, architecture)
     return model_class.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_models import MODELS, stack_experts, write_headers, write_model
+from any_models import MODELS, UNSERVED, stack_experts, write_headers, write_model
 from commands import invoke, passed
 from runs import edit_json, edit_weights, export_whole, prune, recover, weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -22,6 +22,7 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, TrainingError
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
+from ddp_vllm.pages.summary import removed_parameters
 from ddp_vllm.remote_code.module_widths import Block
 
 TOKENS = torch.arange(5, 37)[None]
@@ -51,8 +52,10 @@ ROUTED = {  # mixture of experts -> the same of one expert
     "ernie4_5_moe": ("model.layers", EXPERTS),
     "minimax_m2": ("model.layers", tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "hunyuan_v1_moe": ("model.layers", EXPERTS),
+    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "deepseek", "deepseek_v2"), ("model.layers", EXPERTS)),
 }
-FAST = ("olmo2", "qwen3_5", "starcoder2", "glm4_moe")
+ROUTED["mixtral"] = ROUTED["minimax_m2"]
+FAST = ("olmo2", "qwen3_5", "starcoder2", "glm4_moe", "mixtral", "deepseek")
 CASES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.nightly) for name in {**MLP, **ROUTED}]
 
 
@@ -99,7 +102,7 @@ def read_again(folder: Path) -> Any:
 
 
 def test_every_model_has_a_case() -> None:
-    assert {*MLP, *ROUTED} == {*MODELS} - {"gpt_oss"}
+    assert {*MLP, *ROUTED} == {*MODELS, *UNSERVED} - {"gpt_oss"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,7 +132,8 @@ def test_masked_equals_exported(name: str, dense: Callable[[str], Path], tmp_pat
     rows = sum(3 if len(each.inputs) == 2 or each.fused else 2 for each in (block,))
     num_dense = sum(tensor.numel() for tensor in weights(dense(name)).values())
     if not any(each.endswith("bias") for each in checkpoint.shapes if ".mlp." in each):
-        assert num_dense - checkpoint.num_parameters == cut * rows * 64
+        assert num_dense - checkpoint.num_parameters == cut * rows * source.sizes.hidden_size
+        assert num_dense == checkpoint.num_parameters + removed_parameters(checkpoint)
 
 
 def test_everything_else_is_copied(dense: Callable[[str], Path], tmp_path: Path) -> None:

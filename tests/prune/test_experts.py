@@ -1,28 +1,15 @@
-"""Mixtures of experts: gates on expert channels, and masked = exported = remote code for all six families."""
+"""Mixtures of experts: gates on expert channels, their gradients, and layers that lose all experts."""
 
 import json
-import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, invoke
+from any_models import EXPERT, MIXTURES, NUM_EXPERTS, write_model
 from runs import edit_json, edit_weights
-from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    MixtralConfig,
-    OlmoeConfig,
-    PreTrainedConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from ddp_models.loading import load_model
 from ddp_models.source import Source, open_source
@@ -30,63 +17,32 @@ from ddp_prune import experts as experts_module
 from ddp_prune.experts import grouped, looped
 from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, Masks
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import unit_shapes
-from ddp_vllm.pages.summary import removed_parameters, units
-from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
-from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
-from ddp_vllm.remote_code.widths import is_routed
+from ddp_vllm.families import described, unit_shapes
+from ddp_vllm.remote_code.module_widths import ModuleWidths
 
-NUM_EXPERTS, CHANNELS = 8, 24
-WIDTHS = (0, 1, 2, 5, 17, 24, 16, 15)  # gone, one channel, even, odd, above a block of 16, dense, a block, below one
-SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_experts_per_tok": 3, "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": 0,
-    "bos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-OWN: dict[str, Any] = {"intermediate_size": 40, "moe_intermediate_size": CHANNELS}
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 12,
-    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
-}  # fmt: skip
-CASES: dict[str, PreTrainedConfig] = {
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **OWN, num_experts=NUM_EXPERTS, head_dim=16, mlp_only_layers=[1]),
-    "qwen2_moe": Qwen2MoeConfig(**SIZES, **OWN, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=20),
-    "mixtral": MixtralConfig(**SIZES, intermediate_size=CHANNELS, num_local_experts=NUM_EXPERTS),
-    "olmoe": OlmoeConfig(**SIZES, intermediate_size=CHANNELS, num_experts=NUM_EXPERTS),
-    "deepseek": DeepseekConfig(**SIZES, **OWN, n_routed_experts=NUM_EXPERTS),  # first layer dense, shared experts
-    "deepseek_v2": DeepseekV2Config(
-        **SIZES | {"num_key_value_heads": 4}, **OWN, **LATENT, n_routed_experts=NUM_EXPERTS, first_k_dense_replace=1
-    ),
-}
+WIDTHS = (
+    0,
+    1,
+    2,
+    5,
+    17,
+    EXPERT,
+    16,
+    15,
+)  # gone, one, even, odd, above a block of 16, dense, a block, below one
 TOKENS = torch.randint(1, 96, (2, 20), generator=torch.Generator().manual_seed(0))
-PLAIN = """
-import sys
-for name in ("ddp_vllm", "ddp_prune", "ddp_plugins", "ddp_benchmarks"):
-    sys.modules[name] = None  # an editable install would make them importable
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-tokens, logits = load_file("tokens.safetensors")["tokens"], {}
-for name in sys.argv[1:]:
-    with torch.no_grad():
-        logits[name] = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)(tokens).logits
-save_file(logits, "logits.safetensors")
-"""
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that makes the dense folder of a family, once."""
-    register_deepseek()
     made: dict[str, Path] = {}
 
     def make(model_type: str) -> Path:
         if model_type not in made:
-            torch.manual_seed(0)
-            made[model_type] = tmp_path_factory.mktemp(model_type)
-            AutoModelForCausalLM.from_config(CASES[model_type]).save_pretrained(made[model_type])
+            made[model_type] = write_model(model_type, tmp_path_factory.mktemp(model_type))
         return made[model_type]
 
     return make
@@ -100,7 +56,7 @@ def ragged_gates(source: Source) -> Masks:
     for row in range(shape[0]):
         for expert in range(NUM_EXPERTS):
             width = WIDTHS[(expert + 3 * row) % NUM_EXPERTS]
-            gates[row, expert, torch.randperm(CHANNELS, generator=generator)[width:]] = 0.0
+            gates[row, expert, torch.randperm(EXPERT, generator=generator)[width:]] = 0.0
     return {"experts": gates}
 
 
@@ -113,44 +69,12 @@ def _logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
         return model(tokens).logits
 
 
-@pytest.fixture(scope="module")
-def exported(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the pruned checkpoint of each family, and the logits of plain transformers without ddp-vllm."""
-    folder = tmp_path_factory.mktemp("exported")
-    for model_type in CASES:
-        source = open_source(str(dense(model_type)))
-        export(source, ragged_gates(source), folder / model_type, head_unit="auto", provenance={})
-    save_file({"tokens": TOKENS}, folder / "tokens.safetensors")
-    result = subprocess.run([sys.executable, "-I", "-c", PLAIN, *CASES], capture_output=True, text=True, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    return folder
-
-
-@pytest.mark.parametrize("model_type", CASES)
-def test_masked_equals_exported_in_plain_transformers(model_type: str, dense: Any, exported: Path) -> None:
-    source = open_source(str(dense(model_type)))
-    gates, gated = ragged_gates(source), _gated(source)
-    stock = _logits(AutoModelForCausalLM.from_pretrained(source.folder))
-    torch.testing.assert_close(_logits(gated.model), stock, atol=1e-5, rtol=0)  # without masks: the dense model
-    with gated.masks(gates):
-        masked = _logits(gated.model)
-    assert (masked - stock).abs().max() > 0.1  # the masks do something
-    torch.testing.assert_close(load_file(exported / "logits.safetensors")[model_type], masked, atol=2e-5, rtol=0)
-    checkpoint = read_checkpoint(exported / model_type)
-    widths = [layer.expert_intermediate_sizes for layer in checkpoint.layers if layer.expert_intermediate_sizes]
-    assert widths == [tuple(row) for row in (gates["experts"] > 0).sum(-1).tolist()]
-    left = {label: num_left for label, _, num_left in units(checkpoint)}
-    assert left == {"experts": len(widths) * 7, "expert channels": int((gates["experts"] > 0).sum())}
-    num_dense = gated.model.num_parameters()  # type: ignore[operator]
-    assert checkpoint.num_parameters + removed_parameters(checkpoint) == num_dense
-
-
 def test_squares_are_those_of_each_token(dense: Any) -> None:
     """Tokens one by one through one layer give the parts of the gradient that are squared and summed."""
     gated = _gated(open_source(str(dense("mixtral"))))
     experts = gated.model.get_submodule("model.layers.1.mlp.experts")
     generator = torch.Generator().manual_seed(2)
-    x, wanted = torch.randn(2, 6, 64, generator=generator)
+    x, wanted = torch.randn(2, 6, 48, generator=generator)
     ids, shares = torch.tensor([[0, 2], [2, 5], [6, 0]] * 2), torch.rand(6, 2, generator=generator)
     gates = torch.rand(gated.shapes["experts"], generator=generator)
 
@@ -174,7 +98,7 @@ def test_gradients_are_slopes(dense: Any) -> None:
     gated = _gated(open_source(str(dense("mixtral"))))
     experts = gated.model.get_submodule("model.layers.1.mlp.experts").double()
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(6, 64, dtype=torch.float64, generator=generator, requires_grad=True)
+    x = torch.randn(6, 48, dtype=torch.float64, generator=generator, requires_grad=True)
     masks = torch.rand(gated.shapes["experts"], dtype=torch.float64, generator=generator, requires_grad=True)
     ids, shares = torch.tensor([[0, 2], [2, 5], [7, 0]] * 2), torch.rand(6, 2, generator=generator).double()
 
@@ -264,22 +188,26 @@ def test_a_published_deepseek_config_loads_without_its_code(dense: Any, tmp_path
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("model_type", "changes"),
     [
-        Qwen3MoeConfig(**SIZES | {"num_hidden_layers": 6}, **OWN, decoder_sparse_step=2, mlp_only_layers=[3]),
-        Qwen2MoeConfig(**SIZES | {"num_hidden_layers": 5}, **OWN, decoder_sparse_step=3),
-        DeepseekConfig(**SIZES | {"num_hidden_layers": 6}, **OWN, moe_layer_freq=2, first_k_dense_replace=1),
-        DeepseekV2Config(**SIZES | {"num_hidden_layers": 5}, **OWN, **LATENT, first_k_dense_replace=3),
+        *((model_type, {}) for model_type in MIXTURES),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+        ("qwen2_moe", {"decoder_sparse_step": 3}),
+        ("deepseek", {"moe_layer_freq": 2}),
+        ("deepseek_v2", {"first_k_dense_replace": 2}),
     ],
-    ids=lambda config: config.model_type,
+    ids=str,
 )
-def test_layers_with_experts_are_those_of_the_model(config: Any) -> None:
-    config.num_experts = NUM_EXPERTS
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    routed = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
-    assert True in routed and False in routed
-    assert [is_routed(config.to_dict(), index) for index in range(len(routed))] == routed
+def test_a_config_alone_describes_what_is_found_in_the_model(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Latency profiles, whole experts and convert have no more than the config."""
+    folder = write_model(model_type, tmp_path, **changes)
+    structure = open_source(str(folder)).structure
+    by_config = ModuleWidths.of(described(read_config(folder)))
+    assert structure and structure.widths.experts == by_config.experts
+    sizes = [[layer.expert_intermediate_sizes for layer in widths.layers] for widths in (structure.widths, by_config)]
+    assert sizes[0] == sizes[1] and any(sizes[0])
 
 
 def test_a_layer_may_lose_all_its_experts(dense: Any, tmp_path: Path) -> None:
@@ -298,9 +226,8 @@ def test_a_layer_may_lose_all_its_experts(dense: Any, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "top-k above the experts": ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*8 experts.*1…8"),
-    "other width": ({"moe_intermediate_size": 32}, r"shape \[(24, 64|64, 24)\].*requires 32 along axis"),
-    "a tensor missing": ({}, r"layer 2 lacks the tensors of mlp\.experts\.3\.down_proj"),
+    "other width": ({"moe_intermediate_size": 32}, r"shape \[64, 64\].*requires 32 along axis"),
+    "a tensor missing": ({}, r"tensor model\.layers\.2\.mlp\.experts\.3\.down_proj\.weight is missing"),
 }  # fmt: skip
 
 
@@ -313,30 +240,3 @@ def test_a_dense_model_that_cannot_be_pruned(case: str, dense: Any, tmp_path: Pa
         edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.experts.3.down_proj.weight"))
     with pytest.raises(ModelError, match=message):
         open_source(str(folder))
-
-
-def _width(value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda config: config["ddp_layers"][2]["expert_intermediate_sizes"].__setitem__(3, value)
-
-
-BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
-    "negative": (_width(-1), ["expert_intermediate_sizes[3]", "-1", "0…24"]),
-    "of another checkpoint": (_width(1), ["layers.2.mlp.experts.3", "requires 1"]),
-    "none": (lambda c: c["ddp_layers"][2].pop("expert_intermediate_sizes"), ["ddp_layers[2]", "no expert_interm"]),
-    "in a dense layer": (
-        lambda c: c["ddp_layers"][1].update(expert_intermediate_sizes=[1] * 8), ["ddp_layers[1]", "no routed experts"],
-    ),
-    "quantized": (lambda c: c.update(quantization_config={"quant_method": "fp8"}), ["quantized", "fp8_per_channel"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_config_that_contradicts_the_weights(case: str, exported: Path, tmp_path: Path) -> None:
-    edit, words = BROKEN[case]
-    folder = Path(shutil.copytree(exported / "qwen3_moe", tmp_path / "broken"))
-    config = json.loads((folder / "config.json").read_text())
-    edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
-    assert_refused(invoke("inspect", folder), 7, *words)
-    with pytest.raises(ValueError, match=re.escape(words[0])):  # the travelling files say the same
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)

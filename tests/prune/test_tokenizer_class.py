@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ddp_models.source import open_source
 from ddp_prune.masks_file import write_masks
 from ddp_vllm.families import unit_shapes
-from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
-from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+from ddp_vllm.remote_code.modeling_deepseek import DeepseekConfig, register_deepseek
 
 TEXT = "The quick  brown fox,\n number 12's  lazy dog."
 

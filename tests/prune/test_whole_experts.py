@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from any_models import EXPERT, NUM_EXPERTS, write_model
 from commands import assert_refused, invoke, passed
 from runs import edit_json, heldout_of, prune, recover
-from test_experts import CASES, CHANNELS, NUM_EXPERTS, TOKENS
+from test_experts import TOKENS
 from transformers import AutoModelForCausalLM
 
 from ddp_models.loading import load_model
@@ -24,7 +25,6 @@ from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.pages.metrics import gather
 from ddp_vllm.pages.summary import footprint, removed_parameters, units
-from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
 KEPT = 5  # of 8, of which a token is sent to 3
 STOCK = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2")
@@ -44,10 +44,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with each dense model and what was made of it."""
     folder = tmp_path_factory.mktemp("whole")
     for family in STOCK:
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(CASES[family]).save_pretrained(folder / f"dense-{family}")
-        source = open_source(str(folder / f"dense-{family}"))
-        gates = whole_gates((len(source.sizes.routed_layers), NUM_EXPERTS, CHANNELS))
+        source = open_source(str(write_model(family, folder / f"dense-{family}")))
+        gates = whole_gates((len(source.sizes.routed_layers), NUM_EXPERTS, EXPERT))
         export(source, gates, folder / family, head_unit="expert", provenance={})
     return folder
 
@@ -106,7 +104,7 @@ def test_what_is_written_is_a_stock_checkpoint(family: str, made: Path) -> None:
     assert layers == [tuple(row) for row in (gates["experts"] > 0).sum(-1).tolist()]
     assert units(checkpoint)[0] == ("experts", len(layers) * NUM_EXPERTS, len(layers) * KEPT)
     assert checkpoint.num_parameters + removed_parameters(checkpoint) == dense.num_parameters()  # type: ignore[operator]
-    _, flops, _ = footprint(checkpoint)
+    _, flops = footprint(checkpoint)
     assert flops[1] == flops[2]  # a token is sent to as many experts as before
     card = (made / family / "README.md").read_text()
     assert "stock checkpoint with fewer experts" in card and "trust" not in card
@@ -193,9 +191,8 @@ def test_what_whole_experts_cannot_do(changes: dict[str, Any]) -> None:
     [("deepseek_v2", {"n_group": 2}, "experts in groups"), ("deepseek", {}, "no stock class in transformers")],
 )
 def test_models_whose_experts_cannot_go(family: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    register_deepseek()
-    AutoModelForCausalLM.from_config(CASES[family]).save_pretrained(tmp_path / "dense")
+    write_model(family, tmp_path / "dense")
     edit_json(tmp_path / "dense" / "config.json", **changes)
     source = open_source(str(tmp_path / "dense"))
     with pytest.raises(SettingError, match=reason):
-        export(source, whole_gates((2, 8, CHANNELS)), tmp_path / "out", head_unit="expert", provenance={})
+        export(source, whole_gates((2, 8, EXPERT)), tmp_path / "out", head_unit="expert", provenance={})

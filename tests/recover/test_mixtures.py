@@ -2,18 +2,16 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from any_models import write_model
 from commands import passed
 from runs import heldout_of, prune, recover, weights
-from test_experts import CASES
 from transformers import AutoModelForCausalLM
 
 from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 LORA = {"prune": ["--train", "lora"], "recover": ["--train", "lora"]}
@@ -56,10 +54,7 @@ def assert_written_as_evaluated(folder: Path, text: Path, stage: str) -> None:
 def test_what_was_trained_is_written(
     family: str, options: dict[str, list[str]], more: list[str], tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    register_deepseek()
-    torch.manual_seed(0)
-    config: Any = CASES[family].__class__.from_dict(CASES[family].to_dict() | {"vocab_size": 320})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    write_model(family, tmp_path / "dense")
     for file in tiny_model.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "dense")
     with torch.compiler.set_stance("force_eager"):

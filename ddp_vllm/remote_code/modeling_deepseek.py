@@ -1,10 +1,7 @@
-"""Loads pruned mixtures of experts in transformers, and DeepSeekMoE (v1), which transformers lacks.
+"""DeepSeekMoE (v1, arXiv:2401.06066), which transformers lacks: its configuration and dense class.
 
-The stock model is built first, then the routed experts of every layer are replaced by experts of
-different widths. Router, shared experts and attention are stock code. This file is part of every
-checkpoint.
-Legend of shape suffixes: T tokens, H hidden size, K experts per token, E experts per layer, S = T·K
-    routed pairs.
+This file is part of every pruned checkpoint of that model, and is used for the dense one too.
+Legend of shape suffixes: T tokens, H hidden size, K experts per token, E experts per layer.
 """
 
 import copy
@@ -13,75 +10,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2ForCausalLM,
-    LlamaForCausalLM,
-    MixtralForCausalLM,
-    OlmoeForCausalLM,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.conversion_mapping import (
-    WeightRenaming,
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
 from transformers.integrations import use_experts_implementation
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel, LlamaPreTrainedModel
 
-from .configuration_ddp import (
-    DDPDeepseekConfig,
-    DDPDeepseekV2Config,
-    DDPMixtralConfig,
-    DDPOlmoeConfig,
-    DDPQwen2MoeConfig,
-    DDPQwen3MoeConfig,
-    DeepseekConfig,
-    register_deepseek_config,
-)
-from .files import WidthsError
-from .modeling_ddp import NonUniform
-from .ragged_experts import RaggedExperts
-from .tensors import expert_names
-from .widths import ModelWidths, is_routed
+from .configuration_ddp_widths import AnyConfig, register_widths
 
 
-class NonUniformExperts(NonUniform):
-    """Mixin for stock mixtures of experts: replace the routed experts by narrower ones."""
+class DeepseekConfig(LlamaConfig):
+    """Llama with experts. Defaults are those of DeepSeekMoE-16B."""
 
-    @classmethod
-    def is_backend_compatible(cls) -> bool:
-        """Refuse vLLM's Transformers backend, which calls this before it builds a model.
-        Raises: WidthsError."""
-        raise WidthsError("vLLM has no kernel for experts of different widths; install ddp-vllm alongside it")
-
-    @staticmethod
-    def narrow(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
-        """Replace the routed experts of one stock decoder layer by narrower ones."""
-        if (sizes := widths.layers[layer_idx].expert_intermediate_sizes) is not None:
-            gate, up, down = expert_names(widths.table)
-            layer.mlp.experts = RaggedExperts(layer.mlp.experts, sizes, (gate, up), down)
-
-
-class DDPQwen3MoeForCausalLM(NonUniformExperts, Qwen3MoeForCausalLM):
-    config_class = DDPQwen3MoeConfig
-
-
-class DDPQwen2MoeForCausalLM(NonUniformExperts, Qwen2MoeForCausalLM):
-    config_class = DDPQwen2MoeConfig
-
-
-class DDPMixtralForCausalLM(NonUniformExperts, MixtralForCausalLM):
-    config_class = DDPMixtralConfig
-
-
-class DDPOlmoeForCausalLM(NonUniformExperts, OlmoeForCausalLM):
-    config_class = DDPOlmoeConfig
-
-
-class DDPDeepseekV2ForCausalLM(NonUniformExperts, DeepseekV2ForCausalLM):
-    config_class = DDPDeepseekV2Config
+    model_type = "deepseek"
+    n_routed_experts: int = 64
+    n_shared_experts: int | None = 2
+    num_experts_per_tok: int = 6
+    moe_intermediate_size: int = 1408
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    norm_topk_prob: bool = False
 
 
 @use_experts_implementation
@@ -145,7 +96,7 @@ class DeepseekModel(LlamaModel):
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__(config)
         for index, layer in enumerate(self.layers):
-            if is_routed(vars(config), index):
+            if index >= config.first_k_dense_replace and index % config.moe_layer_freq == 0:
                 layer.mlp = DeepseekMoE(config)
 
 
@@ -164,18 +115,28 @@ class DeepseekForCausalLM(LlamaForCausalLM):
         self.post_init()
 
 
-class DDPDeepseekForCausalLM(NonUniformExperts, DeepseekForCausalLM):
-    config_class = DDPDeepseekConfig
+class AnyDeepseekConfig(AnyConfig):
+    """Stands for the configuration of a pruned DeepSeekMoE, which it registers and returns."""
 
-
-# on disk DeepSeek stores each expert separately, as Qwen2-MoE does; Mixtral names its block
-# differently on disk
-register_checkpoint_conversion_mapping("deepseek", get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True)
-register_checkpoint_conversion_mapping("ddp_mixtral", [WeightRenaming(".block_sparse_moe.", ".mlp.")], overwrite=True)
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        register_deepseek()
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
 
 def register_deepseek() -> None:
-    """Register the classes of dense DeepSeekMoE (v1) with transformers' Auto classes; safe to call
-    again."""
-    register_deepseek_config()
+    """Register configuration, class, tokenizer and names on disk with transformers; safe to call
+    again.
+
+    The published tokenizer_config.json names a Llama tokenizer, which loses the blanks of this
+    byte-level vocabulary. transformers overrides that name itself for later DeepSeek models.
+    """
+    model_type = DeepseekConfig.model_type
+    AutoConfig.register(model_type, DeepseekConfig, exist_ok=True)
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)
+    TOKENIZER_MAPPING_NAMES[model_type] = "TokenizersBackend"
+    # each expert is stored separately, as in Qwen2-MoE
+    mapping = get_checkpoint_conversion_mapping("qwen2_moe")
+    register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)
+    # transformers prefers a registered class to AnyDeepseekConfig, which would register it
+    register_widths()
