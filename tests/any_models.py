@@ -94,7 +94,7 @@ MODELS: dict[str, Callable[[], Any]] = MIXTURES | {
     "starcoder2": lambda: _config("Starcoder2Config"),  # an MLP without a gate, biases everywhere
     # attention and MLP in parallel
     "phi": lambda: _config("PhiConfig", num_key_value_heads=2, partial_rotary_factor=0.5),
-    "gpt_neox": lambda: _config("GPTNeoXConfig"),
+    "gpt_neox": lambda: _config("GPTNeoXConfig", num_key_value_heads=2),
     "mistral3": lambda: _wrapper(
         "Mistral3Config", _config("MistralConfig", head_dim=32), model_type="pixtral", patch_size=8
     ),
