@@ -48,7 +48,7 @@ VISION: dict[str, Any] = {  # its MLPs are as wide as the decoder's, so that a m
 }  # fmt: skip
 
 
-def _config(name: str, *parts: dict[str, Any], **more: Any) -> Any:
+def tiny_config(name: str, *parts: dict[str, Any], **more: Any) -> Any:
     settings: dict[str, Any] = {}
     for part in (SIZES, *parts, more):
         settings |= part
@@ -63,79 +63,79 @@ def _wrapper(name: str, text: Any, **more: Any) -> Any:
 # mixtures that `families.described` knows
 MIXTURES: dict[str, Callable[[], Any]] = {
     # the middle layer has a dense MLP: widths must find their layer
-    "qwen3_moe": lambda: _config(
+    "qwen3_moe": lambda: tiny_config(
         "Qwen3MoeConfig", EXPERTS, num_experts=NUM_EXPERTS, head_dim=32, mlp_only_layers=[1]
     ),
     # a shared expert with a gate of its own, biases in attention
-    "qwen2_moe": lambda: _config(
+    "qwen2_moe": lambda: tiny_config(
         "Qwen2MoeConfig", EXPERTS, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=48
     ),
     # other names on disk; one tensor is embedding and head; a hidden size that our CPU kernel does not take
-    "mixtral": lambda: _config(
+    "mixtral": lambda: tiny_config(
         "MixtralConfig", hidden_size=48, head_dim=32, intermediate_size=EXPERT, num_local_experts=NUM_EXPERTS,
         num_experts_per_tok=3, tie_word_embeddings=True,
     ),
     # norms over all heads, so KV heads as many as query heads
-    "olmoe": lambda: _config(
+    "olmoe": lambda: tiny_config(
         "OlmoeConfig", num_key_value_heads=2, intermediate_size=EXPERT, num_experts=NUM_EXPERTS, num_experts_per_tok=3
     ),
-    "deepseek": lambda: _config("DeepseekConfig", SHARED, num_key_value_heads=2),
-    "deepseek_v2": lambda: _config("DeepseekV2Config", SHARED, LATENT),
+    "deepseek": lambda: tiny_config("DeepseekConfig", SHARED, num_key_value_heads=2),
+    "deepseek_v2": lambda: tiny_config("DeepseekV2Config", SHARED, LATENT),
 }  # fmt: skip
 MODELS: dict[str, Callable[[], Any]] = MIXTURES | {
-    "olmo2": lambda: _config("Olmo2Config"),
-    "olmo3": lambda: _config("Olmo3Config", sliding_window=8),
-    "glm4": lambda: _config("Glm4Config", head_dim=32),  # gate and up are one tensor
-    "gemma4_text": lambda: _config(
+    "olmo2": lambda: tiny_config("Olmo2Config"),
+    "olmo3": lambda: tiny_config("Olmo3Config", sliding_window=8),
+    "glm4": lambda: tiny_config("Glm4Config", head_dim=32),  # gate and up are one tensor
+    "gemma4_text": lambda: tiny_config(
         "Gemma4TextConfig", head_dim=32, vocab_size_per_layer_input=320, hidden_size_per_layer_input=16, pad_token_id=0
     ),
-    "seed_oss": lambda: _config("SeedOssConfig", head_dim=32),
-    "hunyuan_v1_dense": lambda: _config("HunYuanDenseV1Config", head_dim=32),
-    "starcoder2": lambda: _config("Starcoder2Config"),  # an MLP without a gate, biases everywhere
+    "seed_oss": lambda: tiny_config("SeedOssConfig", head_dim=32),
+    "hunyuan_v1_dense": lambda: tiny_config("HunYuanDenseV1Config", head_dim=32),
+    "starcoder2": lambda: tiny_config("Starcoder2Config"),  # an MLP without a gate, biases everywhere
     # attention and MLP in parallel
-    "phi": lambda: _config("PhiConfig", num_key_value_heads=2, partial_rotary_factor=0.5),
-    "gpt_neox": lambda: _config("GPTNeoXConfig", num_key_value_heads=2),
+    "phi": lambda: tiny_config("PhiConfig", num_key_value_heads=2, partial_rotary_factor=0.5),
+    "gpt_neox": lambda: tiny_config("GPTNeoXConfig", num_key_value_heads=2),
     "mistral3": lambda: _wrapper(
-        "Mistral3Config", _config("MistralConfig", head_dim=32), model_type="pixtral", patch_size=8
+        "Mistral3Config", tiny_config("MistralConfig", head_dim=32), model_type="pixtral", patch_size=8
     ),
-    "qwen3_5": lambda: _wrapper("Qwen3_5Config", _config("Qwen3_5TextConfig", LINEAR, head_dim=32)),
+    "qwen3_5": lambda: _wrapper("Qwen3_5Config", tiny_config("Qwen3_5TextConfig", LINEAR, head_dim=32)),
     "qwen3_5_moe": lambda: _wrapper(
         "Qwen3_5MoeConfig",
-        _config("Qwen3_5MoeTextConfig", EXPERTS, LINEAR, head_dim=32, num_experts=NUM_EXPERTS,
+        tiny_config("Qwen3_5MoeTextConfig", EXPERTS, LINEAR, head_dim=32, num_experts=NUM_EXPERTS,
                 shared_expert_intermediate_size=48),
     ),
-    "qwen3_next": lambda: _config(
+    "qwen3_next": lambda: tiny_config(
         "Qwen3NextConfig", EXPERTS, LINEAR, head_dim=32, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=48
     ),
-    "glm4_moe": lambda: _config("Glm4MoeConfig", SHARED, head_dim=32, n_shared_experts=1, n_group=1, topk_group=1),
-    "deepseek_v3": lambda: _config(
+    "glm4_moe": lambda: tiny_config("Glm4MoeConfig", SHARED, head_dim=32, n_shared_experts=1, n_group=1, topk_group=1),
+    "deepseek_v3": lambda: tiny_config(
         "DeepseekV3Config", SHARED, LATENT, n_group=2,
         topk_method="noaux_tc", scoring_func="sigmoid",  # vLLM reads both, which transformers takes for granted
     ),
-    "ernie4_5_moe": lambda: _config(
+    "ernie4_5_moe": lambda: tiny_config(
         "Ernie4_5_MoeConfig", moe_intermediate_size=EXPERT, moe_num_experts=NUM_EXPERTS, moe_k=3,
         moe_num_shared_experts=1, moe_layer_start_index=1, rope_parameters=YARN,
     ),
-    "minimax_m2": lambda: _config(
+    "minimax_m2": lambda: tiny_config(
         "MiniMaxM2Config", intermediate_size=EXPERT, num_local_experts=NUM_EXPERTS, num_experts_per_tok=3, head_dim=32,
         rotary_dim=16, use_routing_bias=True,
         scoring_func="softmax",  # vLLM 0.32 has no sigmoid without groups on a CPU
     ),
-    "hunyuan_v1_moe": lambda: _config(
+    "hunyuan_v1_moe": lambda: tiny_config(
         "HunYuanMoEV1Config", intermediate_size=EXPERT, num_experts=NUM_EXPERTS, moe_topk=3, head_dim=32
     ),
 }  # fmt: skip
 # models that vLLM's tests leave out
 UNSERVED: dict[str, Callable[[], Any]] = {
-    "cohere2": lambda: _config("Cohere2Config", sliding_window=8, logit_scale=0.5),
-    "gpt_oss": lambda: _config(
+    "cohere2": lambda: tiny_config("Cohere2Config", sliding_window=8, logit_scale=0.5),
+    "gpt_oss": lambda: tiny_config(
         "GptOssConfig", intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=8
     ),
-    "gemma4_moe": lambda: _config(  # an MLP and experts in every layer, the experts in one tensor
+    "gemma4_moe": lambda: tiny_config(  # an MLP and experts in every layer, the experts in one tensor
         "Gemma4TextConfig", GEMMA, pad_token_id=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
         moe_intermediate_size=32,
     ),
-    "gemma4": lambda: _wrapper("Gemma4Config", _config("Gemma4TextConfig", GEMMA, pad_token_id=0)),
+    "gemma4": lambda: _wrapper("Gemma4Config", tiny_config("Gemma4TextConfig", GEMMA, pad_token_id=0)),
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def test_greedy_tokens_are_those_of_the_tools_own_forward_pass(tool: str, conver
             assert model(before).logits[0, -1].argmax().item() == token
 
 
-IN_PLACE = ("Puzzletron", "Puzzletron, older", "Puzzletron, typed", "Nemotron-NAS", "AnyModel", "LLM-Drop")
+IN_PLACE = ("Puzzletron", "Puzzletron, older", "Puzzletron, typed", "Nemotron-NAS", "AnyModel", "LLM-Drop", "RTP-LLM")
 
 
 @pytest.fixture(scope="session")

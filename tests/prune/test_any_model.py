@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from any_models import MODELS, UNSERVED, stack_experts, write_headers, write_model
+from any_models import MODELS, UNSERVED, stack_experts, tiny_config, write_headers, write_model
 from commands import invoke, passed
-from runs import edit_json, edit_weights, export_whole, prune, recover, weights
+from runs import edit_weights, export_whole, prune, recover, weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ddp_models.loading import check_head, load_model
@@ -218,7 +218,12 @@ REFUSED: dict[str, tuple[str, list[str], int, tuple[str, ...]]] = {  # model, op
     "attention": ("olmo2", ["--prune", "attention,mlp"], 2, ("attention of olmo2 cannot be pruned", "choose from mlp")),
     "an unknown part": ("olmo2", ["--prune", "heads"], 2, ("'heads'", "attention, mlp, experts")),
     "a speedup": ("olmo2", ["--speedup", "1.2"], 2, ("give a sparsity",)),
-    "whole experts": ("glm4_moe", ["--whole-experts"], 2, ("whole experts of glm4_moe cannot be removed",)),
+    "whole experts": (
+        "glm4_moe",
+        ["--whole-experts"],
+        2,
+        ("whole experts of glm4_moe cannot leave the router", "--constant-experts"),
+    ),
     "the KV cache": ("olmo2", ["--budget", "kv-bytes"], 2, ("does not depend on what is pruned here",)),
     "heads by number": ("olmo2", ["--max-head-counts", "1"], 2, ("max-head-counts", "leave it out")),
 }
@@ -264,9 +269,9 @@ def test_an_mlp_of_another_form_is_left_alone(dense: Callable[[str], Path], tmp_
     """A folder states one form for all layers, so layers of another width stay as they are."""
     from ddp_models.structure import find_structure
 
-    config = json.loads((dense("gemma4_text") / "config.json").read_text())
-    wide = {"num_kv_shared_layers": 1, "use_double_wide_mlp": True, "layer_types": ["full_attention"] * 3}
-    edit_json(tmp_path / "config.json", **config | wide)
+    settings = {"head_dim": 32, "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 16}
+    shared = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    tiny_config("Gemma4TextConfig", **settings, **shared, use_double_wide_mlp=True).save_pretrained(tmp_path)
     shapes = {name: list(tensor.shape) for name, tensor in weights(dense("gemma4_text")).items()}
     found = find_structure(tmp_path, shapes)
     assert [layer.intermediate_size for layer in found.widths.layers] == [96, 96, None]
