@@ -50,15 +50,18 @@ from ddp_vllm.tensor_parallel import check_tensor_parallel
 MOST_BLOCKS = 256  # per layer in the table of measured costs
 
 
+CLOSED_BY = 0.85  # of the search: gates close until then
+
+
 def keep_schedule(progress: float, keep_ratio: float, start: float = 1.0) -> float:
-    """Return the keep ratio at `progress` in [0, 1]: `start` at 0, ρ from 0.85 on, quadratic in
-    between.
+    """Return the keep ratio at `progress` in [0, 1]: `start` at 0, ρ from CLOSED_BY on, quadratic
+    in between.
 
     As in gradual pruning (arXiv:1710.01878), most gates close early, while the remaining ones can
     still adapt. The cubic schedule of that paper closes too many before enough tokens have shown
     which gates matter.
     """
-    left = max(0.0, 1.0 - progress / 0.85)
+    left = max(0.0, 1.0 - progress / CLOSED_BY)
     return keep_ratio + (start - keep_ratio) * left**2
 
 
