@@ -147,7 +147,7 @@ def write_profile(dense: Path, path: Path) -> Path:
 
     shapes = shapes_of(config, 8)
     times = [
-        {"round": turn, "shape": name, "cells": cells(layers), "beside": cells(dense_layers(config))}
+        {"round": turn, "shape": name, "cells": cells(layers), "dense": cells(dense_layers(config))}
         for turn in (0, 1)
         for name, layers in shapes.items()
     ]

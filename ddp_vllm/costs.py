@@ -188,9 +188,11 @@ def attended(config: Mapping[str, Any], context: int) -> list[int]:
 
 
 def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    ours = ("ddp_layers", "auto_map", "architectures", "per_layer_config", "base_architecture",
-            "quantization_config")  # fmt: skip
-    return {key: value for key, value in config.items() if key not in ours} | {"model_type": model_type}
+    added = {
+        *("ddp_layers", "auto_map", "architectures"),
+        *("per_layer_config", "base_architecture", "quantization_config"),
+    }
+    return {key: value for key, value in config.items() if key not in added} | {"model_type": model_type}
 
 
 def _share_of_experts(config: Mapping[str, Any]) -> float:

@@ -76,6 +76,7 @@ MIXTURES = {
     DEEPSEEK: "Deepseek",
     "deepseek_v2": "DeepseekV2",
 }
+KNOWN = {**FAMILIES, **MIXTURES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +141,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the row of a dense config. Raises: ModelError, naming the families."""
     check_dense(config)
     model_type = str(config.get("model_type"))
-    if model_type not in (known := {**FAMILIES, **MIXTURES}):
-        raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(known)}")
+    if model_type not in KNOWN:
+        raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(KNOWN)}")
     _check_features(model_type, config)
     if model_type in MIXTURES:
         return Family(name=MIXTURES[model_type], tensors=TensorTable(projections=()), removes_blocks=False)
@@ -157,7 +158,7 @@ def foreign_code(config: Mapping[str, Any]) -> str:
     code = config.get("auto_map")
     classes = [name for name in code.values() if isinstance(name, str)] if isinstance(code, Mapping) else []
     model_type = str(config.get("model_type"))
-    if not classes or model_type not in {**FAMILIES, **MIXTURES}:
+    if not classes or model_type not in KNOWN:
         return ""
     return (
         f"config.json names code of its own (auto_map: {short(classes[-1])}), which is not run: the stock class of "

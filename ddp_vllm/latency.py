@@ -34,7 +34,7 @@ _CELL = {"batch": _SIZE, "context": _SIZE, "decode": _SECONDS, "prefill": _SECON
 PROFILE = PLACE | {
     "complete": bool, "multiple": _SIZE, "model": {str: ANY}, "config": {str: ANY}, "shapes": [NAME, 100],
     "times": [
-        {"round": Number(0, 1e6, whole=True), "shape": NAME, "cells": [_CELL, 400], "beside": [_CELL, 400]}, 2000
+        {"round": Number(0, 1e6, whole=True), "shape": NAME, "cells": [_CELL, 400], "dense": [_CELL, 400]}, 2000
     ],
 }  # fmt: skip
 EXPERT_BLOCK = 16  # the plugin packs experts in blocks of this many channels (`moe_experts.py`)
@@ -216,7 +216,7 @@ class Profile:
         Times are interpolated between measured batches and contexts. Raises: SettingError outside
         of them.
         """
-        dense = statistics.median(seconds_of(run["beside"], workload) for run in self.content["times"])
+        dense = statistics.median(seconds_of(run["dense"], workload) for run in self.content["times"])
         shares = {name: statistics.median(rounds) for name, rounds in self._shares(workload).items()}
         return self._step_times(dense, shares)
 
@@ -224,7 +224,7 @@ class Profile:
         """Return the parts of a step, once per round."""
         dense: dict[int, list[float]] = {}
         for run in self.content["times"]:
-            dense.setdefault(run["round"], []).append(seconds_of(run["beside"], workload))
+            dense.setdefault(run["round"], []).append(seconds_of(run["dense"], workload))
         shares = self._shares(workload)
         return [
             self._step_times(statistics.median(seconds), {name: rounds[turn] for name, rounds in shares.items()})
@@ -248,7 +248,7 @@ class Profile:
         round."""
         shares: dict[str, list[float]] = {}
         for run in self.content["times"]:
-            share = seconds_of(run["cells"], workload) / seconds_of(run["beside"], workload)
+            share = seconds_of(run["cells"], workload) / seconds_of(run["dense"], workload)
             shares.setdefault(run["shape"], []).append(share)
         return shares
 
@@ -287,7 +287,7 @@ def _broken(content: Mapping[str, Any]) -> str:
     grids = [
         sorted((cell["batch"], cell["context"]) for cell in cells)
         for run in content["times"]
-        for cells in (run["cells"], run["beside"])
+        for cells in (run["cells"], run["dense"])
     ]
     batches, contexts = ({cell[axis] for cell in grids[0]} for axis in (0, 1))
     full_grid = sorted((batch, context) for batch in batches for context in contexts)

@@ -52,7 +52,7 @@ def written(
 
     shapes, dense = shapes_of(config, multiple), dense_layers(config)
     times = [
-        {"round": turn, "shape": name, "cells": cells(widths, turn, kernel), "beside": cells(dense, turn, 1.0)}
+        {"round": turn, "shape": name, "cells": cells(widths, turn, kernel), "dense": cells(dense, turn, 1.0)}
         for turn in (0, 1)
         for name, widths in shapes.items()
     ]

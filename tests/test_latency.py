@@ -51,7 +51,7 @@ def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp
     path = written(tmp_path)
     content = json.loads(path.read_text())
     for run in content["times"]:
-        for cell, dense in zip(run["cells"], run["beside"], strict=True):
+        for cell, dense in zip(run["cells"], run["dense"], strict=True):
             share = {"mlp 768": 1 / 0.83, "mlp 256": 0.95, "mlp 512": 0.9}.get(run["shape"])
             cell["decode"] = dense["decode"] * share if share else cell["decode"]
     path.write_text(json.dumps(content))

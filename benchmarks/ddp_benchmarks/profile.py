@@ -97,7 +97,7 @@ def _rounds(name: str, engines: Mapping[str, StepEngine], settings: ProfileSetti
             for context in settings.context_length
         ]
         dense, other = ([cell[one] for cell in cells] for one in engines)
-        rounds.append({"round": turn, "shape": name, "cells": other, "beside": dense})
+        rounds.append({"round": turn, "shape": name, "cells": other, "dense": dense})
     return rounds[1:]
 
 

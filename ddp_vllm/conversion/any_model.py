@@ -121,8 +121,8 @@ def _mlps(layer: Shapes, hidden: int) -> Iterator[tuple[Form, int]]:
         if len(shape) == 2 and not _EXPERT.fullmatch(module) and not _ATTENTION.search(parent):
             parents[parent][module] = shape
     for modules in parents.values():
-        if found := _form(modules, hidden):
-            yield found
+        if mlp := _form(modules, hidden):
+            yield mlp
 
 
 def _experts(layer: Shapes, hidden: int) -> Iterator[tuple[Form, dict[int, int]]]:
@@ -132,15 +132,15 @@ def _experts(layer: Shapes, hidden: int) -> Iterator[tuple[Form, dict[int, int]]
         if match := _EXPERT.fullmatch(module):
             experts[match[1]][int(match[2])][f"{match[1]}.{{}}.{match[3]}"] = shape
     for where, modules in experts.items():
-        found = {expert: _form(parts, hidden) for expert, parts in modules.items()}
-        forms = {one[0] for one in found.values() if one}
-        if wrong := [expert for expert, one in found.items() if one is None]:
+        recognized = {expert: _form(parts, hidden) for expert, parts in modules.items()}
+        forms = {pair[0] for pair in recognized.values() if pair}
+        if wrong := [expert for expert, pair in recognized.items() if pair is None]:
             raise ModelError(
                 f"{where}.{wrong[0]} has matrices of shapes {[*modules[wrong[0]].values()]}, not of an expert"
             )
         if len(forms) != 1 or len(experts) != 1:
             raise ModelError(f"{where} has experts of several forms; write them with one tensor per projection")
-        yield forms.pop(), {expert: one[1] for expert, one in found.items() if one}
+        yield forms.pop(), {expert: pair[1] for expert, pair in recognized.items() if pair}
 
 
 def _form(modules: Shapes, hidden: int) -> tuple[Form, int] | None:
@@ -163,13 +163,13 @@ def _narrow_mlp(mlps: list[dict[Form, int]], width: int) -> Form | None:
     for row in mlps:
         for form, size in row.items():
             widths[form].add(size)
-    found = [form for form, sizes in widths.items() if len(sizes) > 1]
-    if not found:  # config.json does not state the width of shared experts
-        found = [form for form, sizes in widths.items() if max(sizes) < width and "shared" not in form.output]
-    if len(found) > 1:
-        names = short(" and ".join(form.output for form in found))
+    narrow = [form for form, sizes in widths.items() if len(sizes) > 1]
+    if not narrow:  # config.json does not state the width of shared experts
+        narrow = [form for form, sizes in widths.items() if max(sizes) < width and "shared" not in form.output]
+    if len(narrow) > 1:
+        names = short(" and ".join(form.output for form in narrow))
         raise ModelError(f"{names} differ between layers; only one MLP per layer may be narrower")
-    return found[0] if found else None
+    return narrow[0] if narrow else None
 
 
 def _row(widths: Mapping[int, int], count: int) -> tuple[int, ...]:

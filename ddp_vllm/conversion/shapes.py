@@ -45,13 +45,13 @@ class Layer:
     def all_of(cls, shapes: Shapes, number: int) -> "list[Layer]":
         """Return all layers. Raises: ModelError if there are tensors of more than `number`
         layers."""
-        found: list[tuple[dict[str, list[int]], dict[str, list[int]]]] = [({}, {}) for _ in range(number)]
+        layers: list[tuple[dict[str, list[int]], dict[str, list[int]]]] = [({}, {}) for _ in range(number)]
         for name, shape in shapes.items():
             if match := _TENSOR.fullmatch(name):
                 if int(match[1]) >= number:
                     raise ModelError(f"tensor {name} is of layer {match[1]}, but config.json has {number} layers")
-                found[int(match[1])][match[3] == "bias"][match[2]] = shape
-        return [cls(index=index, weights=parts[0], biases=parts[1]) for index, parts in enumerate(found)]
+                layers[int(match[1])][match[3] == "bias"][match[2]] = shape
+        return [cls(index=index, weights=parts[0], biases=parts[1]) for index, parts in enumerate(layers)]
 
 
 def read_layers(
@@ -87,7 +87,7 @@ def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[La
         return norms[0]
     heads, stated, output = dense["num_attention_heads"], head_dim(dense), table.output("attn")
     projections = (output, *table.inputs("attn"))
-    lengths = {_length(layer, each) or 0 for layer in layers for each in projections} - {0}
+    lengths = {_length(layer, projection) or 0 for layer in layers for projection in projections} - {0}
     outputs = {_length(layer, output) or 0 for layer in layers} - {0}
     sizes = sorted({stated, *(length // heads for length in outputs if length % heads == 0)})
     possible = [size for size in sizes if size % 2 == 0 and not any(length % size for length in lengths)]
@@ -115,7 +115,7 @@ def _of_blocks(layer: Layer, table: TensorTable, size: int) -> LayerWidths:
 def _units(layer: Layer, table: TensorTable, block: str, size: int) -> dict[str, int]:
     """Return how many units of each kind a block has; {} if it is removed. Raises: ModelError."""
     projections = (table.output(block), *table.inputs(block))
-    lengths = {each: _length(layer, each) for each in projections}
+    lengths = {projection: _length(layer, projection) for projection in projections}
     if not any(lengths.values()):
         return {}
     units: dict[str, int] = {}
@@ -149,10 +149,10 @@ def _read_mixture(dense: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[di
     block = ModuleWidths.of(described(dense)).experts
     assert block
     number = _num_routed(f"{block.output.partition('.experts.')[0]}.gate", layers, block.num_experts)
-    found = {**dense, **dict.fromkeys([key for key in EXPERT_COUNT_KEYS if dense.get(key)], number)}
+    config = {**dense, **dict.fromkeys([key for key in EXPERT_COUNT_KEYS if dense.get(key)], number)}
     others: dict[bool, dict[str, list[int]]] = {}
     widths = []
-    for layer, kept in zip(layers, dense_layers(found), strict=True):
+    for layer, kept in zip(layers, dense_layers(config), strict=True):
         routed = kept.expert_intermediate_sizes is not None
         own = {module: shape for module, shape in layer.weights.items() if ".experts." not in module}
         first = others.setdefault(routed, own)
@@ -163,7 +163,7 @@ def _read_mixture(dense: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[di
             )
         sizes = tuple(_expert_width(layer, block, expert) for expert in range(number)) if routed else None
         widths.append(replace(kept, expert_intermediate_sizes=sizes))
-    return found, widths
+    return config, widths
 
 
 def _num_routed(router: str, layers: Sequence[Layer], stated: int) -> int:
@@ -200,9 +200,9 @@ def _expert_width(layer: Layer, block: Block, expert: int) -> int:
 def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     """Return the config with the flags of the biases that are on disk. Raises: ModelError if the
     class has none."""
-    found, model_type = dict(dense), dense["model_type"]
+    config, model_type = dict(dense), dense["model_type"]
     if model_type in MIXTURES:
-        return found
+        return config
     own = ModelWidths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
     for layer in Layer.all_of(shapes, dense["num_hidden_layers"]):
         for module in (module for module in layer.biases if module not in own):
@@ -212,8 +212,8 @@ def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
                     f"layer {layer.index} has {module}.bias, for which models of type {model_type} have no place in "
                     "transformers or vLLM; prune without added biases"
                 )
-            found[flag] = True
-    return found
+            config[flag] = True
+    return config
 
 
 def zeros(widths: ModelWidths, shapes: Shapes) -> Iterator[tuple[str, str]]:

@@ -93,7 +93,7 @@ class WidthsQuantizer(HfQuantizer):
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
-        """Keep the experts apart: transformers would stack them, and from 5.21 on it also passes the
+        """Keep the experts apart: transformers would stack them. Version 5.24 also passes the
         model."""
         return [rule for rule in weight_conversions if not self.merging & {*getattr(rule, "source_patterns", ())}]
 

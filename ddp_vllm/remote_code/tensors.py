@@ -65,7 +65,7 @@ class TensorTable:
 
     def find(self, module: str) -> Projection | None:
         """Return the projection named `module`, relative to its layer."""
-        return next((each for each in self.projections if each.name == module), None)
+        return next((projection for projection in self.projections if projection.name == module), None)
 
     def knows(self, module: str) -> bool:
         """Return whether a layer may have a module of that name, relative to it."""

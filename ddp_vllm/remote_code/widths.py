@@ -427,5 +427,5 @@ def _biased(table: TensorTable, config: Mapping[str, Any]) -> frozenset[str]:
     """Return the modules of a layer with a bias."""
     biased = set(table.biases)
     for key, block in (("attention_bias", "attn"), ("mlp_bias", "mlp")):
-        biased |= {each.name for each in table.projections if config.get(key) and each.block == block}
+        biased |= {part.name for part in table.projections if config.get(key) and part.block == block}
     return frozenset(biased)

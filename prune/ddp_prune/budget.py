@@ -48,8 +48,6 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 MOST_BLOCKS = 256  # per layer in the table of measured costs
-
-
 CLOSED_BY = 0.85  # of the search: gates close until then
 
 

@@ -79,7 +79,7 @@ def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatc
     run_profile(settings, tmp_path / "machine.json", overwrite=False, print_line=lambda line: None)
     content = json.loads((tmp_path / "machine.json").read_text())
     assert content["complete"] and not content["compiled"]
-    for cell in (cell for run in content["times"] for key in ("cells", "beside") for cell in run[key]):
+    for cell in (cell for run in content["times"] for key in ("cells", "dense") for cell in run[key]):
         assert all(cell[phase] > 0 for phase in ("decode", "prefill"))
 
 
@@ -108,7 +108,7 @@ def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch:
     prefill = 10 * 32 / (32 - 24 // 2)
     cells = [{"batch": batch, "context": 32, "decode": 1.0, "prefill": prefill} for batch in (1, 3)]
     assert all(run["cells"] == cells for run in resumed["times"])
-    assert all(cell["decode"] == 2.0 for run in resumed["times"] for cell in run["beside"])
+    assert all(cell["decode"] == 2.0 for run in resumed["times"] for cell in run["dense"])
 
 
 @pytest.mark.usefixtures("known")

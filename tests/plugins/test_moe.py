@@ -79,7 +79,7 @@ def pruned(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Path, dict[str, Any], torch.Tensor]]:
     """Each folder that `prune` wrote; what the masked dense model generates, and its logits of some tokens."""
-    root, found = tmp_path_factory.mktemp("mixtures"), {}
+    root, folders = tmp_path_factory.mktemp("mixtures"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDP_VLLM_CACHE", str(root / "cache"))
         patch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 2)
@@ -93,10 +93,10 @@ def pruned(
             gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, "auto")
             with gated.masks(gates), torch.no_grad():
                 logits = gated.model(torch.arange(5, 37)[None]).logits
-                found[name] = folder, {"outputs": [generate(gated.model, prompt) for prompt in PROMPTS]}, logits
-    folder = found["olmoe"][0]  # with code of its own, which stays unused: the plugin brings what is needed
+                folders[name] = folder, {"outputs": [generate(gated.model, prompt) for prompt in PROMPTS]}, logits
+    folder = folders["olmoe"][0]  # with code of its own, which stays unused: the plugin brings what is needed
     (folder / "evil.py").write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()\n")
-    return found
+    return folders
 
 
 @pytest.fixture(scope="session")

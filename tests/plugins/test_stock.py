@@ -35,7 +35,7 @@ REFUSED = {  # what does not work, and what the user reads
 
 
 def make_fewer_experts(folder: Path, dense: Path) -> dict[str, Any]:
-    """Write what is left of a dense model without whole experts.
+    """Write a dense model without some of its whole experts.
 
     Returns what the dense model generates whose routers and experts are masked.
     """

@@ -106,9 +106,9 @@ def test_evaluated_equals_exported(
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, config=AutoConfig.from_pretrained(folder, trust_remote_code=True), trust_remote_code=True
     )
-    found = losses(model.eval(), heldout_of(dense(name), tiny_text))
+    computed = losses(model.eval(), heldout_of(dense(name), tiny_text))
     stated = checkpoint.provenance["perplexity"]["block_losses"]["pruned"]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(stated), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(computed), torch.tensor(stated), atol=1e-5, rtol=0)
     result = alone(folder, tmp_path)
     assert result["class"].startswith("transformers.models.")
     with torch.no_grad():

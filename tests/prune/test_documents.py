@@ -114,7 +114,7 @@ def test_new_text_in_a_file_of_old_name_and_time_is_read(
 
 
 def test_a_file_name_is_no_pattern(load: Callable[..., Any], write_texts: Callable[..., Path]) -> None:
-    """The file that the pattern would match lies beside it."""
+    """The file that the pattern would match is in the same folder."""
     expected = load(write_texts("expected.jsonl", DOCUMENTS))
     write_texts("plain v.jsonl", ["of somebody else"] * 60)
     blocks = load(write_texts("plain [v2].jsonl", DOCUMENTS))
