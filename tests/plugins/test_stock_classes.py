@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from any_families import WITHOUT_TRANSFORMERS, WRAPPERS, load
-from any_models import MODELS
+from any_models import ALONE, MODELS
 from safetensors.torch import load_file
 from serving import UPDATES, Serve, assert_same, assert_same_outputs, job
 from tiny_models import PROMPTS, edit_config, edit_weights, generate
@@ -52,25 +52,11 @@ def test_transformers_computes_the_same(family: str, made: Callable[[str], Path]
     assert_same(answers(family, "narrow"), answers(family, "zeroed"))
 
 
-ALONE = """
-import sys
-for name in ("ddp_vllm", "ddp_prune", "ddp_plugins"):
-    sys.modules[name] = None  # an editable install would make them importable
-import torch
-from transformers import AutoModelForCausalLM
-folder, saved = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-tokens = torch.arange(5, 37)[None]
-with torch.no_grad():
-    logits = model(tokens).logits
-    model.save_pretrained(saved)
-    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()  # registered for this process
-    assert torch.equal(again(tokens).logits, logits)
+TRAINED = """
 half = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
 assert {parameter.dtype for name, parameter in half.named_parameters()} == {torch.bfloat16}
 model.train()(tokens, labels=tokens).loss.backward()
 assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".experts." in name)
-torch.save({"class": type(model).__module__, "logits": logits}, saved + "/logits.pt")
 """
 
 
@@ -82,7 +68,7 @@ def test_transformers_without_our_package(family: str, made: Callable[[str], Pat
     for file in code_of(config):
         shutil.copy(file, folder)
     (folder / "config.json").write_text(json.dumps(described_config(config, ModuleWidths.of(config))))
-    command = [sys.executable, "-c", ALONE, folder, tmp_path / "saved"]
+    command = [sys.executable, "-c", ALONE + TRAINED, folder, tmp_path / "saved"]
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_models import write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
@@ -122,3 +123,18 @@ def write_texts(tmp_path: Path) -> Callable[[str, list[str]], Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes the dense folder of a model, once."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = write_model(name, tmp_path_factory.mktemp(name))
+            for file in tiny_model.glob("tokenizer*"):
+                shutil.copy(file, made[name])
+        return made[name]
+
+    return make

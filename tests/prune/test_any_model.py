@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_models import MODELS, UNSERVED, stack_experts, tiny_config, write_headers, write_model
+from any_models import MODELS, UNSERVED, stack_experts, tiny_config, write_headers
 from commands import invoke, passed
 from runs import edit_weights, export_whole, prune, recover, weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -57,21 +57,6 @@ ROUTED = {  # mixture of experts -> the same of one expert
 ROUTED["mixtral"] = ROUTED["minimax_m2"]
 FAST = ("olmo2", "qwen3_5", "starcoder2", "glm4_moe", "mixtral", "deepseek")
 CASES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.nightly) for name in {**MLP, **ROUTED}]
-
-
-@pytest.fixture(scope="module")
-def dense(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that makes the dense folder of a model, once."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = write_model(name, tmp_path_factory.mktemp(name))
-            for file in tiny_model.glob("tokenizer*"):
-                shutil.copy(file, made[name])
-        return made[name]
-
-    return make
 
 
 def random_gates(source: Source) -> Masks:
