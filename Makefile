@@ -1,5 +1,5 @@
 # Two commands do everything: `make demo` and `make test`. Both set up .venv first if it is missing.
-# On a machine with a GPU none of this is needed: pip install ".[prune,serve]".
+# On a machine with a GPU none of this is needed: pip install ".[prune,serve,eval]".
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -140,6 +140,8 @@ def check_links(folder: Path) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the config of a model. Raises: ModelError if it is missing, not a JSON object, or as
     `check_links`."""
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ModelError(f"{folder} is a LoRA adapter; merge it into its model by merge_and_unload of peft first")
     try:
         config = read_json(folder / "config.json")
         check_links(folder)

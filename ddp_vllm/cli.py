@@ -63,7 +63,7 @@ def _as_options(message: str, command: click.Command | None) -> str:
         name = option.name or ""
         if isinstance(option, click.Option) and f"--{name.replace('_', '-')}" in option.opts:
             flag = f"--{name.replace('_', '-')}"
-            message = re.sub(rf"^{name} (?=is |requires |has )", f"{flag} ", message)
+            message = re.sub(rf"(?:^|(?<= and )){name}(?= (?:[\d.]+ )?(?:is|requires|has|and|are) )", flag, message)
             if "_" in name and "recipe" not in message:
                 message = re.sub(rf"(?<![\w'\"./\[-]){name}(?![\w'\"./\]=-]| =)", flag, message)
     return message

@@ -118,6 +118,8 @@ FEATURES = {
     "num_nextn_predict_layers": "layers that predict several tokens",
 }
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+# why an architecture cannot be pruned, where its checkpoints would be refused for another reason
+REFUSED = {"gpt_oss": "its experts have biases, and their gate and up rows alternate"}
 
 
 def check_dense(config: Mapping[str, Any]) -> None:
@@ -129,6 +131,8 @@ def check_dense(config: Mapping[str, Any]) -> None:
     model_type = str(config.get("model_type"))
     if model_type.startswith(MODEL_TYPE_PREFIX) or states_widths(config):
         raise ModelError(f"the model is pruned already ({model_type}); prune its dense model")
+    if why := REFUSED.get(model_type):
+        raise ModelError(f"{model_type} cannot be pruned: {why}")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "?") if isinstance(quantization, Mapping) else quantization
         raise ModelError(

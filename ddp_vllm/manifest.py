@@ -46,12 +46,16 @@ def read_manifest(folder: Path) -> dict[str, str]:
 def check_manifest(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file. Raises: CheckpointError if a file is missing, added or
     changed."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; check the path")
     try:
         hashes, wrong = read_manifest(folder), list(differences(folder))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} has no manifest that can be read ({error}); write it with prune") from error
     if wrong:
-        raise CheckpointError(f"{folder} is not as it was written: {'; '.join(wrong[:5])} ({len(wrong)} in all)")
+        raise CheckpointError(
+            f"{folder} is not as it was written: {'; '.join(wrong[:5])} ({len(wrong)} in all); copy the folder again"
+        )
     return hashes
 
 

@@ -127,6 +127,8 @@ def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
         (["prune", "a/b", "--sparsity", "1.2", "-o", "o"], "--sparsity is 1.2; it must lie"),
         (["prune", "a/b", "--sparsity", "0.2", "--heldout-blocks", "0", "-o", "o"], "--heldout-blocks is 0; it must"),
         (["prune", "a/b", "--attention-sparsity", "0.2", "-o", "o"], "sparsity is missing; "),
+        (["prune", "a/b", "--sparsity", "0.2", "--speedup", "2", "-o", "o"], "--sparsity and --speedup are given"),
+        (["prune", "a/b", "--target-params", "5X", "-o", "o"], "'5X' is not a size; give a number such as 5.5B"),
         (["prune", "a/b", "--recipe", "wrong.toml", "-o", "o"], "sets 'sparsty', which is unknown; did you mean spar"),
     ],
 )  # fmt: skip
@@ -152,8 +154,18 @@ WRONG = {  # words of a command -> exit code, and a part of the message
     "prune dense --sparsity 0.2 --profile p.json --data good.jsonl -o o": (2, "no effect without a speedup"),
     "prune dense --speedup 1.2 --profile p.json --data good.jsonl -o o": (2, "is not a file"),
     "prune dense --sparsity 0.2 --speedup 1.25 -o o": (2, "give one of them"),
+    "prune dense --speedup 1.2 --profile good.jsonl --data good.jsonl -o o": (2, "is not a profile of this version"),
+    "prune dense --sparsity 0.2 --whole-experts --data good.jsonl -o o": (2, "not a mixture of experts"),
+    "prune x.gguf --sparsity 0.2 -o o": (3, "is a GGUF file, which cannot be pruned"),
+    "prune adapter --sparsity 0.2 -o o": (3, "is a LoRA adapter; merge it"),
+    "prune oss --sparsity 0.2 -o o": (3, "gpt_oss cannot be pruned: its experts have biases"),
     "prune bare --sparsity 0.2 --data good.jsonl -o o": (3, "has no tokenizer"),
     "prune ./gone --sparsity 0.2 --dry-run -o o": (3, "neither a folder nor a hub name"),
+    "prune dense --sparsity 0.2 --dry-run --on h300": (2, "--on is 'h300'; give a card"),
+    "prune dense --sparsity 0.2 --on h100-80gb -o o": (2, "--on estimates for other GPUs"),
+    "apply dense --masks good.jsonl -o o": (7, "is not a masks file"),
+    "quantize dense --scheme W8A8 -o o": (2, "install it in a separate environment"),
+    "verify gone": (7, "gone is not a folder"),
     "apply dense --masks gone -o o": (7, "is not a file"),
     "recover ./gone -o o": (7, "is missing"),
     "quantize ./gone --scheme W8A8 -o o": (7, "is missing"),
@@ -180,6 +192,13 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
         tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
         save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
     (tmp_path / "dense" / "tokenizer.json").write_text("{}")
+    for name, file, content in (
+        ("adapter", "adapter_config.json", "{}"),
+        ("oss", "config.json", '{"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}'),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(content)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
     (tmp_path / "bad.jsonl").write_text("no JSON\n")
     (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "odd.jsonl").write_text('{"a": "text"}\n')

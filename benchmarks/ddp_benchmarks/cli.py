@@ -296,12 +296,12 @@ def eval(
     \b
     ddp-vllm eval ./pruned --against MODEL
     ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --rows ./bench
-    ddp-vllm eval ./pruned --text my_chats.jsonl --max-ratio 1.1
+    ddp-vllm eval ./pruned --text test.jsonl --max-ratio 1.1
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
-    model or --against; tasks run only if --tasks is passed too. With --rows no rows come from the
-    Hub: it has one file per task, such as piqa_val.jsonl, and missing files are an error. Finished
-    tasks are cached and reused.
+    model or --against. Give it text that pruning did not read. Tasks run only if --tasks is passed
+    too. With --rows no rows come from the Hub: it has one file per task, such as piqa_val.jsonl,
+    and missing files are an error. Finished tasks are cached and reused.
     """
     from ddp_benchmarks.evaluate import EvalSettings, evaluate
     from ddp_benchmarks.processes import terminable

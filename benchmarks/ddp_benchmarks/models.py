@@ -53,12 +53,13 @@ def _vocabulary(model: str) -> dict[str, int]:
 
 
 def max_model_len(model: str) -> int | None:
-    """Return the longest context in tokens by the model's config; None if the config is remote or
-    does not state it."""
+    """Return the longest context in tokens by the model's config; None if the config is remote,
+    does not state it, or stretches it."""
     folder = known_folder(model)
     if folder is None or not (folder / "config.json").is_file():
         return None
     config = read_config(folder)
     with reading(folder / "config.json", ModelError, "download the model again"):
         check(config, {"max_position_embeddings?": (None, COUNT)}, "it")
-    return config.get("max_position_embeddings") or None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return None if isinstance(rope, dict) and "factor" in rope else config.get("max_position_embeddings") or None

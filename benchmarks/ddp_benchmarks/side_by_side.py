@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, runs_on_cpu, vllm_command
+from ddp_benchmarks.models import max_model_len
 from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.intervals import judge
@@ -68,8 +69,13 @@ class StepEngine(Engine):
         self, model: str, arguments: Sequence[str], *, largest: tuple[int, int], log: Path, together: int = 2
     ) -> None:
         """largest: the largest batch and context to run. together: number of engines that run at
-        once."""
+        once. Raises: SettingError for a context that the model does not have."""
         self.model, self.largest = model, largest
+        if (longest := max_model_len(model)) and largest[1] > longest:
+            raise SettingError(
+                f"steps of {largest[1]:,} tokens are asked, but the model takes {longest:,}; pass a lower "
+                "--context-length"
+            )
         value_bytes = 4 if any(word.endswith("float32") for word in arguments) else 2
         self.cpu_defaults = CPU_DEFAULTS | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib(model, *largest, value_bytes))}
         sizes = ["--max-num-seqs", str(largest[0]), "--max-model-len", str(largest[1]), "--no-enable-prefix-caching"]

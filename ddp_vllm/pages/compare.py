@@ -261,6 +261,8 @@ def choice(comparison: Comparison, tolerance: float) -> str:
     """Return the fastest model whose held-out perplexity is at most this many times the dense
     model's, in words."""
     best = fastest(comparison, tolerance)
+    if not any(model.heldout for model in comparison.pruned):
+        return "none was evaluated on held-out text, as ddp-vllm prune does"
     if best is None:
         return f"none has a held-out perplexity of at most {tolerance:g} times the dense model's"
     assert best.heldout

@@ -120,17 +120,18 @@ def open_source(model: str, *, load: bool = True) -> Source:
     return source
 
 
-def check_model(model: str, *, with_tokenizer: bool = True) -> None:
+def check_model(model: str, *, with_tokenizer: bool = True) -> Source | None:
     """Refuse a model that cannot be pruned, before torch is imported. A hub model must be cached or
     within reach.
 
-    with_tokenizer: whether the model's own tokenizer is read. Raises: ModelError.
+    with_tokenizer: whether the model's own tokenizer is read. Returns a local folder's model. Raises:
+    ModelError.
     """
     if Path(model).is_dir():
         source = read_source(model)
         if with_tokenizer and not any(any(source.folder.glob(pattern)) for pattern in TOKENIZERS):
             raise ModelError(f"{model} has no tokenizer; put tokenizer.json into the model's folder")
-        return
+        return source
     _check_hub_name(model)
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -141,6 +142,7 @@ def check_model(model: str, *, with_tokenizer: bool = True) -> None:
         raise ModelError(f"{model} is neither a folder nor a hub name ({error}); check the path") from error
     if not is_cached and (fault := hub_fault()):
         raise ModelError(f"{model} is not a folder and cannot be downloaded ({fault}); check name and network")
+    return None
 
 
 def read_source(model: str, *, load: bool = True) -> Source:
@@ -362,6 +364,8 @@ def _check_names(folder: Path, shapes: Mapping[str, list[int]]) -> None:
 
 
 def _check_hub_name(model: str) -> None:
+    if Path(model).suffix == ".gguf":
+        raise ModelError(f"{model} is a GGUF file, which cannot be pruned; give the folder it was made from")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ModelError(f"{model} is neither a folder nor a hub name (owner/name); check the path")
 

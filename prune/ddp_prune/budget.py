@@ -33,7 +33,6 @@ from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import (
     CONSTANT_EXPERT,
-    MIXTURES,
     WHOLE_EXPERT,
     Dimensions,
     choose_head_unit,
@@ -43,7 +42,6 @@ from ddp_vllm.families import (
     unit_shapes,
 )
 from ddp_vllm.latency import EXPERT_BLOCK, Profile
-from ddp_vllm.remote_code import DEEPSEEK
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -313,25 +311,7 @@ def make_checked_pools(
 ) -> tuple[str, Sequence[Pool]]:
     """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not
     suit each other."""
-    longest = source.text_config.get("max_position_embeddings") or math.inf
-    if recipe.seq_len > longest:
-        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} takes {longest:,}; lower --seq-len")
-    if recipe.scope == "expert" and source.sizes.blocks != ("experts",):
-        raise SettingError(f"scope is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer")
-    if recipe.removes_experts and "experts" not in source.sizes.blocks:
-        raise SettingError(f"{recipe.model} is not a mixture of experts, so it has no whole experts to remove")
-    if recipe.constant_experts and (source.config["model_type"] == DEEPSEEK or source.sizes.blocks != ("experts",)):
-        raise SettingError(
-            "constant_experts requires a stock class in transformers and experts alone; prune channels of this "
-            f"{source.config['model_type']} model, or leave --prune out"
-        )
-    if recipe.whole_experts and source.config["model_type"] not in MIXTURES:
-        raise SettingError(
-            f"whole experts of {source.config['model_type']} cannot leave the router; replace whole_experts by "
-            "constant_experts"
-        )
-    if recipe.scope == "layer" and recipe.budget != "units" and {"mlp", "experts"} <= {*source.sizes.blocks}:
-        raise SettingError("scope is 'layer', but layers have MLPs or experts; give a scope of global, or --prune mlp")
+    recipe.check_suits(source)
     unit = head_unit_of(recipe, source)
     return unit, make_pools(source.config, shapes, source.sizes, unit, recipe, profile)
 

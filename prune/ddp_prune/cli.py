@@ -115,7 +115,7 @@ def prune(
         end_command()
         return
     if on:
-        raise SettingError("on estimates for other GPUs and trains nothing; add --dry-run")
+        raise SettingError("--on estimates for other GPUs and trains nothing; add --dry-run")
     if output is None:
         raise click.MissingParameter(param_type="option", param_hint="'-o' / '--output'")
     settings |= {"overwrite": overwrite, "tracker": tracker}

@@ -17,7 +17,7 @@ from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import earlier_run, resolve_runs, seconds_a_step
 from ddp_prune.run import Run
-from ddp_prune.sizing import Devices, describe, estimate, parse_cards, sized_model
+from ddp_prune.sizing import Devices, describe, estimate, sized_model
 from ddp_training.batches import sequences_at_once
 from ddp_training.memory import USABLE, fit_activations, free_memory, gigabytes, pass_bytes
 from ddp_training.processes import broadcast_from_main, describe_device, make_accelerator
@@ -49,12 +49,10 @@ def plan(
 
     print_line: prints a line before steps are timed, which takes minutes on a CPU.
 
-    on: cards as `sizing.parse_cards` reads them; memory and time are then estimated for these, not
+    on: cards as `parse_cards` reads them; memory and time are then estimated for these, not
         for this machine, and the weights of a hub model are not downloaded.
     """
     first, last = recipes[0], recipes[-1]
-    if on:
-        parse_cards(on)
     source = find_model(first, output, load=not on)
     profile = latency_profile(first, source, _refuse_to_measure)
     lines, removed, pools_of = list[str](), list[float | None](), []

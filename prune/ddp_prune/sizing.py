@@ -17,6 +17,7 @@ from accelerate import Accelerator
 
 from ddp_models.loading import check_sharding, loading_options
 from ddp_models.source import AGAIN, Source
+from ddp_prune.cards import CARDS, parse_cards
 from ddp_prune.mode import Mode, allowed_modes, held_bytes
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
@@ -32,25 +33,9 @@ from ddp_training.memory import (
     gigabytes,
     pass_bytes,
 )
-from ddp_vllm.errors import ModelError, SettingError, reading
+from ddp_vllm.errors import ModelError, reading
 
 UTILIZATION = 0.4  # of the bfloat16 peak; assumed, not measured
-
-
-@dataclass(frozen=True)
-class Card:
-    """A GPU: usable bytes of memory, and dense bfloat16 FLOPs per second by its data sheet."""
-
-    memory: float
-    flops: float
-
-
-CARDS = {
-    "rtx4090-24gb": Card(23.5 * 2**30, 165e12),
-    "a100-80gb": Card(79.1 * 2**30, 312e12),
-    "h100-80gb": Card(79.1 * 2**30, 989e12),
-    "h200-141gb": Card(139.8 * 2**30, 989e12),
-}
 
 
 @dataclass(frozen=True)
@@ -83,14 +68,6 @@ class Estimate:
     fits: bool
     is_auto: bool
     """Whether `--train auto` takes this mode."""
-
-
-def parse_cards(text: str) -> tuple[str, int]:
-    """Read `h100-80gb` or `2xh100-80gb`: the name of a card, and how many. Raises: SettingError."""
-    count, _, name = text.partition("x") if text[:1].isdigit() else ("1", "", text)
-    if name not in CARDS or not count.isdigit() or not 1 <= int(count) <= 64:
-        raise SettingError(f"on is {text!r}; give a card, or several as 2xh100-80gb; known: {', '.join(CARDS)}")
-    return name, int(count)
 
 
 def estimate(recipes: Sequence[Recipe], source: Source, cards: str) -> list[Estimate]:

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import ddp_vllm
 from ddp_models.source import check_model
+from ddp_prune.cards import parse_cards
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import schedule
 from ddp_text.rows import check_sources
-from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.errors import CheckpointError, SettingError, line_printer
-from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.latency import read_profile
+from ddp_vllm.machine import hardware
+from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.output import check_output, clear, run_folders
 from ddp_vllm.settings import documents
 
@@ -71,7 +74,8 @@ def prune_sizes(
     # an interrupted run decides later
     if len(recipes) == 1 and not run_folders(output)[0].exists():
         check_output(output, overwrite=overwrite)
-    _check_inputs(recipes[0])
+    _check_model(recipes[0])
+    _check_texts(recipes[0])
     from ddp_prune import pipeline
     from ddp_vllm.pages.terminal import SafeConsole
 
@@ -101,7 +105,9 @@ def plan(
     verbose: print what takes time.
     """
     recipes = _recipes(model, recipe, settings)
-    check_model(str(model))
+    if on:
+        parse_cards(on)
+    _check_model(recipes[0])
     from ddp_prune import plan as planning
 
     return planning.plan(recipes, Path(output), on, line_printer(verbose))
@@ -115,15 +121,26 @@ def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Ma
     return recipes
 
 
-def _check_inputs(recipe: Recipe) -> None:
-    """Refuse a missing model, text or profile before torch is imported. Raises: ModelError,
-    TextError, SettingError."""
-    check_model(recipe.model)
+def _check_texts(recipe: Recipe) -> None:
+    """Refuse a missing text before torch is imported. Raises: TextError."""
     check_sources(recipe.data, recipe.text_column)
     if recipe.watch:
         check_sources(recipe.watch, recipe.text_column)
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Refuse a missing model or profile, and settings that do not suit the model, before torch is
+    imported. Raises: ModelError, SettingError."""
+    source = check_model(recipe.model)
     if recipe.profile and not Path(recipe.profile).is_file():
         raise SettingError(f"profile is {recipe.profile}, which is not a file; give one that ddp-vllm profile wrote")
+    if source:
+        recipe.check_suits(source.with_blocks(recipe.blocks))
+        if recipe.profile:
+            profile = read_profile(Path(recipe.profile))
+            if not recipe.other_machine:
+                profile.check_here(hardware())
+            profile.check_suits(read_config(source.folder))
 
 
 def apply(
@@ -138,6 +155,7 @@ def apply(
     check_output(output, overwrite=overwrite)
     if not Path(masks).is_file():
         raise CheckpointError(f"{masks} is not a file; give the {MASKS_FILE} of a pruned folder")
+    read_provenance(Path(masks))  # refuses another file
     check_model(str(model))
     from ddp_prune.export import apply_masks
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import assert_refused, invoke
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -93,6 +93,11 @@ def test_what_cannot_be_measured_is_refused(case: str, tiny: Path, tmp_path: Pat
     result = invoke(*command)
     assert result.exit_code == code and reason in result.stderr, result.output
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_context_beyond_the_models_starts_no_engine(tiny: Path, tmp_path: Path) -> None:
+    result = invoke("profile", tiny, "--context-length", "99999", "-o", tmp_path / "profile.json")
+    assert_refused(result, 2, "the model takes 256; pass a lower --context-length")
 
 
 def test_a_dense_folder_is_not_measured_as_pruned_nor_written_to(tiny: Path, tmp_path: Path) -> None:

@@ -205,3 +205,11 @@ def test_options_that_are_refused(
     pruned = write_pruned(tmp_path / "half", "owner/dense")
     assert_refused(invoke("compare", pruned, *options), 2, reason)
     assert [*tmp_path.iterdir()] == [pruned]
+
+
+def test_a_gate_on_what_was_not_evaluated_says_so(tmp_path: Path) -> None:
+    pruned = write_pruned(tmp_path / "half", "owner/dense")
+    result = invoke("compare", pruned, "-o", tmp_path / "page.html", "--tolerance", "1.1")
+    assert result.exit_code == 9 and result.stderr.endswith(
+        "none was evaluated on held-out text, as ddp-vllm prune does\n"
+    )

@@ -101,7 +101,7 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
         (f"sparsity = {'[' * 100_000}\n", ["cannot be read", "recursion", "TOML"]),
         (f"steps = {'9' * 5000}\n", ["cannot be read", "TOML"]),
         ("sparsity = 0.2\n", ["model is missing"]),
-        ('model = "m"\ntarget = "many"\n', ["target is 'many'", "5.5B"]),
+        ('model = "m"\ntarget = "many"\n', ["'many' is not a size", "5.5B"]),
         ('model = "m"\n', ["sparsity is missing", "--target-params"]),
         ("mu_end = 0.1\n", ["'mu_end'", "unknown"]),  # it stands in [alm]
         ('model = "m"\nsparsity = 0.2\n[alm]\nmu = 0.1\n', ["[alm]", "'mu'", "unknown", "mu_start"]),
