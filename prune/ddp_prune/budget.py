@@ -151,12 +151,9 @@ class Pool:
 
         Units that the search left open rank before those that it closed.
         """
-        return self._choose_rows(importance, is_open, self.keep_ratio, self.blocks)
-
-    def _choose_rows(self, importance: Masks, is_open: Masks, keep_ratio: float, blocks: Mapping[str, int]) -> Masks:
         ranked = self._ranked(importance, is_open)
-        rows = [self._rows(kind, values, blocks.get(kind, 1)) for kind, values in ranked.items()]
-        return self._shaped(best_support(rows, keep_ratio * self.joined_costs().sum(-1)), importance)
+        rows = [self._rows(kind, values, self.blocks.get(kind, 1)) for kind, values in ranked.items()]
+        return self._shaped(best_support(rows, self.keep_ratio * self.joined_costs().sum(-1)), importance)
 
     def _ranked(self, importance: Masks, is_open: Masks) -> Masks:
         """Return the importance, float64 on the CPU, such that per cost every open unit ranks
@@ -265,14 +262,15 @@ class LatencyPool(Pool):
     units (of routed experts, 0, 1, … blocks per expert on average)."""
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
-        """As `Pool.close`; a whole block of a layer can close at once, which saves its fixed
-        cost."""
-        if not self.fixed:
-            return super().close(importance, is_open, keep_ratio)
-        kept = self._choose_rows(importance, is_open, keep_ratio, blocks={})
+        """As `choose`, so that the search closes what the final selection will not reopen: single
+        channels of a block save no time."""
+        kept = self._choose_blocks(importance, is_open, keep_ratio * self.total)
         return {kind: kept[kind] & is_open[kind] for kind in kept}
 
     def choose(self, importance: Masks, is_open: Masks) -> Masks:
+        return self._choose_blocks(importance, is_open, self.kept)
+
+    def _choose_blocks(self, importance: Masks, is_open: Masks, budget: float) -> Masks:
         """Return the kept units of most importance at the measured cost of whole blocks
         (`choose_counts`).
 
@@ -291,7 +289,7 @@ class LatencyPool(Pool):
             torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1]), value=missing) for part in parts])
             for parts, missing in ((sums_LB, -torch.inf), (self.tables.values(), torch.inf))
         )
-        _, counts_R = choose_counts(importance_RB[None], cost_RB[None], self.kept)
+        _, counts_R = choose_counts(importance_RB[None], cost_RB[None], budget)
         counts_L = counts_R.split([len(sums) for sums in sums_LB])
         supports = []
         for block, step, count_L in zip(blocks, steps, counts_L, strict=True):

@@ -160,3 +160,15 @@ def test_a_mixture_is_pruned_to_the_speedup_that_its_checkpoint_states(
     predicted = read_checkpoint(tmp_path / "out").provenance["latency"]["speedup"]
     assert 1.01 <= predicted == pytest.approx(read_profile(profile).speedup(layers, recipe(profile).workload)[0])
     assert all(width % 16 == 0 for layer in layers for width in layer.expert_intermediate_sizes or ())
+
+
+def test_the_search_closes_what_the_final_selection_removes(tmp_path: Path) -> None:
+    """Single channels of a block save no time: closed in the search, they would be reopened at the end."""
+    pool = pool_of(written(tmp_path), speedup=1.2)
+    stays, importance = all_open(pool), saliency(pool, 0)
+    for keep_ratio in (0.95, 0.9, pool.keep_ratio):
+        stays = pool.close(importance, stays, keep_ratio)
+    widths = widths_of(stays)
+    assert all(layer.intermediate_size % pool.blocks["mlp"] == 0 for layer in widths)
+    final = pool.choose(importance, stays)
+    assert all(torch.equal(final[kind], stays[kind]) for kind in final)
