@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, print_
     print_line: prints a line on the layers that a kernel runs more slowly, if there are any.
     Raises: CheckpointError if the model is quantized already; SettingError for another scheme, for
         routed experts, and for widths that no kernel supports; OutputError as `atomic_folder`;
-        DdpError if llm-compressor fails.
+        SettingError without llm-compressor; DdpError if llm-compressor fails.
     """
     if scheme not in SCHEMES:
         raise SettingError(f"scheme is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
@@ -66,6 +67,11 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, print_
     checkpoint = _open(folder)
     if note := kernel_note(checkpoint, scheme):
         print_line(note)
+    if find_spec("llmcompressor") is None:
+        raise SettingError(
+            "llm-compressor is not installed; install it in a separate environment, because it replaces packages that "
+            'vLLM requires: python -m venv quantize && quantize/bin/pip install ".[prune,quantize]" in a clone'
+        )
     with atomic_folder(output, overwrite=overwrite) as new, tempfile.TemporaryDirectory(dir=new) as work:
         _compress(checkpoint, scheme, Path(work))
         _write(checkpoint, Path(work), new, output)

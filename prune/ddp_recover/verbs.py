@@ -5,7 +5,6 @@ torch.
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ddp_recover.fidelity_settings import FidelitySettings
 from ddp_recover.recipe import RecoveryRecipe, load_recovery
 from ddp_text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import CheckpointError, SettingError, line_printer
+from ddp_vllm.errors import CheckpointError, line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model
@@ -76,11 +75,6 @@ def quantize(
     """
     check_output(Path(output), overwrite=overwrite)
     read_checkpoint(Path(model), dense=True)
-    if find_spec("llmcompressor") is None:
-        raise SettingError(
-            "llm-compressor is not installed; install it in a separate environment, because it replaces packages that "
-            'vLLM requires: python -m venv quantize && quantize/bin/pip install ".[prune,quantize]" in a clone'
-        )
     from ddp_recover import quantize as quantizing
 
     quantizing.quantize(Path(model), scheme, Path(output), overwrite=overwrite, print_line=line_printer(verbose))

@@ -79,7 +79,7 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
     anew = run("--overwrite")  # nothing is resumed
     assert anew.exit_code == 2 and "minutes is 0.05, enough for 0 steps" in anew.output
     both = run("--overwrite", "--steps", "9")
-    assert both.exit_code == 2 and "steps and minutes are given" in both.output
+    assert both.exit_code == 2 and "--steps and --minutes are given" in both.output
 
 
 @pytest.mark.parametrize(
