@@ -34,7 +34,7 @@ SERVE = f"vllm serve {FOLDER / 'pruned'} {OPTIONS}"
 PROFILE = Path(__file__).with_name("demo_profile.json")
 # 61k tokens for a demonstration; real runs use 30M
 SPEEDUP, STEPS, BATCH, LENGTH = 1.25, 60, 1, 1024
-HELDOUT = 4  # sequences, which are evaluated in about 7 % of the time that training takes
+HELDOUT = 4  # sequences
 RATE = 1.6e-4  # what trials find for this model in four minutes
 # sequences served at once, and their tokens, in timed steps, as in the profile
 SEQUENCES, CONTEXT = 8, 512

@@ -44,6 +44,10 @@ def check_vocabularies(dense: str, pruned: str) -> None:
     )
 
 
+# kinds of rotary embeddings for which vLLM multiplies the context that the config states
+STRETCHING = ("linear", "dynamic", "yarn")
+
+
 def _vocabulary(model: str) -> dict[str, int]:
     file = Path(model) / "tokenizer.json"
     if not file.exists():
@@ -62,4 +66,5 @@ def max_model_len(model: str) -> int | None:
     with reading(folder / "config.json", ModelError, "download the model again"):
         check(config, {"max_position_embeddings?": (None, COUNT)}, "it")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return None if isinstance(rope, dict) and "factor" in rope else config.get("max_position_embeddings") or None
+    stretched = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in STRETCHING
+    return None if stretched else config.get("max_position_embeddings") or None

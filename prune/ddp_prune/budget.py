@@ -262,8 +262,8 @@ class LatencyPool(Pool):
     units (of routed experts, 0, 1, … blocks per expert on average)."""
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
-        """As `choose`, so that the search closes what the final selection will not reopen: single
-        channels of a block save no time."""
+        """As `choose`, among open units: single channels of a block save no time, and the final
+        selection would reopen them."""
         kept = self._choose_blocks(importance, is_open, keep_ratio * self.total)
         return {kind: kept[kind] & is_open[kind] for kind in kept}
 

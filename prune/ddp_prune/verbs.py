@@ -17,11 +17,10 @@ from ddp_prune.run import schedule
 from ddp_text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.errors import CheckpointError, SettingError, line_printer
-from ddp_vllm.latency import read_profile
-from ddp_vllm.machine import hardware
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.output import check_output, clear, run_folders
 from ddp_vllm.settings import documents
+from ddp_vllm.speed import find_profile
 
 if TYPE_CHECKING:
     from ddp_prune.plan import Plan
@@ -137,10 +136,10 @@ def _check_model(recipe: Recipe) -> None:
     if source:
         recipe.check_suits(source.with_blocks(recipe.blocks))
         if recipe.profile:
-            profile = read_profile(Path(recipe.profile))
-            if not recipe.other_machine:
-                profile.check_here(hardware())
-            profile.check_suits(read_config(source.folder))
+            stock, elsewhere = read_config(source.folder), recipe.other_machine
+            find_profile(
+                recipe.profile, source.folder, stock, recipe.workload, ddp_vllm.profile, other_machine=elsewhere
+            )
 
 
 def apply(
