@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.evaluate import EvalSettings
-from ddp_benchmarks.models import check_vocabularies
+from ddp_benchmarks.models import check_vocabularies, max_model_len
 from ddp_benchmarks.sharegpt import Settings, results_file
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError
 
@@ -93,6 +93,13 @@ def test_what_cannot_be_measured_is_refused(case: str, tiny: Path, tmp_path: Pat
     result = invoke(*command)
     assert result.exit_code == code and reason in result.stderr, result.output
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("llama3", 256), ("yarn", None)])
+def test_only_a_context_that_vllm_stretches_is_unknown(kind: str, longest: int | None, tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 256, "rope_parameters": {"rope_type": kind, "factor": 8.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert max_model_len(str(tmp_path)) == longest
 
 
 def test_a_context_beyond_the_models_starts_no_engine(tiny: Path, tmp_path: Path) -> None:
