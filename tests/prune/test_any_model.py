@@ -93,6 +93,7 @@ def test_every_model_has_a_case() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_masked_equals_exported(name: str, dense: Callable[[str], Path], tmp_path: Path) -> None:
     source = open_source(str(dense(name)))
+    exact = torch.float32 if name == "gemma4_moe" else torch.float64  # torch.grouped_mm has no float64
     assert source.structure
     stated = source.structure.widths
     layers, projections = (MLP | ROUTED)[name]
@@ -105,10 +106,10 @@ def test_masked_equals_exported(name: str, dense: Callable[[str], Path], tmp_pat
     check_head(source, gated.model)
     whole = logits(gated.model)
     with gated.masks(gates):
-        masked = logits(gated.model)
+        masked = logits(gated.model.to(exact))
     assert (masked - whole).abs().max() > 0.5  # the masks do something
     checkpoint = export(source, gates, tmp_path / "pruned", head_unit="kv-group", provenance={})
-    torch.testing.assert_close(logits(read_again(tmp_path / "pruned")), masked, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(read_again(tmp_path / "pruned").to(exact)), masked, atol=5e-6, rtol=0)
     config, stock = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "pruned", dense(name)))
     assert {key: config[key] for key in stock} == stock and set(config) - set(stock) == {
         "auto_map", "quantization_config"
@@ -207,10 +208,9 @@ REFUSED: dict[str, tuple[str, list[str], int, tuple[str, ...]]] = {  # model, op
         "glm4_moe",
         ["--whole-experts"],
         2,
-        ("whole experts of glm4_moe cannot leave the router", "--constant-experts"),
+        ("whole experts of glm4_moe cannot leave the router", "leave --whole-experts out"),
     ),
     "the KV cache": ("olmo2", ["--budget", "kv-bytes"], 2, ("does not depend on what is pruned here",)),
-    "heads by number": ("olmo2", ["--max-head-counts", "1"], 2, ("max-head-counts", "leave it out")),
 }
 
 
