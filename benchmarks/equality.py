@@ -47,7 +47,6 @@ DENSE_CASES: dict[str, dict[str, Any]] = {
     "joint training": {"sparsity": 0.4, "train": "weights"},
     "low-rank additions": {"sparsity": 0.4, "train": "lora"},
     "no distillation": {"sparsity": 0.4, "train": "weights", "distillation": 0.0},
-    "attention sparsity": {"sparsity": 0.4, "attention_sparsity": 0.2, "train": "masks"},
     "paper's search": {"sparsity": 0.4, "controller": "alm", "alm": ALM, "train": "masks"},
     "paper's search by layer": {"sparsity": 0.4, "controller": "alm", "alm": ALM, "scope": "layer", "polish": 0.0},
     "params": {"sparsity": 0.4, "budget": "params", "train": "masks"},
@@ -58,7 +57,6 @@ DENSE_CASES: dict[str, dict[str, Any]] = {
     "by layer": {"sparsity": 0.4, "scope": "layer", "train": "masks"},
     "query heads": {"sparsity": 0.4, "head_unit": "query-head", "train": "masks"},
     "aligned for two devices": {"sparsity": 0.4, "align": 8, "tp": 2, "train": "weights"},
-    "gates in between": {"sparsity": 0.4, "train": "masks", "masks_every": 5},
 }
 EXPERT_CASES: dict[str, dict[str, Any]] = {
     "expert channels": {"sparsity": 0.4, "train": "masks"},

@@ -114,7 +114,7 @@ def recipe() -> Iterator[str]:
 
 def is_internal(name: str) -> bool:
     """Return whether the run itself sets a field."""
-    return name in INSTEAD.keys() - {"target", "masks_every"}
+    return name in INSTEAD.keys() - {"target"}
 
 
 def settings_table(settings: type, fields: Any) -> str:

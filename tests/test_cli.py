@@ -126,7 +126,7 @@ def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
         (["zzz"], "there is no command 'zzz'; known: prune, "),
         (["prune", "a/b", "--sparsity", "1.2", "-o", "o"], "--sparsity is 1.2; it must lie"),
         (["prune", "a/b", "--sparsity", "0.2", "--heldout-blocks", "0", "-o", "o"], "--heldout-blocks is 0; it must"),
-        (["prune", "a/b", "--attention-sparsity", "0.2", "-o", "o"], "sparsity is missing; "),
+        (["prune", "a/b", "--seed", "1", "-o", "o"], "sparsity is missing; "),
         (["prune", "a/b", "--sparsity", "0.2", "--speedup", "2", "-o", "o"], "--sparsity and --speedup are given"),
         (["prune", "a/b", "--target-params", "5X", "-o", "o"], "'5X' is not a size; give a number such as 5.5B"),
         (["prune", "a/b", "--recipe", "wrong.toml", "-o", "o"], "sets 'sparsty', which is unknown; did you mean spar"),

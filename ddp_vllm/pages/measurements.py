@@ -217,7 +217,7 @@ def _pruned_model(
     for results in sorted(files["text"], key=lambda results: str(results["started"])):
         if _find([results["model"]], facts, notes):
             texts |= results["texts"]
-    counts_units = recipe.get("budget", "units") == "units" and recipe.get("attention_sparsity") is None
+    counts_units = recipe.get("budget", "units") == "units"
     return Model(
         facts=facts,
         sparsity=recipe.get("sparsity") or None if counts_units else None,

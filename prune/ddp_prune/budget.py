@@ -32,7 +32,6 @@ from ddp_prune.selection import (
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import (
-    CONSTANT_EXPERT,
     WHOLE_EXPERT,
     Dimensions,
     choose_head_unit,
@@ -222,8 +221,8 @@ class Pool:
 
 
 class WholeExpertPool(Pool):
-    """Whole experts; the units are their channels, which are kept or removed together. With the
-    scope `layer` all layers keep equally many, with `global` each keeps at least one."""
+    """Whole experts, equally many of every layer; the units are their channels, which are kept or
+    removed together."""
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
         return self._choose_experts(importance["experts"].double(), is_open["experts"], keep_ratio)
@@ -233,23 +232,15 @@ class WholeExpertPool(Pool):
         return self._choose_experts(ranked, torch.ones_like(is_open["experts"]), self.keep_ratio)
 
     def _choose_experts(self, importance_LEC: torch.Tensor, allowed_LEC: torch.Tensor, keep_ratio: float) -> Masks:
-        importance_LE, allowed_LE = importance_LEC.sum(-1), allowed_LEC.any(-1)
-        shape = importance_LE.shape
-        if self.scope == "global":
-            best_L1 = importance_LE.masked_fill(~allowed_LE, -torch.inf).argmax(1, keepdim=True)
-            importance_LE = importance_LE.scatter(1, best_L1, torch.inf)
-        importance_GE, allowed_GE = (
-            values.reshape(1 if self.scope == "global" else len(values), -1) for values in (importance_LE, allowed_LE)
-        )
-        budget_G = torch.full_like(importance_GE[:, 0], keep_ratio * importance_GE.shape[1])
-        cost_GE = torch.ones_like(importance_GE).masked_fill(~allowed_GE, torch.inf)
-        kept_LE = greedy(importance_GE, cost_GE, budget_G).view(shape)
+        importance_LE = importance_LEC.sum(-1)
+        budget_L = torch.full_like(importance_LE[:, 0], keep_ratio * importance_LE.shape[1])
+        cost_LE = torch.ones_like(importance_LE).masked_fill(~allowed_LEC.any(-1), torch.inf)
+        kept_LE = greedy(importance_LE, cost_LE, budget_L)
         return {"experts": kept_LE[..., None] & allowed_LEC}
 
     def describe(self) -> str:
-        layers, num_experts, _ = self.shapes["experts"]
-        where, total = (" of each layer", num_experts) if self.scope == "layer" else ("", layers * num_experts)
-        return f"budget: keep {round(total * self.keep_ratio)} of {total} whole experts{where}"
+        num_experts = self.shapes["experts"][1]
+        return f"budget: keep {round(num_experts * self.keep_ratio)} of {num_experts} whole experts of each layer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,9 +307,7 @@ def make_checked_pools(
 
 def head_unit_of(recipe: Recipe, source: Source) -> str:
     """Return the attention unit of a recipe for this model, with `auto` resolved."""
-    if recipe.removes_experts:
-        return WHOLE_EXPERT if recipe.whole_experts else CONSTANT_EXPERT
-    return choose_head_unit(recipe.head_unit, source.sizes)
+    return WHOLE_EXPERT if recipe.whole_experts else choose_head_unit(recipe.head_unit, source.sizes)
 
 
 def make_pools(
@@ -339,13 +328,7 @@ def make_pools(
         meet.
     """
     units = unit_shapes(sizes, head_unit)
-    if recipe.attention_sparsity and "attn" not in units:
-        raise SettingError("attention_sparsity is set, but no attention is pruned in this model; leave it out")
     queries_per_kv = sizes.queries_per_kv if "attn" in units and head_unit == "query-head" else 1
-    if recipe.max_head_counts and ("attn" not in units or queries_per_kv > 1):
-        raise SettingError(
-            "max_head_counts limits the numbers of KV heads, which this run does not prune as units; leave it out"
-        )
     blocks = _blocks(units, sizes, config, recipe, queries_per_kv)
     layout: dict[str, Any] = {
         "shapes": units,
@@ -355,7 +338,7 @@ def make_pools(
     }
     pools: Sequence[Pool]
     if recipe.budget == "units":
-        kept = {kind: round((1.0 - recipe.removed(kind)) * math.prod(shape)) for kind, shape in units.items()}
+        kept = {kind: round((1.0 - recipe.sparsity) * math.prod(shape)) for kind, shape in units.items()}
         pools = [_unit_pool(Pool, kind, kept[kind], layout) for kind in units]
     elif recipe.budget == "latency":
         assert profile
@@ -368,28 +351,9 @@ def make_pools(
         fewer_experts(config, num_kept)
         num_channels = num_kept * sizes.expert_intermediate_size * len(sizes.routed_layers)
         pools = [_unit_pool(WholeExpertPool, "experts", num_channels, layout | {"scope": "layer"})]
-    if recipe.constant_experts:
-        pools = [_unit_pool(WholeExpertPool, "experts", _constant_budget(pools[0], sizes, recipe), layout)]
     for pool in pools:
-        if pool.name != "attn" or recipe.removed("attn"):
-            pool.check(recipe.align, recipe.tp)
+        pool.check(recipe.align, recipe.tp)
     return pools
-
-
-def _constant_budget(pool: Pool, sizes: Dimensions, recipe: Recipe) -> int:
-    """Return how many channels of whole experts a budget keeps if constants replace the others.
-    Raises: SettingError."""
-    layers = len(sizes.routed_layers)
-    total = layers * sizes.num_experts
-    # as in `make_pools`; of the parameters, constants are a part
-    per_expert, constant = pool.total / total, sizes.hidden_size if recipe.budget == "params" else 0
-    num_kept = math.floor((pool.kept + 1 - total * constant) / (per_expert - constant))
-    if not layers <= num_kept < total:
-        raise SettingError(
-            f"{num_kept} of {total} experts would be kept; keep {layers} to {total - 1}, at least one per layer"
-        )
-    num_kept -= num_kept % layers if recipe.scope == "layer" else 0
-    return num_kept * sizes.expert_intermediate_size
 
 
 def _unit_pool(make: type[Pool], kind: str, kept: int, layout: dict[str, Any]) -> Pool:
@@ -497,7 +461,7 @@ def _blocks(
 
     Raises: SettingError for a tensor-parallel size over which no layer could split.
     """
-    align = sizes.expert_intermediate_size if recipe.removes_experts else recipe.align
+    align = sizes.expert_intermediate_size if recipe.whole_experts else recipe.align
     blocks = {kind: size for kind, size in (("experts", align), ("mlp", recipe.align * recipe.tp)) if kind in units}
     if recipe.tp > 1 and "num_attention_heads" in text_config(config):
 

@@ -37,7 +37,7 @@ TARGETS = {  # budget -> help text of its option
 # field -> the options in its place: an argument, one per budget, a table, a setting for research
 # only
 INSTEAD = {
-    "model": (), "alm": (), "masks_every": (),
+    "model": (), "alm": (),
     "target": [click.option(f"--target-{budget}", metavar="N", help=text) for budget, text in TARGETS.items()],
 }  # fmt: skip
 # of the options that are no fields

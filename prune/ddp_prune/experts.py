@@ -40,13 +40,6 @@ class LayerGates(NamedTuple):
     """Inputs of the output projection per unit."""
     routed: torch.Tensor | None = None
     """Int64: the experts among which the router chooses; None: all."""
-    means: torch.Tensor | None = None
-    """Float32 [E, C]: the mean activations, before the gates, that replace those of experts whose
-    gates are all closed; None: closed experts add nothing."""
-    sums: torch.Tensor | None = None
-    """Float32 [E, C + 1]; forward adds the sum of each expert's activations over its slots, and
-    their number; None: not summed. Routing weights do not count: with their squares, which minimize
-    the error of the layer's output, a toy model lost more than without any constants."""
 
 
 class _ScaleExperts(torch.autograd.Function):
@@ -119,13 +112,8 @@ def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weight
     ends_E = ends_E.to(torch.int32)
     y = grouped_linear(x_TH[order_S // num_chosen], experts.gate_up_proj, ends_E)
     y = experts._apply_gate(y)
-    if gates.sums is not None:
-        gates.sums.add_(_sums(F.pad(y.detach().float(), (0, 1), value=1.0), sizes_E))
     if gates.mask is not None:
         y = _ScaleExperts.apply(y, gates.mask, gates.squares, experts_S, sizes_E)
-        if gates.means is not None:
-            is_closed_E = ~(gates.mask > 0).any(-1)
-            y = torch.where(is_closed_E[experts_S, None], gates.means.to(y.dtype)[experts_S], y)
     y = grouped_linear(y, experts.down_proj, ends_E) * weights_TK.flatten()[order_S, None]
     inverse_S = torch.empty_like(order_S)
     inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)

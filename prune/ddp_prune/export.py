@@ -20,7 +20,6 @@ from ddp_training.weights import UpdatedWeights
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import (
-    CONSTANT_EXPERT,
     WHOLE_EXPERT,
     Dimensions,
     described_config,
@@ -63,23 +62,19 @@ def export(
     remote code. The output appears whole or not at all.
 
     gates: float32 of `unit_shapes`, 0 for removed units.
-    head_unit: the unit of attention gates, or `WHOLE_EXPERT` or `CONSTANT_EXPERT`.
+    head_unit: the unit of attention gates, or `WHOLE_EXPERT`.
     provenance, scores: stored with the gates in the masks file.
     extra_files: file name -> text.
     transform: updates weights that were trained together with the masks.
     finish: writes the pages of the folder that will become `output`.
 
     Raises: OutputError if the output exists and `overwrite` is off; for whole experts as
-        `kept_experts` and `ConstantSlicer`, and SettingError if too few are kept.
+        `kept_experts`, and SettingError if too few are kept.
     """
     stock = read_config(source.folder)
-    if head_unit == CONSTANT_EXPERT:
-        constants = ConstantSlicer(gates, source, (scores or {}).get("means", {}))
-        slice_tensor: Slice = constants.slice
-        config = described_config(stock, constants.widths)
-    elif head_unit == WHOLE_EXPERT:
+    if head_unit == WHOLE_EXPERT:
         kept = kept_experts(gates, source)
-        slice_tensor = WholeExpertSlicer(gates, source, kept).slice
+        slice_tensor: Slice = WholeExpertSlicer(gates, source, kept).slice
         numbers = fewer_experts(source.config, len(next(iter(kept.values()))))
         # the class of some families has another name for the key of the published config
         config = stock | ({key: number for key, number in numbers.items() if key in stock} or numbers)
@@ -245,32 +240,6 @@ class ChannelSlicer:
         return name, tensor if pruned.is_bias else fold(tensor[:, keep], scale[keep])
 
 
-class ConstantSlicer(ChannelSlicer):
-    """Replaces whole experts by constant vectors: c = W_down m, where m are an expert's mean
-    activations. The other experts keep their names."""
-
-    def __init__(self, gates: Masks, source: Source, means: Masks) -> None:
-        """means: float32 of the shape of the gates. Raises: CheckpointError for gates that keep a
-        part of an expert, or no expert of a layer, or without their means."""
-        super().__init__(gates, source)
-        open_LEC, means_LEC = gates["experts"] > 0, means.get("experts")
-        if not torch.equal(open_LEC.any(-1), open_LEC.all(-1)) or not open_LEC.flatten(1).any(1).all():
-            raise CheckpointError("the masks do not keep whole experts, at least one per layer; prune again")
-        if means_LEC is None or means_LEC.shape != open_LEC.shape or not means_LEC.isfinite().all():
-            raise CheckpointError("the masks lack the mean activations of removed experts (experts.means); prune again")
-        assert self.widths.experts
-        self.widths = replace(self.widths, experts=replace(self.widths.experts, constants=True))
-        self.means = dict(zip(source.sizes.routed_layers, means_LEC, strict=True))
-
-    def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        pruned = self.widths.find(name)
-        if pruned is None or pruned.width != 0 or not pruned.is_output:
-            return super().slice(name, tensor)
-        constant_H = (tensor.float() @ self.means[pruned.layer][pruned.expert]).to(tensor.dtype)
-        layer = name.partition(f".{pruned.layer}.")[0]
-        return f"{layer}.{pruned.layer}.{pruned.block.constant.format(pruned.expert)}", constant_H
-
-
 def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
     """Return the numbers of the experts that each routed layer keeps, equally many in every layer.
 
@@ -374,7 +343,7 @@ def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str,
     kind = "experts" if "experts" in gates else "mlp"
     scope = provenance.get("recipe", {}).get("scope", "global")
     kept, units = int((gates[kind] > 0).sum()), gates[kind].shape[-1]
-    if provenance.get("head_unit") in (WHOLE_EXPERT, CONSTANT_EXPERT):
+    if provenance.get("head_unit") == WHOLE_EXPERT:
         raise SettingError(f"{path} keeps whole experts with all their channels; leave --align out")
     if scope != "global":
         raise SettingError(f"{path} has a budget per {scope}, which --align would break; prune with --align")

@@ -153,14 +153,10 @@ class GatedModel:
 
     The projections that write to the residual stream scale their input by the current masks
     (`GatedProjection`). Routed experts run through our implementation of transformers' experts
-    interface (`experts.py`). When whole experts are pruned, routers choose among the open ones, or
-    closed ones are replaced by constants. The weights are not changed and without masks nothing is
-    scaled, so the same model is the dense teacher.
+    interface (`experts.py`). When whole experts are pruned, routers choose among the open ones. The
+    weights are not changed and without masks nothing is scaled, so the same model is the dense
+    teacher.
     """
-
-    means: torch.Tensor | None = None
-    """Float32 [L, E, C]: the mean activations that replace those of closed experts, as in
-    `LayerGates`."""
 
     def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
         self.model, self.family, self.sizes, self.head_unit = model, family, sizes, head_unit
@@ -245,7 +241,6 @@ class GatedModel:
     ) -> Iterator[LayerGates]:
         """Yield how each layer is computed, from the rows of mask and squares, both [L, …]."""
         routed: list[torch.Tensor | None] = [None] * len(mask)
-        means = self.means if block == "experts" else None
         columns = 1
         if block in DENSE_BLOCKS:
             projection = self.family.tensors.output(block)
@@ -265,17 +260,16 @@ class GatedModel:
                 kept=kept,
                 bundles=None if kept is None or narrow is None else narrow.bundles[block][row],
                 routed=routed[row],
-                means=None if means is None else means[row],
             )
 
     @contextmanager
-    def counting(self, counts_LE: torch.Tensor | None, sums: torch.Tensor | None = None) -> Iterator[None]:
+    def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:
         """Inside `masks`: add to int64 `counts_LE`, if given, how often forwards in this block
-        choose each expert, and their activations to `sums`, [L, E, C + 1], as `LayerGates`."""
+        choose each expert."""
         modules = [] if counts_LE is None else [experts for experts, *_ in self.modules["experts"]]
         before = [experts.gates for experts in modules]
-        for row, (experts, counts_E) in enumerate(zip(modules, () if counts_LE is None else counts_LE, strict=True)):
-            experts.gates = experts.gates._replace(counts=counts_E, sums=None if sums is None else sums[row])
+        for experts, counts_E in zip(modules, () if counts_LE is None else counts_LE, strict=True):
+            experts.gates = experts.gates._replace(counts=counts_E)
         try:
             yield
         finally:

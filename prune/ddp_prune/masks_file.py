@@ -14,9 +14,8 @@ from ddp_vllm.errors import CheckpointError
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
 from ddp_vllm.provenance import published, remember
 
-# the gates before rounding; their importance, squared gradient × z²; the mean activations that
-# replace removed experts
-SCORES = ("z", "saliency", "means")
+# the gates before rounding; their importance, squared gradient × z²
+SCORES = ("z", "saliency")
 
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:

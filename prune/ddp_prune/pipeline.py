@@ -225,7 +225,7 @@ def write(
         state.output,
         head_unit=inputs.head_unit,
         provenance=provenance | result.evaluation | {"fingerprint": inputs.fingerprint},
-        scores={"z": learned.z, "saliency": learned.saliency, "means": learned.means, **learned.snapshots},
+        scores={"z": learned.z, "saliency": learned.saliency},
         overwrite=overwrite,
         extra_files={METRICS_FILE: state.metrics.read_text(encoding="utf-8")},
         transform=result.transform,

@@ -19,7 +19,6 @@ from ddp_training.settings import TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import BLOCK_NAMES, MIXTURES
 from ddp_vllm.latency import PHASES, Workload
-from ddp_vllm.remote_code import DEEPSEEK
 from ddp_vllm.settings import Settings, check_known, read_settings, setting
 
 SIZES = ("sparsity", "target", "speedup")
@@ -74,9 +73,6 @@ class Recipe(TrainingSettings):
     """Fraction of the prunable units to remove, between 0 and 1. It is 1 − ρ of Eq. 6. By default
     it applies to each module type: heads and MLP channels, or the expert channels of a mixture of
     experts. Embeddings, norms and routers are not prunable."""
-    attention_sparsity: float | None = setting(None, is_fraction=True, heading="Budget")
-    """Fraction of the attention units to remove, if it differs from that of the MLP channels; 0
-    prunes MLPs only. It requires the budget `units`."""
     target: float = setting(0.0, heading="Budget")
     """Size of the whole model after pruning, embeddings included, in the unit of `budget`. Replaces
     `sparsity`."""
@@ -108,16 +104,8 @@ class Recipe(TrainingSettings):
     """Remove whole experts of a mixture of experts, equally many from every layer, and their rows
     of the router. The result is a stock checkpoint that requires no plugin. It keeps as many
     experts as the budget allows."""
-    constant_experts: bool = setting(False, heading="Shape")
-    """Replace whole experts of a mixture of experts by constant vectors, their mean outputs on the
-    text (MoNE, arXiv:2507.00390). Layers keep different numbers of experts, at least one; routers
-    do not change. vLLM 0.33 or newer serves the result without the plugin."""
     head_unit: str = setting("auto", choices=("auto", "kv-group", "query-head"), heading="Shape")
     """Attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
-    max_head_counts: int = setting(0, least=0, heading="Shape")
-    """Most different numbers of attention units that layers keep, apart from none; 0: any. vLLM
-    plans attention once per step for each different number of heads, so fewer numbers save time at
-    small batches and waste less KV cache."""
     align: int = setting(1, least=1, heading="Shape")
     """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit
     kernels and quantization. The kept width is the largest multiple within the budget."""
@@ -142,9 +130,6 @@ class Recipe(TrainingSettings):
     in the paper. The default was not tuned."""
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
-    masks_every: int = setting(0, least=0)
-    """Steps between snapshots of the gates, stored in the masks file as `mlp.after_100` and so on;
-    0: none."""
 
     train: str = setting("auto", choices=("auto", "masks", "lora", "weights"))
     """Training mode while units are removed: `masks` trains only masks, with frozen weights as in
@@ -159,32 +144,19 @@ class Recipe(TrainingSettings):
             object.__setattr__(self, "budget", "latency")
         super().__post_init__()
         self._check_size()
-        if "attn" not in self.blocks and self.blocks and (self.attention_sparsity is not None or self.max_head_counts):
-            raise SettingError(f"prune is {self.prune!r}; leave out attention_sparsity and max_head_counts")
         for name in ("profile", "other_machine") if self.budget != "latency" else ():
             if getattr(self, name):
                 raise SettingError(f"{name} has no effect without a speedup; leave it out")
-        alm_conflicts = (
-            self.polish or self.align > 1 or self.tp > 1 or self.attention_sparsity == 0 or self.max_head_counts
-        )
-        if self.alm.raw_masks and alm_conflicts:
+        if self.alm.raw_masks and (self.polish or self.align > 1 or self.tp > 1):
             raise SettingError(
                 "raw_masks keeps every gate that the search left open and trains nothing afterwards; leave out polish, "
-                "align, tp, max_head_counts and attention_sparsity 0"
+                "align and tp"
             )
         if self.train == "lora" and self.optimizer == "adamw-8bit":
             raise SettingError("optimizer is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out")
-        if self.whole_experts and self.constant_experts:
-            raise SettingError("whole_experts removes experts and constant_experts replaces them; give one")
-        for name, allowed in WITH_WHOLE_EXPERTS.items() if self.removes_experts else ():
+        for name, allowed in WITH_WHOLE_EXPERTS.items() if self.whole_experts else ():
             if (value := getattr(self, name)) not in allowed:
-                option = "whole_experts" if self.whole_experts else "constant_experts"
-                raise SettingError(f"{name} is {value!r}; with {option} it must be {allowed[0]!r}")
-
-    @property
-    def removes_experts(self) -> bool:
-        """Whether the units are whole experts."""
-        return self.whole_experts or self.constant_experts
+                raise SettingError(f"{name} is {value!r}; with whole_experts it must be {allowed[0]!r}")
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -198,8 +170,6 @@ class Recipe(TrainingSettings):
     def _check_size(self) -> None:
         """Refuse a recipe that does not state exactly once how much to remove.
         Raises: SettingError."""
-        if self.attention_sparsity is not None and not (self.sparsity and self.budget == "units"):
-            raise SettingError("attention_sparsity requires a sparsity and the budget units; leave it out")
         if self.budget == "latency" and self.scope != "global":
             raise SettingError(f"scope is {self.scope!r}, but a step has one time for the whole model; leave scope out")
         stated = [f"{name} {value:g}" for name in SIZES if (value := getattr(self, name))]
@@ -226,17 +196,12 @@ class Recipe(TrainingSettings):
             raise SettingError(
                 f"scope is 'expert', but {self.model} is not a mixture of experts; choose global or layer"
             )
-        if self.removes_experts and "experts" not in source.sizes.blocks:
+        if self.whole_experts and "experts" not in source.sizes.blocks:
             raise SettingError(f"{self.model} is not a mixture of experts, so it has no whole experts to remove")
-        if self.constant_experts and (source.config["model_type"] == DEEPSEEK or source.sizes.blocks != ("experts",)):
-            raise SettingError(
-                "constant_experts requires a stock class in transformers and experts alone; prune channels of this "
-                f"{source.config['model_type']} model, or leave --prune out"
-            )
         if self.whole_experts and source.config["model_type"] not in MIXTURES:
             raise SettingError(
-                f"whole experts of {source.config['model_type']} cannot leave the router; replace whole_experts by "
-                "constant_experts"
+                f"whole experts of {source.config['model_type']} cannot leave the router; prune their channels: "
+                "leave whole_experts out"
             )
         if self.scope == "layer" and self.budget != "units" and {"mlp", "experts"} <= {*source.sizes.blocks}:
             raise SettingError(
@@ -253,11 +218,6 @@ class Recipe(TrainingSettings):
     def size(self) -> float:
         """Value of that setting."""
         return self.speedup or self.sparsity
-
-    def removed(self, module_type: str) -> float:
-        """Return the fraction of the units of a module type to remove, with the budget `units`."""
-        attention = self.attention_sparsity if module_type == "attn" else None
-        return self.sparsity if attention is None else attention
 
     def changed(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, as a recipe file would state

@@ -9,7 +9,6 @@ Legend: G budget groups (the model, its layers or its experts), M blocks of a gr
 and B blocks of a row.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ import torch
 
 from ddp_vllm.errors import SettingError
 
-MOST_SETS = 20_000  # of numbers of heads, of which `limit_counts` takes the best
 HALVINGS = 80  # of the price in `choose_counts`, to the precision of float64
 
 
@@ -277,35 +275,6 @@ def rank_open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Te
         scale = 0.5 * lowest_open.min() / closed.max().clamp_min(lowest_open.min())
         importance = torch.where(is_open, importance, importance * scale)
     return importance
-
-
-def limit_counts(importance_LU: torch.Tensor, support_LU: torch.Tensor, most: int, block: int = 1) -> torch.Tensor:
-    """Return a support in which layers keep at most `most` different numbers of units, and no more
-    units in all.
-
-    Layers without a unit stay without, and the others keep at least one. Of all sets of `most`
-    numbers, and of all choices of one number per layer, `choose_counts` takes the one of most
-    importance. block: the numbers are multiples of it.
-    """
-    counts_L = support_LU.sum(1)
-    if len(counts_L[counts_L > 0].unique()) <= most:
-        return support_LU
-    layers = (counts_L > 0).nonzero().flatten()
-    num_units = importance_LU.shape[1]
-    order_LU = rank_units(importance_LU)
-    # of the best 1, 2, … units
-    sums_LK = importance_LU.double().gather(1, order_LU).cumsum(1)[layers]
-    numbers = torch.arange(block, num_units + 1, block)
-    while math.comb(len(numbers), most) > MOST_SETS:
-        numbers = numbers[1::2]
-    sets_SN = torch.combinations(numbers, most)
-    sums_SLN = sums_LK[:, sets_SN - 1].transpose(0, 1)
-    cost_SLN = sets_SN[:, None].double().expand_as(sums_SLN)
-    best, columns_L = choose_counts(sums_SLN, cost_SLN, float(counts_L.sum()))
-    counts_L = counts_L.clone()
-    counts_L[layers] = sets_SN[best][columns_L]
-    first_LU = torch.arange(num_units) < counts_L[:, None]
-    return torch.zeros_like(support_LU).scatter(1, order_LU, first_LU)
 
 
 def round_to_blocks(gates: torch.Tensor, saliency: torch.Tensor, align: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ class Inputs:
         recipe, source, blocks = run.recipe, self.source, self.blocks
         passes = run.steps.last * recipe.batch_size / len(blocks.train)
         units = {"attn": self.head_unit, "mlp": "channel", "experts": "expert channel"}
-        unit = self.head_unit if recipe.removes_experts else units[source.sizes.blocks[0]]
+        unit = self.head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
         trained = {"masks": "masks", "lora": "masks and low-rank additions", "weights": "masks and weights"}[run.train]
         self.print_line(
             f"text: {blocks.num_tokens:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
@@ -170,7 +170,6 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
             dense = gated
             if joint.teacher is not None:
                 dense = GatedModel(joint.teacher, source.family, source.sizes, inputs.head_unit)
-                dense.means = gated.means
             with dense.masks(gates), joint.weights.adapters_disabled():
                 untrained = evaluation.divergences(dense.model)
         transform = joint.weights.finish()

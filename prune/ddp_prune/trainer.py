@@ -21,19 +21,16 @@ from ddp_prune.budget import LatencyPool, Pool, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.run import Run
-from ddp_prune.selection import limit_counts
 from ddp_training.batches import Batches, MicroBatch, Teacher
 from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.processes import broadcast_from_main, raise_on_all_ranks
 from ddp_training.weights import WARMUP, TrainedWeights, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
-from ddp_vllm.families import CONSTANT_EXPERT
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 it would use up budget without effect
 # of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
 PRIOR_PRECISION = 50.0
 PRIOR_SHARE = 1 / 20  # of the run's tokens, treated as already seen with every scale at 1
-SNAPSHOT = "after_"  # followed by the number of a step
 # steps, of a slow selection; the schedule is smooth, so a few more gates close at a time
 CLOSE_EVERY = 4
 REVIVED = 0.5  # scale of a unit that rounding adds back, if the search left it without one
@@ -50,8 +47,6 @@ class Learned:
     saliency: Masks
     """float32, shaped as the gates: estimated loss added by closing an open gate, or saved by
     opening a closed one."""
-    snapshots: dict[str, Masks]
-    """The gates after every `masks_every` steps, by names such as `after_100`."""
     rounding: dict[str, dict[str, float]]
     """Changes by rounding, per module type: sparsity before it, units revived, units dropped."""
     rate: dict[str, Any]
@@ -60,9 +55,6 @@ class Learned:
     routed: Masks
     """`experts`: int64 [L, E], how often each expert was chosen in training; empty for a dense
     model."""
-    means: Masks
-    """`experts`: float32 [L, E, C], the mean activations that replace removed experts; empty if
-    they are not replaced."""
 
     def routing(self, routed_layers: tuple[int, ...]) -> dict[str, Any]:
         """Return `routed` as plain data, layer number -> counts; {} for a dense model."""
@@ -85,20 +77,13 @@ class GateState:
     """Bool: gates that may be open."""
     routed: Masks
     """Int64 [L, E]: how often each expert was chosen; without an entry for a dense model."""
-    sums: Masks
-    """Float32 [L, E, C + 1]: activations and their number, summed over all tokens of the search;
-    without an entry if removed experts are not replaced by constants."""
     searched_z: Masks
     """z when the support was rounded; without entries while searching."""
-    snapshots: dict[str, Masks]
-    """Copies of the masks after some steps, by names such as `after_100`."""
 
     @classmethod
-    def opened(cls, shapes: Mapping[str, tuple[int, ...]], device: torch.device, *, constants: bool) -> "GateState":
-        """Return the state in which every gate is open and has scale 1. constants: whether these
-        replace experts."""
+    def opened(cls, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "GateState":
+        """Return the state in which every gate is open and has scale 1."""
         z = {kind: torch.ones(shape, device=device) for kind, shape in shapes.items()}
-        layers, experts, channels = shapes["experts"] if constants else (0, 0, 0)
         return cls(
             z=z,
             information={kind: torch.zeros_like(values) for kind, values in z.items()},
@@ -109,15 +94,12 @@ class GateState:
                 for kind, values in z.items()
                 if values.dim() == 3
             },
-            sums={"experts": torch.zeros(layers, experts, channels + 1, device=device)} if constants else {},
             searched_z={},
-            snapshots={},
         )
 
     def save(self) -> dict[str, torch.Tensor]:
-        """Return all tensors by names such as `z.mlp` and `after_100.mlp`."""
+        """Return all tensors by names such as `z.mlp`."""
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        parts |= parts.pop("snapshots")
         return {
             f"{part}.{kind}": values.detach().cpu() for part, masks in parts.items() for kind, values in masks.items()
         }
@@ -126,11 +108,9 @@ class GateState:
         """Restore what `save` returned; ignore other tensors."""
         for name, value in tensors.items():
             part, _, kind = name.partition(".")
-            if part.startswith(SNAPSHOT):
-                self.snapshots.setdefault(part, {})[kind] = value
-            elif part == "searched_z":
+            if part == "searched_z":
                 self.searched_z[kind] = value.to(self.z[kind].device)
-            elif part in ("z", "information", "open_steps", "support", "routed", "sums"):
+            elif part in ("z", "information", "open_steps", "support", "routed"):
                 getattr(self, part)[kind].data.copy_(value)
 
 
@@ -145,8 +125,7 @@ class Trainer:
         self.teacher = Teacher(gated.model, batches) if run.recipe.distillation > 0 else None
         sizes = batches.micro_batch_size, run.recipe.seq_len
         self.narrow = None if run.train == "lora" else narrow_layers(gated, accelerator, *sizes, run.optimizer)
-        constants = gated.head_unit == CONSTANT_EXPERT
-        self.gates = GateState.opened(gated.shapes, accelerator.device, constants=constants)
+        self.gates = GateState.opened(gated.shapes, accelerator.device)
         self.rounding: dict[str, dict[str, float]] = {}
         self.weights: TrainedWeights | None = None  # trained together with the gates
         self.rate: dict[str, Any] = {}  # `highest` of the weights, and the `trials` that found it
@@ -193,7 +172,6 @@ class Trainer:
             self.round()
         if self.narrow:
             self.narrow.follow(gates.support)
-        self.follow_means()
         masks = self.forward_masks()
         cross_entropy, divergence, gradients, squares = self._gradients(step, masks)
         loss = cross_entropy + recipe.distillation * divergence
@@ -208,17 +186,8 @@ class Trainer:
             self.search(step, masks, gradients)
         if self.weights:
             self._step_weights(self.weights, step)
-        if recipe.masks_every and (step + 1) % recipe.masks_every == 0:
-            copies = {kind: mask.detach().float().cpu() for kind, mask in self.forward_masks().items()}
-            gates.snapshots[f"{SNAPSHOT}{step + 1}"] = copies
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)
-
-    def follow_means(self) -> None:
-        """Replace closed experts by the constants of the tokens so far, which the polish does not
-        change."""
-        for sums in self.gates.sums.values():
-            self.gated.means = sums[..., :-1] / sums[..., -1:].clamp_min(1.0)
 
     def remedy(self, step: int) -> str:
         """Return what the user can do if the loss of a step is not a number."""
@@ -270,13 +239,12 @@ class Trainer:
         gradients = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         squares = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         routed = {kind: torch.zeros_like(counts) for kind, counts in self.gates.routed.items()}
-        summed = {kind: torch.zeros_like(sums) for kind, sums in self.gates.sums.items() if not self.polishing}
         for batch in self.batches.step(step):
             share, num_tokens = batch.share, len(batch.labels_N)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
             with self.weights.accumulating(share) if self.weights else nullcontext():
-                losses += share * self._backward(batch, leaves, parts, routed.get("experts"), summed.get("experts"))
+                losses += share * self._backward(batch, leaves, parts, routed.get("experts"))
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
                 gradients[kind] += leaf.grad.double() * share
@@ -285,8 +253,6 @@ class Trainer:
         cross_entropy, divergence = reduce(losses, "sum").tolist()
         for kind, counts in routed.items():
             self.gates.routed[kind] += reduce(counts, "sum")
-        for kind, sums in summed.items():
-            self.gates.sums[kind] += reduce(sums, "sum")
         total = {kind: reduce(value, "sum").float() for kind, value in gradients.items()}
         return cross_entropy, divergence, total, {kind: reduce(value, "sum").float() for kind, value in squares.items()}
 
@@ -296,15 +262,14 @@ class Trainer:
         leaves: Masks,
         squares: Masks,
         counts: torch.Tensor | None,
-        sums: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run a micro-batch forward, and backward into the leaves; return [CE, KL] in nats per
-        token. counts, sums: as of `GatedModel.counting`."""
+        token. counts: as of `GatedModel.counting`."""
         model: Any = self.gated.model
         teacher_NH = self.teacher.hidden(batch) if self.teacher else None
         with self.gated.masks(leaves, squares, self.narrow):
             # forward alone: checkpointed layers run again in backward
-            with self.gated.counting(counts, sums):
+            with self.gated.counting(counts):
                 student_NH = final_hidden(model, batch.tokens)
             loss, metrics = distill(
                 student_NH, teacher_NH, OutputHead.of(model), batch.labels_N, self.recipe.distillation,
@@ -367,12 +332,7 @@ class Trainer:
     def choose(self, saliency: Masks, is_open: Masks) -> Masks:
         """Return the final support, bool [L, U]: as much as the budget allows, open gates before
         closed ones."""
-        chosen = {kind: mask for pool in self.pools for kind, mask in pool.choose(saliency, is_open).items()}
-        if self.recipe.max_head_counts and "attn" in chosen:
-            support, most = chosen["attn"], self.recipe.max_head_counts
-            block = next(pool.blocks.get("attn", 1) for pool in self.pools if "attn" in pool.shapes)
-            chosen["attn"] = limit_counts(saliency["attn"].cpu(), support.cpu(), most, block).to(support.device)
-        return chosen
+        return {kind: mask for pool in self.pools for kind, mask in pool.choose(saliency, is_open).items()}
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics of the gates after a step: the sparsity of each module type and
@@ -390,17 +350,14 @@ class Trainer:
         """Return the final gates, rounded now if the run had no polish."""
         if not self.polishing:
             self.round()
-        self.follow_means()
         masks = {kind: mask.detach() for kind, mask in self.forward_masks().items()}
         return Learned(
             gates={kind: mask.float().cpu() for kind, mask in masks.items()},
             z={kind: value.float().cpu() for kind, value in self.gates.searched_z.items()},
             saliency={kind: self._saliency(kind, mask).cpu() for kind, mask in masks.items()},
-            snapshots=self.gates.snapshots,
             rounding=self.rounding,
             rate=self.rate,
             routed={kind: counts.cpu() for kind, counts in self.gates.routed.items()},
-            means={} if self.gated.means is None else {"experts": self.gated.means.cpu()},
         )
 
     @property

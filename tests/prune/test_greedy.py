@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.selection import best_support, cut_rows, exact_support, greedy, limit_counts, rank_evenly_per_kv_head
+from ddp_prune.selection import best_support, cut_rows, exact_support, greedy, rank_evenly_per_kv_head
 
 
 def _whole(budget: float) -> torch.Tensor:
@@ -125,29 +125,3 @@ def test_a_group_can_use_the_budget_that_another_cannot() -> None:
     importance = torch.tensor([[50.0, 40.0], [60.0, 30.0], [4.0, 7.0]])
     kept = greedy(importance, cost, torch.tensor([3.0, 3.0, 3.0], dtype=torch.float64))
     assert kept.tolist() == [[False, False], [False, False], [True, True]]
-
-
-@given(seed=st.integers(0, 1000), most=st.integers(1, 3), block=st.sampled_from([1, 2]))
-def test_layers_keep_few_different_numbers_of_heads_and_lose_little(seed: int, most: int, block: int) -> None:
-    """Against all choices of one number per layer: no more units than before, and nearly the best importance."""
-    generator = torch.Generator().manual_seed(seed)
-    importance = torch.rand(4, 6, generator=generator)
-    counts = torch.randint(0, 6 // block + 1, (4,), generator=generator) * block
-    support = torch.arange(6) < counts[:, None]
-    limited = limit_counts(importance, support, most, block)
-    found = limited.sum(1)
-    assert limited.shape == support.shape and ((found > 0) == (counts > 0)).all()
-    if len(counts[counts > 0].unique()) <= most:
-        assert torch.equal(limited, support)
-        return
-    sums = importance.sort(1, descending=True).values.cumsum(1)
-    layers = [layer for layer in range(4) if counts[layer] > 0]
-    choices = itertools.product(range(block, 7, block), repeat=len(layers))
-    values = [
-        sum(float(sums[layer, count - 1]) for layer, count in zip(layers, choice, strict=True))
-        for choice in choices
-        if len(set(choice)) <= most and sum(choice) <= int(counts.sum())
-    ]
-    assert len(found[found > 0].unique()) <= most and int(found.sum()) <= int(counts.sum())
-    assert not (found % block).any()
-    assert float((importance * limited).sum()) >= max(values) - float(importance.max()) * 2 * block

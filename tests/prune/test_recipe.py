@@ -32,7 +32,6 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("seed", -1, "at least 0"),
     ("seed", 2**32, "below 2^32"),
     ("scope", "block", "global, layer, expert"),
-    ("attention_sparsity", 1.0, "below 1"),
     ("tp", 0, "at least 1"),
     ("context_length", 0, "at least 1"),
     ("learning_rate", 0, "above 0"),
@@ -81,7 +80,7 @@ def test_the_papers_file_changes_what_the_authors_code_does_otherwise() -> None:
 
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     values: dict[str, Any] = {**GIVEN, "steps": 7, "controller": "alm", "alm": AlmSettings(mu_end=0.1)}
-    recipe = Recipe(**values, attention_sparsity=0.0, learning_rate=1e-4)
+    recipe = Recipe(**values, learning_rate=1e-4)
     settings = recipe.to_dict()
     table = settings.pop("alm")
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]

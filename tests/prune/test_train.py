@@ -81,27 +81,6 @@ def test_raw_masks_are_those_of_the_search(lab: Lab) -> None:
     assert int((kept > 0).sum()) != 14 + 173 and kept[kept > 0].min() < trainer_module.KEPT_FLOOR
 
 
-@pytest.mark.parametrize("controller", ["gradual", "alm"])
-def test_gates_of_steps_in_between_are_kept_whatever_interrupts(controller: str, lab: Lab) -> None:
-    """At each of them as many are open as the search had come to; the last ones are the result."""
-    changes: dict[str, Any] = {"masks_every": 4, "controller": controller}
-    learned, (resumed, _) = lab.run(**changes), lab.interrupted_run(7, **changes)
-    assert list(learned.snapshots) == ["after_4", "after_8", "after_12"] == list(resumed.snapshots)
-    for kind, gates in learned.gates.items():
-        passed = [each[kind] for each in learned.snapshots.values()]
-        assert all(map(torch.equal, passed, (each[kind] for each in resumed.snapshots.values())))
-        assert torch.equal(passed[-1], gates) and not torch.equal(passed[0] > 0, gates > 0)
-    assert not lab.run("none").snapshots
-
-
-@pytest.mark.parametrize(("sparsity", "controller", "heads"), [(0.25, "gradual", 18), (0.0, "alm", 24)])
-def test_attention_may_have_a_sparsity_of_its_own(sparsity: float, controller: str, heads: int, lab: Lab) -> None:
-    changes: dict[str, Any] = {"attention_sparsity": sparsity, "controller": controller}
-    learned, (resumed, _) = lab.run(**changes), lab.interrupted_run(7, **changes)
-    assert [int((gates > 0).sum()) for gates in learned.gates.values()] == [heads, 173]  # of 3·8; round(0.6·3·96)
-    assert_same(learned, resumed)
-
-
 @pytest.mark.parametrize(("align", "kept"), [(36, 144), (96, 96)])
 def test_aligned_widths_are_multiples_at_the_largest_count_below_the_budget(align: int, kept: int, lab: Lab) -> None:
     """Of 173 channels in layers of 96, which 36 does not divide; heads are not aligned."""
