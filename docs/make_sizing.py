@@ -16,8 +16,9 @@ import torch
 from ddp_models.source import Source
 from ddp_prune.mode import MODES
 from ddp_prune.recipe import Recipe
-from ddp_prune.sizing import UTILIZATION, Estimate, active_parameters, estimate
-from ddp_vllm.families import dimensions_of, family_of
+from ddp_prune.sizing import UTILIZATION, Estimate, estimate
+from ddp_vllm.costs import whole_model
+from ddp_vllm.families import dense_layers, dimensions_of, family_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -68,8 +69,8 @@ Pass a mode by name to use more of it.
 Memory is [a formula](large-models.md), with checkpointed layers and 8,192 tokens per pass; with ¹, fewer: 16
 sequences over 8 GPUs are 2 each, or more do not fit. "–" means that it does not fit. Usable memory: 25.2 GB
 (RTX 4090), 84.9 GB (H100) and 150.1 GB (H200), of 10⁹ bytes. Several GPUs share the weights (`--shard`).
-Hours are an estimate: counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak, with the trials of the
-learning rate. No run on a GPU has checked either yet.
+Hours are an estimate: counted FLOPs, attention's among them, at {UTILIZATION:.0%} of the GPU's bfloat16 peak,
+with the trials of the learning rate. No run on a GPU has checked either yet.
 """
 
 
@@ -100,7 +101,8 @@ def main() -> None:
             recipe = Recipe(model=folder, sparsity=0.2)
             rows = [{found.mode: found for found in estimate([recipe], source, f"{n}x{card}")} for card, n in columns]
         lines.append(f"## {name}\n")
-        lines.append(f"{active_parameters(source) / 1e9:.2f} B parameters per token.\n")
+        flops = whole_model("flops", source.config, dense_layers(source.config), source.shapes, 0)
+        lines.append(f"{flops / 2e9:.2f} B parameters per token.\n")
         lines.append("| mode | " + " | ".join(f"{count} × {card}" for card, count in columns) + " |")
         lines.append("|---" * (len(columns) + 1) + "|")
         for mode in reversed(MODES):

@@ -7,17 +7,19 @@ from ddp_vllm.errors import SettingError
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU: usable bytes of memory, and dense bfloat16 FLOPs per second by its data sheet."""
+    """A GPU: usable bytes of memory, and FLOPs per second by its data sheet: of dense products in 16
+    bits, and in float32, for which torch uses no tensor cores."""
 
     memory: float
     flops: float
+    flops_of_float32: float
 
 
 CARDS = {
-    "rtx4090-24gb": Card(23.5 * 2**30, 165e12),
-    "a100-80gb": Card(79.1 * 2**30, 312e12),
-    "h100-80gb": Card(79.1 * 2**30, 989e12),
-    "h200-141gb": Card(139.8 * 2**30, 989e12),
+    "rtx4090-24gb": Card(23.5 * 2**30, 165e12, 82.6e12),
+    "a100-80gb": Card(79.1 * 2**30, 312e12, 19.5e12),
+    "h100-80gb": Card(79.1 * 2**30, 989e12, 67e12),
+    "h200-141gb": Card(139.8 * 2**30, 989e12, 67e12),
 }
 
 

@@ -33,9 +33,12 @@ from ddp_training.memory import (
     gigabytes,
     pass_bytes,
 )
+from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, reading
+from ddp_vllm.families import dense_layers
 
-UTILIZATION = 0.4  # of the bfloat16 peak; assumed, not measured
+UTILIZATION = 0.4  # of the peak; assumed, not measured
+ATTENTION_BACKWARD = 2.5  # products per forward product; flash attention computes the scores again
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ def estimate(recipes: Sequence[Recipe], source: Source, cards: str) -> list[Esti
             if peak <= CARDS[name].memory or at_once == 1 or recipe.micro_batch_size:
                 break
             at_once //= 2
-        rate = UTILIZATION * CARDS[name].flops * count / (2.0 * active_parameters(source) * passes(recipe, mode))
+        card = CARDS[name]
+        peak_rate = card.flops_of_float32 if options["dtype"] == torch.float32 else card.flops
+        rate = UTILIZATION * peak_rate * count / flops_per_token(recipe, source, mode, checkpointed=checkpointed)
         runs = [Run(recipe=recipe, steps=steps, **mode._asdict()) for steps in schedule(recipes)]
         steps = trial_steps(runs[-1]) + sum(run.steps.last - run.steps.first for run in runs)
         tokens = rate * 60 * recipe.minutes if recipe.minutes else float(steps * recipe.batch_size * recipe.seq_len)
@@ -124,26 +129,15 @@ def describe(recipe: Recipe, estimates: Sequence[Estimate], cards: str) -> Itera
         )
 
 
-def passes(recipe: Recipe, mode: Mode) -> float:
-    """Return the passes per step over the weights, with checkpointed layers: 2 FLOPs per parameter
-    and token each.
-
-    The teacher's forward, forward, forward again, gradients of activations, and gradients of
-    trained weights.
-    """
-    return (recipe.distillation > 0) + 3 + (mode.train == "weights")
-
-
-def active_parameters(source: Source) -> float:
-    """Return the parameters that a token is multiplied with, the output head included."""
-    sizes, config = source.sizes, source.text_config
-    by_kind = Counter[str]()
-    for name, shape in source.memory_shapes.items():
-        kind = "embedding" if name.startswith("model.embed_tokens.") else "expert" if ".experts." in name else "other"
-        by_kind[kind] += math.prod(shape)
-    is_tied = not any(name.startswith("lm_head.") for name in source.memory_shapes)
-    chosen = (config.get("num_experts_per_tok") or 1) / (sizes.num_experts or 1)
-    return by_kind["other"] + by_kind["embedding"] * is_tied + by_kind["expert"] * chosen
+def flops_per_token(recipe: Recipe, source: Source, mode: Mode, *, checkpointed: bool) -> float:
+    """Return the FLOPs of training per token of a sequence: of the teacher's forward, forward,
+    forward again of checkpointed layers, gradients of activations, and gradients of trained
+    weights."""
+    fixed = "flops", source.config, dense_layers(source.config), source.shapes
+    products = whole_model(*fixed, 0)
+    attention = whole_model(*fixed, recipe.seq_len // 2) - products  # a token attends to half of the others
+    forwards = (recipe.distillation > 0) + 1 + checkpointed
+    return products * (forwards + 1 + (mode.train == "weights")) + attention * (forwards + ATTENTION_BACKWARD)
 
 
 def step_bytes(

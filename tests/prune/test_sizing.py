@@ -10,7 +10,7 @@ import torch
 from ddp_models.source import Source, open_source
 from ddp_prune.mode import MODES, Mode, held_bytes
 from ddp_prune.recipe import Recipe
-from ddp_prune.sizing import Devices, Estimate, estimate, sized_model, step_bytes
+from ddp_prune.sizing import Devices, Estimate, estimate, flops_per_token, sized_model, step_bytes
 from ddp_training.memory import pass_bytes
 from ddp_vllm import plan
 from ddp_vllm.errors import SettingError
@@ -47,6 +47,33 @@ def test_an_estimate_follows_the_options(tiny_model: Path) -> None:
     assert [mode for mode, row in found.items() if row.is_auto] == [MODES[0]]
     with pytest.raises(SettingError, match="batch_size is 2, which 4 processes"):
         on(tiny_model, "4xh100-80gb", batch_size=2)
+
+
+def test_hours_follow_from_dtype_recomputation_and_attention() -> None:
+    """A Llama-3.1-8B on an H100: 67 TFLOP/s in float32 and 989 in bfloat16; at 32k tokens attention's products are
+    half as many as all others."""
+    config = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    }  # fmt: skip
+    shapes = {f"model.layers.0.x{number}.weight": [4096, 4096] for number in range(480)}  # 8.05 B parameters
+    source = Source(folder=Path(), config=config, family=family_of(config), sizes=dimensions_of(config), shapes=shapes)
+    weights = 2 * 480 * 4096**2
+
+    def flops(mode: Mode = MASKS, checkpointed: bool = True, **settings: Any) -> float:
+        recipe = Recipe(model="m", sparsity=0.2, **settings)
+        return flops_per_token(recipe, source, mode, checkpointed=checkpointed)
+
+    attention = 4 * 32 * 4096 * 16384
+    assert flops(seq_len=32768) == 4 * weights + 5.5 * attention and attention == pytest.approx(weights / 2, rel=0.1)
+    assert flops(seq_len=32768, checkpointed=False) == 3 * weights + 4.5 * attention
+    assert flops(MODES[0], seq_len=32768, distillation=0.0) == 4 * weights + 4.5 * attention
+
+
+def test_float_32_takes_as_much_longer_as_the_card_is_slower(tiny_model: Path) -> None:
+    """The tiny model is stored in float32."""
+    seconds = [on(tiny_model, dtype=dtype)[MASKS].seconds for dtype in ("auto", "float32", "bfloat16", "float16")]
+    assert seconds[0] == seconds[1] == pytest.approx(989 / 67 * seconds[2]) and seconds[2] == seconds[3]
 
 
 def test_gemma_2_is_sized_with_the_attention_that_it_runs_with(tiny_model: Path, tmp_path: Path) -> None:
