@@ -253,9 +253,15 @@ class LatencyPool(Pool):
     units (of routed experts, 0, 1, … blocks per expert on average)."""
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
-        """As `choose`, among open units: single channels of a block save no time, and the final
-        selection would reopen them."""
-        kept = self._choose_blocks(importance, is_open, keep_ratio * self.total)
+        """Keep open whole blocks, and what the final selection would keep, before all others.
+
+        Single channels of a block save no time, so that selection would reopen them. It would also
+        reopen channels that were closed only because a block of another layer, such as a whole
+        attention block, did not fit yet.
+        """
+        final = self._choose_blocks(importance, is_open, self.kept)
+        importance = {kind: values * is_open[kind] for kind, values in importance.items()}
+        kept = self._choose_blocks(importance, final, keep_ratio * self.total)
         return {kind: kept[kind] & is_open[kind] for kind in kept}
 
     def choose(self, importance: Masks, is_open: Masks) -> Masks:
@@ -280,7 +286,7 @@ class LatencyPool(Pool):
             torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1]), value=missing) for part in parts])
             for parts, missing in ((sums_LB, -torch.inf), (self.tables.values(), torch.inf))
         )
-        _, counts_R = choose_counts(importance_RB[None], cost_RB[None], budget)
+        counts_R = choose_counts(importance_RB, cost_RB, budget)
         counts_L = counts_R.split([len(sums) for sums in sums_LB])
         supports = []
         for block, step, count_L in zip(blocks, steps, counts_L, strict=True):

@@ -178,7 +178,10 @@ class Recipe(TrainingSettings):
         if self.speedup and self.speedup <= 1:
             raise SettingError(f"speedup is {self.speedup:g}; it must be above 1, for example 1.25")
         if self.speedup and self.budget != "latency":
-            raise SettingError(f"speedup requires the budget latency, not {self.budget}; leave budget out")
+            raise SettingError(
+                f"budget is {self.budget!r}, but a speedup is a budget in latency; take budget out of the command or "
+                "the recipe, or give a target or a sparsity instead of the speedup"
+            )
         if self.target:
             if self.target < 0:
                 raise SettingError(f"target is {self.target:g}; it must be above 0, for example 5.5B")
@@ -240,6 +243,8 @@ def load_recipes(path: Path | Mapping[str, Any] | None, settings: Mapping[str, A
     name = "speedup" if values.get("speedup") else "sparsity"
     if not isinstance(sizes := values.get(name), list | tuple):
         return [load_recipe(path, settings)]
+    if not sizes:
+        raise SettingError(f"{name} is an empty list; give numbers, such as 0.1,0.2,0.3")
     if wrong := [size for size in sizes if isinstance(size, bool) or not isinstance(size, Real)]:
         raise SettingError(f"{name} has {wrong[0]!r}, a {type(wrong[0]).__name__}; give numbers, such as 0.1,0.2,0.3")
     rising = sorted({float(size) for size in sizes})

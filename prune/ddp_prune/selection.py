@@ -9,6 +9,7 @@ Legend: G budget groups (the model, its layers or its experts), M blocks of a gr
 and B blocks of a row.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ import torch
 
 from ddp_vllm.errors import SettingError
 
+# choices of columns that `choose_counts` compares one by one
+MOST_CHOICES = 1 << 16
 HALVINGS = 80  # of the price in `choose_counts`, to the precision of float64
 
 
@@ -219,46 +222,56 @@ def best_support(parts: Sequence[Rows], budget_G: torch.Tensor) -> list[torch.Te
     return [rows.support(taken_RB) for rows, taken_RB in zip(parts, by_rows(taken_GM), strict=True)]
 
 
-def choose_counts(importance_SRB: torch.Tensor, cost_SRB: torch.Tensor, budget: float) -> tuple[int, torch.Tensor]:
-    """Choose a table of S, and of it one column per row, so that importance is highest at a cost of
-    at most `budget`.
+def choose_counts(importance_RB: torch.Tensor, cost_RB: torch.Tensor, budget: float) -> torch.Tensor:
+    """Choose one column per row, so that importance is highest at a cost of at most `budget`.
 
-    importance_SRB, cost_SRB: float64; costs need not grow evenly. Where a row has fewer columns,
-    importance is -inf. Returns the number of the table and the column of each row, int64 [R].
+    importance_RB, cost_RB: float64; costs need not grow evenly. Where a row has fewer columns,
+    importance is -inf. Returns the column of each row, int64 [R].
     Raises: SettingError if no choice fits.
 
-    For each table a price is bisected until the choice fits, in which every row takes the column of
-    the highest importance - price · cost (Lagrangian relaxation). The best table then spends the
-    rest of the budget on the steps of most importance per cost. On SmolLM2's measured staircase the
-    result is within 0.006 % of that of branch and bound (which stops within 0.01 %), and better in
-    8 of 12 cases, in a tenth of the time.
+    Of at most MOST_CHOICES all are compared. Otherwise a price is bisected until the choice fits,
+    in which every row takes the column of the highest importance - price · cost (Lagrangian
+    relaxation), and the rest of the budget is spent on the steps of most importance per cost. On
+    SmolLM2's measured staircase that is within 0.006 % of branch and bound (which stops within
+    0.01 %), and better in 8 of 12 cases, in a tenth of the time.
     """
+    if len(cost_RB) * math.log(cost_RB.shape[1]) <= math.log(MOST_CHOICES):
+        return _best_of_all(importance_RB, cost_RB, budget)
 
-    def choose(price_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        columns_SR1 = (importance_SRB - price_S[:, None, None] * cost_SRB).argmax(-1, keepdim=True)
-        return columns_SR1, cost_SRB.gather(-1, columns_SR1).sum((1, 2)) <= budget
+    def choose(price: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        columns_R1 = (importance_RB - price * cost_RB).argmax(-1, keepdim=True)
+        return columns_R1, bool(cost_RB.gather(-1, columns_R1).sum() <= budget)
 
-    low_S = importance_SRB.new_zeros(len(importance_SRB))
-    high_S = low_S + importance_SRB.max() / cost_SRB[cost_SRB > 0].min()
+    low = importance_RB.new_zeros(())
+    high = importance_RB.max() / cost_RB[cost_RB > 0].min()
     for _ in range(HALVINGS):
-        price_S = (low_S + high_S) / 2
-        fits_S = choose(price_S)[1]
-        low_S, high_S = torch.where(fits_S, low_S, price_S), torch.where(fits_S, price_S, high_S)
-    columns_SR1, fits_S = choose(high_S)
-    if not fits_S.any():
+        price = (low + high) / 2
+        low, high = (low, price) if choose(price)[1] else (price, high)
+    columns_R1, is_within = choose(high)
+    if not is_within:
         raise SettingError("no selection of units meets the budget; remove less")
-    sums_S = importance_SRB.gather(-1, columns_SR1).sum((1, 2)).masked_fill(~fits_S, -torch.inf)
-    best = int(sums_S.argmax())
-    importance_RB, cost_RB, columns_R1 = importance_SRB[best], cost_SRB[best], columns_SR1[best]
     while True:
         gain_RB = importance_RB - importance_RB.gather(1, columns_R1)
         more_RB = cost_RB - cost_RB.gather(1, columns_R1)
         fits_RB = (gain_RB > 0) & (more_RB <= budget - cost_RB.gather(1, columns_R1).sum())
         if not fits_RB.any():
-            return best, columns_R1[:, 0]
+            return columns_R1[:, 0]
         ratio_RB = torch.where(fits_RB, gain_RB / more_RB.clamp_min(1e-12), -torch.inf)
         row, column = divmod(int(ratio_RB.argmax()), ratio_RB.shape[1])
         columns_R1[row] = column
+
+
+def _best_of_all(importance_RB: torch.Tensor, cost_RB: torch.Tensor, budget: float) -> torch.Tensor:
+    """As `choose_counts`, by comparing every choice of columns."""
+    importance, cost = importance_RB.new_zeros(1), cost_RB.new_zeros(1)
+    for importance_B, cost_B in zip(importance_RB, cost_RB, strict=True):
+        importance = (importance[:, None] + importance_B).flatten()
+        cost = (cost[:, None] + cost_B).flatten()
+    importance = importance.masked_fill(cost > budget, -torch.inf)
+    best = importance.argmax()
+    if importance[best] == -torch.inf:
+        raise SettingError("no selection of units meets the budget; remove less")
+    return torch.stack(torch.unravel_index(best, [cost_RB.shape[1]] * len(cost_RB)))
 
 
 def rank_open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:

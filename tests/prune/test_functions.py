@@ -33,6 +33,8 @@ def test_a_model_goes_through_all_functions_without_a_word(
     sizes = {"sparsity": [0.2, 0.4], "output": tmp_path / "sizes", "data": tiny_text, **TINY}
     with pytest.raises(SettingError, match="2 sizes are given, but prune makes one; prune_sizes"):
         ddp_vllm.prune(tiny_model, **sizes)
+    with pytest.raises(SettingError, match="sparsity is an empty list"):
+        ddp_vllm.prune_sizes(tiny_model, **sizes | {"sparsity": []})
     small, large = ddp_vllm.prune_sizes(tiny_model, **sizes)
     assert small.num_parameters > large.num_parameters and large.folder.name == "sparsity-0.4"
     recipe = ddp_vllm.Recipe(model="another", sparsity=0.3, data=str(tiny_text), **TINY)

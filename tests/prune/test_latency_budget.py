@@ -11,7 +11,7 @@ from commands import invoke, passed
 from latency_profiles import CONFIG, MIXTURE, written
 from runs import SMALL
 
-from ddp_prune.budget import Pool, make_pools
+from ddp_prune.budget import Pool, keep_schedule, make_pools
 from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import choose_counts
@@ -110,8 +110,12 @@ def test_a_block_is_removed_as_a_whole_where_it_does_not_pay_its_fixed_cost(tmp_
     assert not stays["mlp"][2].any() and not stays["attn"][1].any()
 
 
-def test_counts_are_chosen_nearly_as_well_as_by_trying_all() -> None:
+@pytest.mark.parametrize(("most_choices", "least", "mean"), [(1 << 16, 1.0, 1.0), (1, 0.85, 0.98)])
+def test_counts_are_chosen_as_well_as_by_trying_all(
+    most_choices: int, least: float, mean: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On rows of different lengths whose costs do not grow evenly; an impossible budget is refused."""
+    monkeypatch.setattr("ddp_prune.selection.MOST_CHOICES", most_choices)
     generator, shares = torch.Generator().manual_seed(0), []
     for _ in range(50):
         importance = torch.rand(4, 6, generator=generator).double().cumsum(1)
@@ -120,12 +124,12 @@ def test_counts_are_chosen_nearly_as_well_as_by_trying_all() -> None:
         columns = torch.cartesian_prod(*[torch.arange(6)] * 4).T
         values, costs = (rows.gather(1, columns).sum(0) for rows in (importance, cost))
         budget = float(cost[:, 0].sum()) + 2.0
-        _, chosen = choose_counts(importance[None], cost[None], budget)
+        chosen = choose_counts(importance, cost, budget)
         assert cost.gather(1, chosen[:, None]).sum() <= budget
         shares.append(float(importance.gather(1, chosen[:, None]).sum() / values[costs <= budget].max()))
-    assert min(shares) > 0.85 and sum(shares) / len(shares) > 0.98
+    assert min(shares) >= least and sum(shares) / len(shares) >= mean
     with pytest.raises(SettingError, match="no selection of units meets the budget"):
-        choose_counts(importance[None], cost[None], float(cost[:, 0].sum()) - 0.01)
+        choose_counts(importance, cost, float(cost[:, 0].sum()) - 0.01)
 
 
 @pytest.mark.parametrize(
@@ -172,3 +176,18 @@ def test_the_search_closes_what_the_final_selection_removes(tmp_path: Path) -> N
     assert all(layer.intermediate_size % pool.blocks["mlp"] == 0 for layer in widths)
     final = pool.choose(importance, stays)
     assert all(torch.equal(final[kind], stays[kind]) for kind in final)
+
+
+@pytest.mark.parametrize("speedup", [1.1, 1.25, 1.5])
+def test_what_closes_before_an_attention_block_fits_is_not_reopened(speedup: float, tmp_path: Path) -> None:
+    """Along the whole schedule, with attention of very different importance: 19 of 60 such searches reopened blocks."""
+    config = CONFIG | {"num_hidden_layers": 8}
+    pool = pool_of(written(tmp_path, config), config, speedup=speedup)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        importance, is_open = saliency(pool, seed), all_open(pool)
+        importance["attn"] *= 400 * torch.rand(1, generator=generator) * torch.rand(8, 1, generator=generator) ** 2
+        for step in range(40):
+            is_open = pool.close(importance, is_open, keep_schedule((step + 1) / 40, pool.keep_ratio))
+        final = pool.choose(importance, is_open)
+        assert all(torch.equal(final[kind], is_open[kind]) for kind in final)
