@@ -22,7 +22,7 @@ from ddp_vllm.families import dense_layers, pruned_config
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
 from ddp_vllm.pages.report import write_report
-from ddp_vllm.pages.summary import units
+from ddp_vllm.pages.summary import units, verdict
 from ddp_vllm.pages.terminal import print_checkpoint
 
 FIGURES = ["heads", "widths", "curves"]
@@ -176,3 +176,21 @@ def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None
     assert "/mine/" not in page.partition("<summary>")[0]
     assert page.index("dense says") < page.index("<h2>Size")  # answers come first
     assert 'id="recovery"' in page
+
+
+@pytest.mark.parametrize(
+    ("ratio", "top1", "meaning"),
+    [
+        (0.9, 0.15, "a large loss"),  # adapted to the text, and another model
+        (0.9, 0.8, "answers may change"),
+        (0.9, 0.95, "no loss on this kind of text"),
+        (1.03, 0.91, "a small loss"),
+        (1.15, None, "answers may change"),
+        (1.3, 0.95, "a large loss"),
+    ],
+)
+def test_the_verdict_is_the_worse_of_perplexity_and_agreement(ratio: float, top1: float | None, meaning: str) -> None:
+    agreement = {} if top1 is None else {"agreement": {"pruned": {"kl": 0.1, "top1": top1}}}
+    stated, _, words = verdict({"dense": 20.0, "pruned": 20.0 * ratio, "tokens": 1000, **agreement}).partition(": ")
+    assert words.startswith(meaning) and f"{ratio:.2f} times" in stated
+    assert top1 is None or f"{top1:.0%} top-1 agreement" in stated
