@@ -38,7 +38,7 @@ _SAMPLES = {"prompts?": [TEXT], "answers?": {str: [TEXT]}}
 PROVENANCE = _SAMPLES | {
     "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
     "targets?": {str: Number(0, 1)},
-    "run?": {"train?": NAME}, "converted?": {"from": NAME, "format": NAME},
+    "run?": {"train?": NAME}, "run_id?": NAME, "converted?": {"from": NAME, "format": NAME},
     "texts?": [TEXT], "fingerprint?": {"text?": NAME},
     "perplexity?": (None, QUALITY), "watched?": {str: (None, QUALITY)},
     "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},

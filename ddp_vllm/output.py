@@ -7,8 +7,7 @@ rename.
 | `.NAME.old` | the folder that it was to replace | `clear`, which puts it back if there is no other |
 | `.NAME.lock` | the lock of the folder's writer | `clear` |
 | `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, in later writers |
-| `NAME.run` | the state of an interrupted run (`ddp_training.run_state`) | the run, at the end of its command |
-| `NAME.run.tmp` | the same folder while it is deleted | the same command, run again |
+| `NAME.run` | the state of an interrupted run (`ddp_training.run_folder`) | the run, at the end of its command |
 
 No link is followed, and only folders of ours (`manifest.is_ours`) are removed. Nothing here imports
 torch.
@@ -32,7 +31,6 @@ from ddp_vllm.manifest import MANIFEST, is_ours, manifest_of
 LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
 # on some network file systems; filelock itself handles ENOSYS
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
-RUN_METRICS, RUN_STATE = "metrics.jsonl", "state.safetensors"  # in the folder of a run
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -227,13 +225,6 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(path) as temporary:
                 temporary.write_bytes(content)
-
-
-def run_folders(output: Path) -> tuple[Path, Path, Path]:
-    """Return the folder of a run, the folder of an earlier run that it put aside, and its own name
-    during deletion."""
-    run, old, deleted = (output.parent / f"{output.name}.run{ending}" for ending in ("", ".old", ".tmp"))
-    return run, old, deleted
 
 
 class _TakenError(OutputError):

@@ -37,11 +37,10 @@ from ddp_study.scores import Score, Search, choose, unfit
 from ddp_study.study import MASKS, Row, Study, read_test_blocks
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
 from ddp_text.tokens import load_tokenizer
-from ddp_training.fingerprint import fingerprint
 from ddp_training.loss import perplexity_of
 from ddp_training.memory import fits, model_bytes, peak_bytes, reset_peak
 from ddp_training.processes import make_accelerator
-from ddp_training.run_state import RunState
+from ddp_training.run_folder import Unsaved, inputs_of
 from ddp_training.weights import TrainedWeights
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError
@@ -76,14 +75,13 @@ def run_study(study: Study, output: Path, print_line: Callable[[str], None]) -> 
     test = read_test_blocks(study.test, tokenizer, detokenize=study.detokenize, length=study.test_length)
     blocks = _read(study.recipe, tokenizer)
     first = study.sparsities[0], study.seeds[0]
-    texts = [_read(study.recipe_of(row, *first), tokenizer) for row in study.rows if "data" in row.changes]
-    for part in (blocks, dataclasses.replace(blocks, heldout=test), *texts):
+    others = [_read(study.recipe_of(row, *first), tokenizer) for row in study.rows if "data" in row.changes]
+    for part in (blocks, dataclasses.replace(blocks, heldout=test), *others):
         check_vocabulary(part, source.config["vocab_size"], study.recipe.model)
     make_folder(output / CELLS)
     with locked(output / ".lock", f"another process uses {output}; wait for it, or choose another folder"):
-        facts = fingerprint(
-            [blocks.heldout, test], weight_files(source.folder), tokenizer_and_config_files(source.folder)
-        )
+        texts = {"heldout": blocks.heldout, "test": test}
+        facts = inputs_of(texts, weight_files(source.folder), tokenizer_and_config_files(source.folder))
         _record(study, facts, output)
         cells = Cells(study, output, source, tokenizer, test, make_accelerator(output, None))
         cells.dense(blocks)
@@ -239,9 +237,8 @@ class Cells:
         return "" if fits(num_bytes, self.accelerator) else "not enough memory for trained weights and the dense model"
 
     def train(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
-        """Return the final gates of a search or a second run; after an interruption the same call
-        resumes."""
-        path, start = self.of(row.name, recipe.sparsity, recipe.seed), Masks()
+        """Return the final gates of a search or a second run."""
+        start = Masks()
         if row.first:
             start = read_masks(self.of(row.first, recipe.sparsity, recipe.seed).with_suffix(MASKS))[0]
 
@@ -253,24 +250,19 @@ class Cells:
             return trainer
 
         make = row.method.trainer if isinstance(row.method, Search) else second_run
-        files = weight_files(self.source.folder), tokenizer_and_config_files(self.source.folder)
-        facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
         joint = None
         resolved_run = Run.alone(recipe, train=recipe.train, optimizer=OPTIMIZER if recipe.train == "weights" else "")
-        run = RunState(path.with_suffix(""), recipe, resolved=resolved_run.to_dict(), fingerprint=facts)
-        with run.locked():
-            if recipe.train == "weights":
-                weights = TrainedWeights(self.gated.model, self.accelerator, optimizer=OPTIMIZER)
-                teacher = load_teacher(self.source, recipe, self.accelerator, self.gated.model)
-                joint = Joint(weights, teacher=teacher if recipe.distillation > 0 else None)
-            means = self.accelerator, run, lambda _metrics: None, joint
-            loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
-            _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
-            learned = train(self.gated, text.train, resolved_run, pools, *means, make=make, loss_mask=loss_mask)
-            seconds = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-            if joint:
-                joint.weights.finish()
-            run.remove()
+        if recipe.train == "weights":
+            weights = TrainedWeights(self.gated.model, self.accelerator, optimizer=OPTIMIZER)
+            teacher = load_teacher(self.source, recipe, self.accelerator, self.gated.model)
+            joint = Joint(weights, teacher=teacher if recipe.distillation > 0 else None)
+        seconds = list[float]()
+        means = self.accelerator, Unsaved(), lambda metrics: seconds.append(metrics["seconds"]), joint
+        loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
+        _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
+        learned = train(self.gated, text.train, resolved_run, pools, *means, make=make, loss_mask=loss_mask)
+        if joint:
+            joint.weights.finish()
         numbers = [*learned.gates.values(), *(joint.weights.trained.values() if joint else ())]
         result: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
         result |= {

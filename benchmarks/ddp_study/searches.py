@@ -58,7 +58,7 @@ class HardConcrete(AlmTrainer):
     def round(self) -> None:
         for kind, z in self.gates.z.items():
             self.gates.searched_z[kind] = z.detach().clone()
-            self.gates.support[kind] = exact_support(z.detach(), round((1.0 - self.recipe.removed(kind)) * z.numel()))
+            self.gates.support[kind] = exact_support(z.detach(), round((1.0 - self.recipe.sparsity) * z.numel()))
 
     def state(self) -> dict[str, torch.Tensor]:
         return super().state() | {"noise": self.noise.get_state()}

@@ -32,6 +32,7 @@ if __name__ == "__main__":  # tests that import this keep their own
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import LlamaConfig
@@ -43,7 +44,7 @@ from ddp_models.source import open_pruned, open_source
 from ddp_prune.recipe import Recipe
 from ddp_text.blocks import save_blocks, saved_blocks
 from ddp_text.tokens import Tokens
-from ddp_training.run_state import RunState
+from ddp_training.run_folder import RunFolder, SizeFolder
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import DdpError
@@ -52,6 +53,7 @@ from ddp_vllm.pages import compare, pictures
 from ddp_vllm.pages.page import Picture
 from random_models import SENTENCES, write_models
 
+RECIPE = Recipe(model="m", sparsity=0.4, steps=9)
 SECONDS = 2.0  # processor time limit per reader
 CONFIG = LlamaConfig(
     vocab_size=320, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48,
@@ -61,7 +63,7 @@ OF_A_MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generat
 TARGETS = {  # target -> files to damage
     "pruned": (*OF_A_MODEL, "model.safetensors.index.json", MANIFEST, "ddp_*"),
     "dense": OF_A_MODEL,
-    "run": ("out.run/state.safetensors", "out.run/metrics.jsonl"),
+    "run": ("out.run/run.json", "out.run/metrics.jsonl", "out.run/state-0-4/*"),
     "tokens": ("blocks.tokens",),
 }
 NASTY: tuple[Any, ...] = (
@@ -186,14 +188,14 @@ class Fuzz:
         masked = self.intact / "masked"
         ddp_vllm.prune(self.intact / "dense", output=masked, sparsity=0.4, steps=6, train="weights", **small)
         ddp_vllm.recover(masked, output=self.intact / "pruned", tokens=64, **small)
-        self.state(self.intact / "run").save(4, {"mlp.z": torch.rand(2, 48)}, {"loss": [1.0, 0.5]})
-        self.state(self.intact / "run").log({"step": 4, "loss": 0.5})
+        run = RunFolder(self.intact / "run" / "out", Accelerator(cpu=True))
+        with run.open([RECIPE], overwrite=False):
+            run.begin({}, {}, shared_by=1)
+            run.save(0, 4, {"mlp.z": torch.rand(2, 48)}, {"loss": [1.0, 0.5]}, ends_search=False)
+            run.log({"step": 4, "loss": 0.5})
         (self.intact / "tokens").mkdir()
         ids = np.arange(320, dtype=np.int32).reshape(20, 16)
         save_blocks(self.intact / "tokens" / "blocks.tokens", Tokens(ids, np.ones(ids.shape, bool)))
-
-    def state(self, folder: Path) -> RunState:
-        return RunState(folder / "out", Recipe(model="m", sparsity=0.4, steps=9))
 
     def readers(self, target: str) -> dict[str, Callable[[], Any]]:
         """Return what reads a target's files, by name."""
@@ -227,9 +229,16 @@ class Fuzz:
             assert torch.equal(on_disk.view(torch.uint8), value.detach().view(torch.uint8)), f"wrong weights: {name}"
 
     def resume(self) -> None:
-        if saved := self.state(self.folder).load():
-            expected = self.state(self.intact / "run").load()
-            assert expected and torch.equal(saved.tensors["mlp.z"], expected.tensors["mlp.z"]), "another state"
+        saved, expected = (
+            SizeFolder(self.run_in(folder)).resume(lambda _: None) for folder in (self.folder, self.intact / "run")
+        )
+        if saved and expected:
+            assert torch.equal(saved.tensors["mlp.z"], expected.tensors["mlp.z"]), "another state"
+
+    def run_in(self, folder: Path) -> RunFolder:
+        run = RunFolder(folder / "out", Accelerator(cpu=True))
+        with run.open([RECIPE], overwrite=False):
+            return run
 
     def cached_tokens(self) -> None:
         if (blocks := saved_blocks(self.folder / "blocks.tokens")) is not None:

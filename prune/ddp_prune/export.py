@@ -323,7 +323,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
         )
     scores = read_scores(masks)
     # they describe other weights or widths
-    outdated = {"recovery", "perplexity", "prompts", "answers", "latency"}
+    outdated = {"recovery", "perplexity", "prompts", "answers", "latency", "run_id"}
     if align != 1:
         gates = _aligned(gates, scores, provenance, masks, align)
         outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}

@@ -12,15 +12,16 @@ from ddp_models.loading import check_sharding
 from ddp_models.source import Source
 from ddp_prune.budget import Pool, make_checked_pools
 from ddp_prune.mode import Mode, mode_bytes
-from ddp_prune.pipeline import family_run, find_model, folders_of, latency_profile
+from ddp_prune.pipeline import find_model, latency_profile
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
-from ddp_prune.resolve import earlier_run, resolve_runs, seconds_a_step
+from ddp_prune.resolve import resolve_runs, seconds_a_step
 from ddp_prune.run import Run
 from ddp_prune.sizing import Devices, describe, estimate, sized_model
 from ddp_training.batches import sequences_at_once
 from ddp_training.memory import USABLE, fit_activations, free_memory, gigabytes, pass_bytes
 from ddp_training.processes import broadcast_from_main, describe_device, make_accelerator
+from ddp_training.run_folder import find_record
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
@@ -74,10 +75,8 @@ def plan(
     accelerator = make_accelerator(output, None)
     print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
-    earlier = broadcast_from_main(
-        accelerator, earlier_run(first, folders_of(recipes, output)[0], family_run(recipes, output))
-    )
-    runs = resolve_runs(recipes, pools_of, source, profile, earlier, accelerator, lines.append)
+    record = broadcast_from_main(accelerator, find_record(output, recipes, overwrite=True))
+    runs = resolve_runs(recipes, pools_of, source, profile, record.get("resolved", {}), accelerator, lines.append)
     last = runs[-1].recipe
     needed, memory = _memory(runs[-1], source, accelerator)
     steps = runs[-1].steps.last

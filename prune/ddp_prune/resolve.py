@@ -8,9 +8,8 @@ memory that it requires, and minutes become steps by timing a step.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,12 +24,9 @@ from ddp_prune.run import FAMILY_STEPS, Run, schedule
 from ddp_prune.train import TRAINERS, load_trained, too_large
 from ddp_training.batches import Batches, fit_batches, sequences_at_once
 from ddp_training.memory import TRAINING_SHARE, explained, fits, free_memory, gigabytes
-from ddp_training.run_state import saved_header
-from ddp_training.settings import is_same_recipe
 from ddp_training.weights import obstacle_to_8_bits
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
-from ddp_vllm.provenance import provenance_of
 
 WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
 FEWEST_STEPS = 50  # a search in fewer steps closes too many gates at once
@@ -42,49 +38,24 @@ than they train on."""
 Shape = tuple[int, int, int]  # steps, batch size, sequence length
 
 
-class Earlier(NamedTuple):
-    """The values that an interrupted command had resolved before its first step."""
-
-    train: str
-    optimizer: str
-    steps: int
-    batch_size: int
-    seq_len: int
-
-
-def earlier_run(recipe: Recipe, folder: Path, family: Path | None) -> Earlier | None:
-    """Return what the interrupted command with these settings had resolved; None if there is none.
-
-    folder: the output of one size. family: the output of the size family's own run, whose state
-    remains until all sizes are written; then a written size holds the values.
-    """
-    saved = saved_header(folder)
-    if not saved and family and saved_header(family):
-        provenance = provenance_of(folder)
-        saved = {"recipe": provenance.get("recipe", {}), "resolved": provenance.get("run", {})}
-    if not saved or not is_same_recipe(saved["recipe"], recipe):
-        return None
-    shape = (saved["recipe"][name] for name in ("steps", "batch_size", "seq_len"))
-    return Earlier(saved["resolved"]["train"], saved["resolved"]["optimizer"], *shape)
-
-
 def resolve_runs(
     recipes: Sequence[Recipe],
     pools: Sequence[Sequence[Pool]],
     source: Source,
     profile: Profile | None,
-    earlier: Earlier | None,
+    resumed: Mapping[str, Any],
     accelerator: Accelerator,
     print_line: Callable[[str], None],
 ) -> list[Run]:
     """Return the run of each size; its search begins at the keep ratios of the previous size.
 
+    resumed: what the interrupted command had resolved; {} of a new one.
     All processes must call this together. Raises: SettingError as the two functions below.
     """
     first = recipes[0]
-    mode = resolve_training_mode(first, source, earlier, accelerator, print_line)
+    mode = resolve_training_mode(first, source, resumed, accelerator, print_line)
     recipes = resolve_minutes(
-        recipes, earlier, mode, source, pools[-1], head_unit_of(first, source), accelerator, print_line
+        recipes, resumed, mode, source, pools[-1], head_unit_of(first, source), accelerator, print_line
     )
     starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
     return [
@@ -94,7 +65,11 @@ def resolve_runs(
 
 
 def resolve_training_mode(
-    recipe: Recipe, source: Source, earlier: Earlier | None, accelerator: Accelerator, print_line: Callable[[str], None]
+    recipe: Recipe,
+    source: Source,
+    resumed: Mapping[str, Any],
+    accelerator: Accelerator,
+    print_line: Callable[[str], None],
 ) -> Mode:
     """Return the training mode: that of the interrupted run, or the first that memory holds now.
 
@@ -103,10 +78,11 @@ def resolve_training_mode(
         cannot run here.
     """
     modes, obstacle = allowed_modes(recipe), ""
-    if earlier and (resumed := Mode(earlier.train, earlier.optimizer)) in modes:
-        if resumed.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
+    if resumed:
+        mode = Mode(resumed["train"], resumed["optimizer"])
+        if mode.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
             raise SettingError(obstacle)
-        return resumed
+        return mode
     free = free_memory(accelerator)
     needed = {mode: mode_bytes(recipe, source, mode, accelerator) for mode in suited_modes(recipe)}
     needs = {mode: f"{mode} requires {gigabytes(number)}" for mode, number in needed.items()}
@@ -138,7 +114,7 @@ def resolve_training_mode(
 
 def resolve_minutes(
     recipes: Sequence[Recipe],
-    earlier: Earlier | None,
+    resumed: Mapping[str, Any],
     mode: Mode,
     source: Source,
     pools: Sequence[Pool],
@@ -155,8 +131,8 @@ def resolve_minutes(
     last = recipes[-1]
     if not last.minutes:
         return list(recipes)
-    if earlier and mode == earlier[:2]:
-        shape: Shape = earlier[2:]
+    if resumed:
+        shape: Shape = (resumed["steps"], resumed["batch_size"], resumed["seq_len"])
     else:
         run = Run.alone(last, **mode._asdict())
         fixed = source, head_unit, pools, accelerator

@@ -52,6 +52,11 @@ class Run:
         """Return the run of a single size."""
         return cls(recipe=recipe, steps=schedule([recipe])[0], **resolved)
 
+    def resolved(self) -> dict[str, Any]:
+        """Return what an interrupted command resumes with."""
+        shape = {name: getattr(self.recipe, name) for name in ("steps", "batch_size", "seq_len")}
+        return {"train": self.train, "optimizer": self.optimizer, **shape}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved settings as plain data, without the recipe and the contents of the
         profile."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +29,10 @@ from ddp_text.blocks import Blocks, select_loss_mask
 from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
-from ddp_training.fingerprint import fingerprint
 from ddp_training.fusion import fuse_elementwise
-from ddp_training.loop import NO_FAMILY, FamilyCheckpoints, Report, take_steps
+from ddp_training.loop import Report, take_steps
 from ddp_training.memory import explained, fit_attention
-from ddp_training.run_state import RunState
+from ddp_training.run_folder import Unsaved, inputs_of
 from ddp_training.weights import TrainedWeights, UpdatedWeights, highest_rate
 from ddp_vllm.errors import ModelError
 from ddp_vllm.model_files import tokenizer_and_config_files
@@ -56,7 +54,7 @@ class Inputs:
     loss_mask: torch.Tensor | None
     """Of the blocks to train on, as of `Batches`."""
     fingerprint: dict[str, Any]
-    """The training-data fingerprint."""
+    """The identity of text and weights (`inputs_of`)."""
     accelerator: Accelerator
     console: Console
     print_line: Callable[[str], None]
@@ -76,11 +74,6 @@ class Inputs:
         self.print_line(
             f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; trained: {trained}"
         )
-
-    def state(self, output: Path, run: Run, print_line: Callable[[str], None] = lambda _: None) -> RunState:
-        """Return the folder of a run on this text that writes `output`."""
-        same: dict[str, Any] = {"resolved": run.to_dict(), "fingerprint": self.fingerprint}
-        return RunState(output, run.recipe, **same, writes=self.accelerator.is_main_process, print_line=print_line)
 
 
 def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Console) -> Inputs:
@@ -104,7 +97,7 @@ def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Con
         blocks=blocks,
         watched={name: text.heldout for name, text in watched.items()},
         loss_mask=select_loss_mask(blocks, recipe.learn_from, recipe.data, print_line),
-        fingerprint=fingerprint([blocks.train, blocks.heldout], *files, profile=profile),
+        fingerprint=inputs_of({"train": blocks.train, "heldout": blocks.heldout}, *files, profile=profile),
         accelerator=accelerator,
         console=console,
         print_line=print_line,
@@ -121,7 +114,7 @@ class Result(NamedTuple):
     """The updated weights; None if only masks were trained."""
 
 
-def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:
+def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], progress: Unsaved) -> Result:
     """Load the dense model, train gates, and weights too if the run says so, and evaluate both
     models.
 
@@ -130,7 +123,7 @@ def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState,
     """
     set_seed(run.recipe.seed)
     with explained(too_large(run.recipe)):
-        return _train_size(inputs, run, pools, state, family)
+        return _train_size(inputs, run, pools, progress)
 
 
 def too_large(recipe: Recipe) -> str:
@@ -141,7 +134,7 @@ def too_large(recipe: Recipe) -> str:
     )
 
 
-def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:
+def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], progress: Unsaved) -> Result:
     recipe, source, accelerator = run.recipe, inputs.source, inputs.accelerator
     gated, weights = load_trained(run, source, inputs.head_unit, accelerator)
     joint = Joint(weights, inputs.blocks.heldout) if weights else None
@@ -160,8 +153,8 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
     phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
     with StepProgress(inputs.console, run.steps.last, phase, accelerator.is_main_process) as report:
         learned = train(
-            gated, inputs.blocks.train, run, pools, accelerator, state, report, joint, family,
-            loss_mask=inputs.loss_mask,
+            gated, inputs.blocks.train, run, pools, accelerator, progress, report, joint,
+            loss_mask=inputs.loss_mask, print_line=inputs.print_line,
         )  # fmt: skip
     gates = {kind: values.to(accelerator.device) for kind, values in learned.gates.items()}
     untrained, transform = dict[str, float](), None
@@ -266,14 +259,14 @@ def train(
     run: Run,
     pools: Sequence[Pool],
     accelerator: Accelerator,
-    state: RunState,
+    progress: Unsaved,
     report: Report,
     joint: Joint | None = None,
-    family: FamilyCheckpoints = NO_FAMILY,
     make: Callable[..., Trainer] | None = None,
     loss_mask: torch.Tensor | None = None,
+    print_line: Callable[[str], None] = lambda _: None,
 ) -> Learned:
-    """Train the gates of a model and return them; resumes from `state` if it can.
+    """Train the gates of a model and return them; resumes from `progress` if it can.
 
     blocks: int64 [num_blocks, seq_len].
     joint: how weights are trained too, if they are.
@@ -286,13 +279,13 @@ def train(
     model: Any = gated.model
     batches = Batches(blocks, recipe, accelerator, loss_mask)
     stock_attention = model.config._attn_implementation
-    fit_batches(gated, batches, recipe, accelerator, state.print_line, run.optimizer)
+    fit_batches(gated, batches, recipe, accelerator, print_line, run.optimizer)
     trainer = (make or TRAINERS[recipe.controller])(gated, batches, run, pools, accelerator)
     if joint:
         if joint.teacher is not None:
             fit_attention(joint.teacher, recipe.seq_len, accelerator.device)
-        find = partial(resolve_learning_rate, joint, trainer, state.print_line)
+        find = partial(resolve_learning_rate, joint, trainer, print_line)
         trainer.train_weights(joint.weights, joint.teacher, find)
-    take_steps(trainer, recipe, run.steps.last, accelerator, state, report, family)
+    take_steps(trainer, recipe, run.steps.last, accelerator, progress, report)
     model.set_attn_implementation(stock_attention)  # evaluated like the dense model
     return trainer.learned()

@@ -100,9 +100,7 @@ class GateState:
     def save(self) -> dict[str, torch.Tensor]:
         """Return all tensors by names such as `z.mlp`."""
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            f"{part}.{kind}": values.detach().cpu() for part, masks in parts.items() for kind, values in masks.items()
-        }
+        return {f"{part}.{kind}": values.detach() for part, masks in parts.items() for kind, values in masks.items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restore what `save` returned; ignore other tensors."""
@@ -369,6 +367,10 @@ class Trainer:
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything the next step depends on, as named tensors."""
         return self.gates.save() | (self.weights.state() if self.weights else {})
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """Return the tensor that a saved one is read into; None for a new one in host memory."""
+        return self.weights.like(name) if self.weights else None
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         """Restore the `state` and `extra` that were saved before `step`."""

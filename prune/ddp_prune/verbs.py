@@ -15,10 +15,11 @@ from ddp_prune.cards import parse_cards
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import schedule
 from ddp_text.rows import check_sources
+from ddp_training.run_folder import interrupted_run
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.errors import CheckpointError, SettingError, line_printer
 from ddp_vllm.masks import MASKS_FILE, read_provenance
-from ddp_vllm.output import check_output, clear, run_folders
+from ddp_vllm.output import check_output, clear
 from ddp_vllm.settings import documents
 from ddp_vllm.speed import find_profile
 
@@ -70,8 +71,7 @@ def prune_sizes(
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
-    # an interrupted run decides later
-    if len(recipes) == 1 and not run_folders(output)[0].exists():
+    if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
         check_output(output, overwrite=overwrite)
     _check_model(recipes[0])
     _check_texts(recipes[0])

@@ -35,11 +35,9 @@ from ddp_text.blocks import select_loss_mask
 from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
-from ddp_training.fingerprint import fingerprint
 from ddp_training.loop import take_steps
 from ddp_training.memory import explained, fit_attention, fits, state_bytes
 from ddp_training.processes import (
-    broadcast_from_main,
     describe_device,
     finish_run,
     local_part,
@@ -48,8 +46,8 @@ from ddp_training.processes import (
     raise_on_all_ranks,
     start_tracker,
 )
-from ddp_training.run_state import RunState, check_run_folders, finish_deletion, locked_run, saved_header
-from ddp_training.settings import decisive, optimizer_suits
+from ddp_training.run_folder import RunFolder, SizeFolder, inputs_of
+from ddp_training.settings import optimizer_suits
 from ddp_training.weights import OPTIMIZERS, TrainedWeights, UpdatedWeights, highest_rate, obstacle_to_8_bits
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError
@@ -62,6 +60,8 @@ from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.provenance import identity_of, local_provenance
 
 PrintLine = Callable[[str], None]
+RESOLVED = ("train", "optimizer", "learn_from", "learning_rate", "tokens")
+"""Settings that are resolved before the first step; a resumed run keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +107,26 @@ def recover(
     Errors of the user are raised before a model is loaded.
     Raises: a child of DdpError.
     """
-    clear(output)
-    check_run_folders(output)
     check_sharding(recipe, accelerator.num_processes)
     main = accelerator.is_main_process
-    with raise_on_all_ranks(accelerator):
-        if main:
-            finish_deletion(output)
-            check_output(output, overwrite=overwrite or bool(_interrupted_run(recipe, output)))
-    checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe, output))
-    set_seed(recipe.seed)
     print_line: PrintLine = partial(console.print, markup=False, soft_wrap=True) if main else lambda _: None
+    run = RunFolder(output, accelerator)
+    with run.open([recipe], overwrite=overwrite):
+        if run.written([output]):
+            print_line(f"{output} was written before")
+        else:
+            with raise_on_all_ranks(accelerator):
+                if main:
+                    clear(output)
+                    check_output(output, overwrite=run.record["overwrite"])
+            _recover(recipe, run, print_line, console)
+        run.remove()
+
+
+def _recover(recipe: RecoveryRecipe, run: RunFolder, print_line: PrintLine, console: Console) -> None:
+    accelerator = run.accelerator
+    checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe, run.output))
+    set_seed(recipe.seed)
     print_line(describe_device(accelerator))
     too_large = (
         f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
@@ -131,37 +140,24 @@ def recover(
             tokenizer=load_tokenizer(str(pruned.folder)),
             accelerator=accelerator,
         )
-        resolved = _resumed(recipe, output, accelerator) or _resolved(recipe, models)
+        resolved = dataclasses.replace(recipe, **run.resolved) if run.resolved else _resolved(recipe, models)
         if resolved.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
             raise SettingError(obstacle)
         weights = TrainedWeights(models.model, accelerator, resolved.train, resolved.rank, resolved.optimizer)
         resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, print_line)
         provenance = local_provenance(checkpoint.folder / MASKS_FILE)
         text = _load_text(resolved, provenance, models, print_line)
-        fingerprints = _fingerprints(recipe, text, pruned.folder, dense.folder)
-        choice = {"train": resolved.train, "optimizer": resolved.optimizer}
-        run = RunState(output, resolved, resolved=choice, fingerprint=fingerprints, writes=main, print_line=print_line)
-        with locked_run(run, accelerator):
-            overwrite = overwrite or run.was_interrupted()  # before the run saves a state
-            with raise_on_all_ranks(accelerator):
-                if main:
-                    check_output(output, overwrite=overwrite)
-            evaluation, transform = _train(resolved, models, weights, text, run, console)
-            with raise_on_all_ranks(accelerator):
-                if main:
-                    provenance |= _results(resolved, run, evaluation)
-                    written = _write(checkpoint, transform, run, provenance, overwrite=overwrite)
-                    for line in evaluation.recovery_summary():
-                        print_line(line)
-                    print_written(written, recipe.teacher, console)
-                    run.remove()
-
-
-def _interrupted_run(recipe: RecoveryRecipe, output: Path) -> dict[str, Any]:
-    """Return the header of the interrupted run of the same command; {} if there is none."""
-    header = saved_header(output)
-    requested = header.get("fingerprint", {}).get("requested")
-    return header if requested == decisive(recipe.to_dict()) else {}
+        values = {name: getattr(resolved, name) for name in RESOLVED}
+        shared = accelerator.num_processes if recipe.shard else 1
+        run.begin(values, _inputs(recipe, text, pruned.folder, dense.folder), shared_by=shared)
+        evaluation, transform = _train(resolved, models, weights, text, SizeFolder(run, print_line=print_line), console)
+        with raise_on_all_ranks(accelerator):
+            if accelerator.is_main_process:
+                provenance |= _results(resolved, run, evaluation)
+                written = _write(checkpoint, transform, run, provenance)
+                for line in evaluation.recovery_summary():
+                    print_line(line)
+                print_written(written, recipe.teacher, console)
 
 
 def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:
@@ -179,16 +175,6 @@ def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Sou
     if not checkpoint.provenance:
         raise CheckpointError(f"{recipe.model} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
     return checkpoint, open_pruned(checkpoint, dense), dense
-
-
-def _resumed(recipe: RecoveryRecipe, output: Path, accelerator: Accelerator) -> RecoveryRecipe | None:
-    """Return the resolved recipe of an interrupted run of the same command, if there is one."""
-    header = _interrupted_run(recipe, output) if accelerator.is_main_process else {}
-    resolved = decisive(header.get("recipe", {})) | header.get("resolved", {})
-    same_mode = recipe.train in ("auto", resolved.get("train"))
-    same_optimizer = resolved.get("train") == "lora" or recipe.optimizer in ("auto", resolved.get("optimizer"))
-    saved = broadcast_from_main(accelerator, resolved if header and same_mode and same_optimizer else None)
-    return RecoveryRecipe(**recipe.to_dict() | saved) if saved else None
 
 
 def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
@@ -276,29 +262,34 @@ def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> list[str]
     return [name for name in dict.fromkeys(sources_of(named)) if identity_of(name) not in trained_on] if named else []
 
 
-def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[str, Any]:
-    """Return the identity of a run: hashes of text, weights and configs, and the recipe before it
-    was resolved."""
+def _inputs(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[str, Any]:
+    """Return the identity of text, weights and configs of a run."""
     weights, others = (
         [file for folder in folders for file in files(folder)] for files in (weight_files, tokenizer_and_config_files)
     )
-    read = [text.blocks, text.heldout[recipe.data]]  # a watched text decides nothing
-    return fingerprint(read, weights, others) | {"requested": decisive(recipe.to_dict())}
+    # a watched text decides nothing
+    return inputs_of({"train": text.blocks, "heldout": text.heldout[recipe.data]}, weights, others)
 
 
 def _train(
-    recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, text: Text, run: RunState, console: Console
+    recipe: RecoveryRecipe,
+    models: Models,
+    weights: TrainedWeights,
+    text: Text,
+    progress: SizeFolder,
+    console: Console,
 ) -> tuple[Evaluation, UpdatedWeights]:
     """Train the pruned model; return the evaluation of all three models, and the updated
     weights."""
-    evaluation = Evaluation(text.heldout, models.tokenizer, print_line=run.print_line)
+    print_line, accelerator = progress.print_line, models.accelerator
+    evaluation = Evaluation(text.heldout, models.tokenizer, print_line=print_line)
     evaluation.evaluate("dense", models.teacher)
     if warning := bos_warning(models.teacher, recipe.model, models.tokenizer, text.heldout[recipe.data]):
-        run.print_line(warning)
+        print_line(warning)
     evaluation.evaluate("pruned", models.model)
-    trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, run.print_line)
-    with StepProgress(console, recipe.steps, _phase, run.writes) as report:
-        take_steps(trainer, recipe, recipe.steps, models.accelerator, run, report)
+    trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, print_line)
+    with StepProgress(console, recipe.steps, _phase, accelerator.is_main_process) as report:
+        take_steps(trainer, recipe, recipe.steps, accelerator, progress, report)
     transform = weights.finish()
     evaluation.evaluate("recovered", models.model)
     return evaluation, transform
@@ -323,7 +314,7 @@ def _phase(metrics: dict[str, float]) -> tuple[str, str]:
     return "recover", f"rate {metrics['learning_rate']:.1e} "
 
 
-def _results(recipe: RecoveryRecipe, run: RunState, evaluation: Evaluation) -> dict[str, Any]:
+def _results(recipe: RecoveryRecipe, run: RunFolder, evaluation: Evaluation) -> dict[str, Any]:
     """Return the provenance of a recovery: quality before and after, and how it was trained."""
     trained_on, *watched = evaluation.texts
     steps = run.metrics.read_text(encoding="utf-8").splitlines()
@@ -334,16 +325,11 @@ def _results(recipe: RecoveryRecipe, run: RunState, evaluation: Evaluation) -> d
         "watched": {name: evaluation.perplexity(name) for name in watched},
         **evaluation.samples(),
     }
-    return {"perplexity": evaluation.perplexity(trained_on), "recovery": recovery}
+    return {"run_id": run.id, "perplexity": evaluation.perplexity(trained_on), "recovery": recovery}
 
 
 def _write(
-    checkpoint: Checkpoint,
-    transform: UpdatedWeights,
-    run: RunState,
-    provenance: Mapping[str, Any],
-    *,
-    overwrite: bool,
+    checkpoint: Checkpoint, transform: UpdatedWeights, run: RunFolder, provenance: Mapping[str, Any]
 ) -> Checkpoint:
     """Write a pruned checkpoint again with its updated weights, each rounded once to the dtype it
     was stored in.
@@ -358,7 +344,7 @@ def _write(
     gates, scores = (read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)) if has_masks else ({}, {})
     head_unit = str(provenance.get("head_unit", "kv-group"))
     provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
-    with atomic_folder(run.output, overwrite=overwrite) as folder:
+    with atomic_folder(run.output, overwrite=run.record["overwrite"]) as folder:
         write_model(folder, source, config_of(checkpoint), tensors)
         transform.check_complete()
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)

@@ -12,12 +12,13 @@ from ddp_models.source import check_model
 from ddp_recover.fidelity_settings import FidelitySettings
 from ddp_recover.recipe import RecoveryRecipe, load_recovery
 from ddp_text.rows import check_sources
+from ddp_training.run_folder import RECORD, interrupted_run, run_folder
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model
-from ddp_vllm.output import check_output, clear, run_folders
+from ddp_vllm.output import check_output, clear
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.results import results_folder
 from ddp_vllm.settings import documents, plain
@@ -43,13 +44,14 @@ def recover(
     """
     folder, output = Path(model), Path(output)
     clear(output)
-    if not run_folders(output)[0].exists():  # an interrupted run decides later
+    if not (run_folder(output) / RECORD).exists():  # an interrupted run decides later
         check_output(output, overwrite=overwrite)
     read_checkpoint(folder)
     provenance = local_provenance(folder / MASKS_FILE)
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     pruned_with = provenance.get("recipe", {}) | dense
     resolved = load_recovery(Path(recipe) if recipe else None, {**settings, "model": model}, pruned_with)
+    interrupted_run(output, [resolved], overwrite=overwrite)
     if not provenance:
         raise CheckpointError(f"{folder} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
     check_model(resolved.teacher, with_tokenizer=False)

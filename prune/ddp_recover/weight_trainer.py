@@ -91,6 +91,10 @@ class WeightTrainer:
         together."""
         return self.weights.state()
 
+    def like(self, name: str) -> torch.Tensor | None:
+        """Return the tensor that a saved one is read into."""
+        return self.weights.like(name)
+
     def restore(self, step: int, tensors: dict[str, torch.Tensor], _extra: dict[str, Any]) -> None:
         """Restore the `state` that was saved before `step`; all processes must call it together."""
         self.weights.restore(step, tensors)

@@ -7,15 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 
 from ddp_training.batches import Settings
 from ddp_training.processes import broadcast_from_main
-from ddp_training.run_state import RunState, Saved, load_run
-from ddp_vllm.errors import OutputError, TrainingError
+from ddp_training.run_folder import Unsaved
+from ddp_vllm.errors import TrainingError
 
 # shortest time between two saves: a kill costs at most that much work if a save takes up to 6 s
 SAVE_SECONDS = 120.0
@@ -24,21 +24,6 @@ SAVE_SHARE = 20
 OUT_OF_MEMORY = 'try a recipe with micro_batch_size = 1 and activation_checkpointing = "on", or --shard on more devices'
 
 Report = Callable[[dict[str, float]], None]
-
-
-class FamilyCheckpoints(NamedTuple):
-    """The saved states of a size family's search before and after the part of one size."""
-
-    resume_from: RunState | None = None
-    """The end of the previous size's search; None for the smallest cut."""
-    save_to: RunState | None = None
-    """The run that saves the end of this size's search for the next size; None for the largest
-    cut."""
-    search: int = 0
-    """Steps after which the search of this size ends."""
-
-
-NO_FAMILY = FamilyCheckpoints()
 
 
 class Learner(Protocol):
@@ -60,12 +45,13 @@ class Learner(Protocol):
         """Return what the user can do if the loss of a step is not a number."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return everything the next step depends on, as named tensors; all processes call it
-        together."""
+        """Return everything the next step depends on, as named tensors."""
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """Return the tensor that a saved one is read into; None for a new one in host memory."""
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Restore the `state` and `extra` that were saved before `step`; all processes call it
-        together."""
+        """Restore the `state` and `extra` that were saved before `step`."""
 
 
 def take_steps(
@@ -73,74 +59,51 @@ def take_steps(
     settings: Settings,
     num_steps: int,
     accelerator: Accelerator,
-    state: RunState,
+    run: Unsaved,
     report: Report,
-    family: FamilyCheckpoints = NO_FAMILY,
 ) -> None:
     """Take the steps of a run, or the remaining ones if it was interrupted.
 
+    run: where the states and the metrics are kept.
     report: called after every step with its metrics (losses in nats per token, tokens and seconds).
-    family: at the end of its search, a size saves its own state and then the state for the next
-        size. A run that resumes from the first of these saves repeats the second.
 
     Raises: TrainingError if the loss is not a number or memory runs out; the last save stays in the
         run's folder. KeyboardInterrupt after Ctrl-C, when the step is done and saved.
     """
-    first = _resume(learner, accelerator, state, family)
+    first = 0
+    if saved := run.resume(learner.like):
+        learner.restore(*saved)
+        first = saved.step
     clock = SaveClock(settings.save_every, accelerator)
     if first < num_steps:
-        with _remedy(learner, first, state):
+        with _remedy(learner, first, run):
             learner.begin()
     with stopping(alone=accelerator.num_processes == 1) as stop:
         for step in range(first, num_steps):
-            metrics = _timed_step(learner, step, settings, state)
-            state.log(metrics)
-            ends_search = family.save_to is not None and step + 1 == family.search
-            # the export can fail too
-            if stop or ends_search or step + 1 == num_steps or clock.is_due(step + 1):
+            metrics = _timed_step(learner, step, settings, run)
+            run.log(metrics)
+            # also after the last step: the export can fail too
+            if stop or step + 1 in (run.search, num_steps) or clock.is_due(step + 1):
                 with clock.saving():
-                    tensors = learner.state()
-                    state.save(step + 1, tensors, learner.extra)
-                if family.save_to and ends_search:
-                    family.save_to.save(step + 1, tensors, learner.extra)
-                del tensors
+                    run.save(step + 1, learner.state(), learner.extra)
             accelerator.log(metrics, step=step + 1)
             report(metrics)
             if stop:
                 raise KeyboardInterrupt(f"stopped at step {step + 1} of {num_steps}; the same command resumes")
 
 
-def _resume(learner: Learner, accelerator: Accelerator, state: RunState, family: FamilyCheckpoints) -> int:
-    """Restore the saved state of this run, or else of the previous size, and return the first step
-    to take."""
-    saved: Saved | None = load_run(state, accelerator)
-    if saved is None:
-        state.start()
-        if (shared := family.resume_from) is None:
-            return 0
-        if (saved := load_run(shared, accelerator)) is None:
-            raise OutputError(
-                f"{shared.folder} lacks the search of the previous size, from which this size resumes; delete "
-                f"{shared.folder.parent} and start again"
-            )
-    learner.restore(*saved)
-    if family.save_to and saved.step == family.search:
-        family.save_to.save(saved.step, learner.state(), learner.extra)
-    return saved.step
-
-
-def _timed_step(learner: Learner, step: int, settings: Settings, state: RunState) -> dict[str, float]:
+def _timed_step(learner: Learner, step: int, settings: Settings, run: Unsaved) -> dict[str, float]:
     """Take one step and return its metrics with its seconds and tokens. Raises: TrainingError with
     a remedy."""
     began = time.perf_counter()
-    with _remedy(learner, step, state):
+    with _remedy(learner, step, run):
         metrics = learner.step(step)
     seconds = time.perf_counter() - began
     return metrics | {"seconds": seconds, "tokens": float(settings.batch_size * settings.seq_len)}
 
 
 @contextmanager
-def _remedy(learner: Learner, step: int, state: RunState) -> Iterator[None]:
+def _remedy(learner: Learner, step: int, run: Unsaved) -> Iterator[None]:
     """Add to an error of the block where the run was saved, and what the user can do.
     Raises: TrainingError."""
     try:
@@ -149,8 +112,7 @@ def _remedy(learner: Learner, step: int, state: RunState) -> Iterator[None]:
         reason, remedy = str(error), learner.remedy(step)
         if isinstance(error, torch.OutOfMemoryError):
             reason, remedy = f"a device ran out of memory at step {step + 1}", OUT_OF_MEMORY
-        kept = f"the last save is in {state.folder}" if state.state.exists() else "nothing was saved yet"
-        raise TrainingError(f"{reason}; {kept}; {remedy}") from error
+        raise TrainingError(f"{reason}; {run.where}; {remedy}") from error
 
 
 class SaveClock:

@@ -21,7 +21,6 @@ from ddp_vllm.errors import DdpError, SettingError
 from ddp_vllm.settings import Settings
 
 Found = TypeVar("Found")
-Piece = dict[str, torch.Tensor]
 
 
 def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
@@ -115,62 +114,3 @@ def broadcast_from_main(accelerator: Accelerator, value: Found) -> Found:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the rows of a tensor that this process holds: all of them unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def gather_to_main(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a whole tensor in the main process, and None in the others, which only hold their own
-    rows at any time."""
-    main, part = accelerator.is_main_process, local_part(tensor)
-    if not isinstance(tensor, DTensor):
-        return part if main else None
-    if not main:
-        if part.numel():
-            distributed.send(part.contiguous(), 0)
-        return None
-    gathered = torch.empty(tensor.shape, dtype=part.dtype, device=part.device)
-    for rank, rows in enumerate(gathered.chunk(accelerator.num_processes)):  # as FSDP shards them
-        if rank:
-            distributed.recv(rows, rank)
-        else:
-            rows.copy_(part)
-    return gathered
-
-
-def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, unsharded: torch.Tensor | None) -> None:
-    """Copy `unsharded` of the main process (None in the others) into the rows of a tensor that each
-    process holds."""
-    part = local_part(tensor)
-    if unsharded is not None:
-        pieces = unsharded.chunk(accelerator.num_processes) if isinstance(tensor, DTensor) else [unsharded]
-        part.copy_(pieces[0])
-        for rank, rows in enumerate(pieces[1:], 1):
-            distributed.send(rows.to(part.device).contiguous(), rank)
-    elif isinstance(tensor, DTensor) and part.numel():
-        distributed.recv(part, 0)
-    if accelerator.num_processes > 1 and not isinstance(tensor, DTensor):
-        distributed.broadcast(part, 0)
-
-
-def gather_pieces(accelerator: Accelerator, piece: Piece, tensor: torch.Tensor) -> list[Piece]:
-    """Return in the main process the `piece` of every process, in the order of ranks; in the others
-    [].
-
-    A piece is state that belongs to a process's rows of `tensor`, of any shape. If `tensor` is not
-    sharded, the pieces are equal and one is returned. The result is in host memory.
-    """
-    host = {name: part.cpu() for name, part in piece.items()}
-    if not isinstance(tensor, DTensor):
-        return [host] if accelerator.is_main_process else []
-    pieces = [host] * accelerator.num_processes if accelerator.is_main_process else None
-    distributed.gather_object(host, pieces)
-    return pieces or []
-
-
-def scatter_pieces(accelerator: Accelerator, pieces: list[Piece], tensor: torch.Tensor) -> Piece:
-    """Return in each process its own piece of the list that `gather_pieces` returned in the main
-    process."""
-    if not isinstance(tensor, DTensor):
-        return broadcast_from_main(accelerator, pieces[0] if pieces else {})
-    received: list[Piece] = [{}]
-    distributed.scatter_object_list(received, pieces or None)
-    return received[0]

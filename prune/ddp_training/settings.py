@@ -1,12 +1,11 @@
 """The settings that pruning and recovery share: text, batches, memory."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.provenance import identity_of, published_recipe, split_sources
+from ddp_vllm.provenance import identity_of, split_sources
 from ddp_vllm.settings import Settings, setting
 
 # settings that do not change the result, or whose resolved values are compared instead
@@ -14,7 +13,6 @@ INDECISIVE = (
     "save_every", "micro_batch_size", "activation_checkpointing", "shard", "train", "optimizer",
     "profile", "watch",
 )  # fmt: skip
-DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")
 
 
 def optimizer_suits(optimizer: str, dtype: str) -> bool:
@@ -103,13 +101,5 @@ class TrainingSettings(Settings):
 
 
 def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe that decide its result; minutes stand for the settings
-    derived from them."""
-    derived = DERIVED_FROM_MINUTES if recipe.get("minutes") and "steps" in recipe else ()
-    return {name: value for name, value in recipe.items() if name not in (*INDECISIVE, *derived)}
-
-
-def is_same_recipe(saved: Mapping[str, Any], recipe: TrainingSettings) -> bool:
-    """Tell whether the decisive settings are the same; checkpoints hold names instead of paths."""
-    requested = published_recipe(json.loads(json.dumps(recipe.to_dict())))
-    return bool(saved) and decisive(published_recipe(saved)) == decisive(requested)
+    """Return the settings of a recipe that decide its result."""
+    return {name: value for name, value in recipe.items() if name not in INDECISIVE}

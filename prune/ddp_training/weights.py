@@ -4,14 +4,13 @@ Embeddings and output head stay frozen. The gradient of a weight is added to a s
 backward has it, and then freed. Two optimizers move the weights:
 
 - `adamw` moves float32 masters, of which the weights are rounded copies, so steps that are smaller
-    than a weight's last
-  digit still add up. Sums of gradients and moments are float32.
+  than a weight's last digit still add up. Sums of gradients and moments are float32.
 - `adamw-8bit` (torchao) moves 16-bit weights themselves and rounds them stochastically, so small
-    steps add up on
-  average. Moments have 8 bits (arXiv:2110.02861), sums of gradients the dtype of the weights.
+  steps add up on average. Moments have 8 bits (arXiv:2110.02861), sums of gradients the dtype of
+  the weights.
 
-Of several processes only the main one keeps whole tensors, for a save and for the checkpoint; they
-are gathered one by one.
+Sharded weights are saved by the processes that hold them, and gathered one by one for the
+checkpoint.
 """
 
 import functools
@@ -34,15 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ddp_training.decoder import decoder_layers, decoder_of
 from ddp_training.loss import OutputHead
-from ddp_training.processes import (
-    Piece,
-    broadcast_from_main,
-    gather_pieces,
-    gather_to_main,
-    local_part,
-    scatter_from_main,
-    scatter_pieces,
-)
+from ddp_training.processes import local_part
 from ddp_vllm.errors import TrainingError
 
 # the best of those tried on SmolLM2-135M, whose hidden size is 576
@@ -233,76 +224,56 @@ class TrainedWeights:
         self.sums.clear()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return in the main process everything the next step depends on, as named tensors, and {}
-        in the others.
-
-        All processes must call this together.
-        """
-        tensors = self._gathered({f"{LEARNED}weight.{name}": master for name, master in self.masters.items()})
+        """Return everything the next step depends on, as named tensors; sharded ones stay sharded."""
+        tensors = {f"{LEARNED}weight.{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items() if self.optimizer.state else ():
-            moments = {moment: self.optimizer.state[self.moved[name]][moment] for moment in MOMENTS}
-            if not self.in_8_bits:
-                tensors |= self._gathered({f"{LEARNED}{moment}.{name}": values for moment, values in moments.items()})
-                continue
-            # 8-bit moments share a scale per 256 numbers of a process, so they are kept process by
-            # process
-            for number, piece in enumerate(gather_pieces(self.accelerator, _parts(moments), master)):
-                tensors |= {f"{LEARNED}{part}.{number}.{name}": values for part, values in piece.items()}
+            tensors |= {f"{LEARNED}{part}.{name}": values for part, values in self._moments(name, master).items()}
         return tensors
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """Return the tensor that a saved one is read into: the weight itself, or a new moment; None
+        for other tensors."""
+        part, _, weight = name.removeprefix(LEARNED).partition(".")
+        if not name.startswith(LEARNED) or part not in ("weight", *MOMENTS):
+            return None
+        master = self.masters[weight].detach()
+        return master if part == "weight" else torch.zeros_like(master)
 
     @torch.no_grad()
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `state` returned after `step` steps; only the main process reads `tensors`.
-
-        All processes must call this together.
-        """
-        is_main = self.accelerator.is_main_process
+        """Restore what `state` returned after `step` steps, read into what `like` returned."""
         if self.in_8_bits and step:  # a step without gradients makes moments
             for moved in self.moved.values():
                 moved.grad = torch.zeros_like(moved)
             self._step(0)
-        for name, master in self.masters.items():
-            scatter_from_main(self.accelerator, master, tensors[f"{LEARNED}weight.{name}"] if is_main else None)
-            if not step:
-                continue
+        for name, master in self.masters.items() if step else ():
             if self.in_8_bits:
-                state = self.optimizer.state[self.moved[name]]
-                state["step"].fill_(step)
-                self._restore_in_8_bits({moment: state[moment] for moment in MOMENTS}, name, tensors)
-                continue
-            moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
-            for moment, tensor in moments.items():
-                unsharded = tensors[f"{LEARNED}{moment}.{name}"] if is_main else None
-                scatter_from_main(self.accelerator, tensor, unsharded)
-            self.optimizer.state[master] = {"step": torch.tensor(float(step), device=master.device)} | moments
+                self.optimizer.state[self.moved[name]]["step"].fill_(step)
+                for part, values in self._moments(name, master).items():
+                    values.copy_(tensors[f"{LEARNED}{part}.{name}"])
+            else:
+                moments = {moment: tensors[f"{LEARNED}{moment}.{name}"].to(master.device) for moment in MOMENTS}
+                self.optimizer.state[master] = {"step": torch.tensor(float(step), device=master.device)} | moments
         self._round()
 
-    def _restore_in_8_bits(self, moments: Mapping[str, Any], name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore the moments of this process's rows of a weight; only the main process reads
-        `tensors`.
+    def _moments(self, name: str, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the moments of a weight as plain tensors by their names in a saved run.
 
-        Codes and scales are restored as they are, if the weight is sharded over as many processes
-        as when they were saved. Otherwise a process's rows have other groups of 256 numbers, and
-        the values are quantized again.
+        8-bit moments share a scale per 256 numbers of a process, so those of a sharded weight have
+        the rank in their names, and as many processes must read them.
         """
-        master = self.masters[name]
-        saved = _saved_pieces(tensors, name) if self.accelerator.is_main_process else []
-        num_pieces = self.accelerator.num_processes if isinstance(master, DTensor) else 1
-        if broadcast_from_main(self.accelerator, len(saved)) == num_pieces:
-            parts = _parts(moments)
-            for part, tensor in scatter_pieces(self.accelerator, saved, master).items():
-                parts[part].copy_(tensor)
-            return
-        for moment, state in moments.items():
-            values = torch.zeros_like(master, dtype=torch.float32)
-            rows = [_dequantized(piece, moment) for piece in saved]
-            scatter_from_main(self.accelerator, values, torch.cat(rows) if rows else None)
-            state.copy_(local_part(values))
-
-    def _gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return whole tensors in the main process's host memory, {} in the others."""
-        gathered = {name: gather_to_main(self.accelerator, tensor.detach()) for name, tensor in tensors.items()}
-        return {name: tensor.cpu() for name, tensor in gathered.items() if tensor is not None}
+        state = self.optimizer.state[self.moved[name]]
+        if not self.in_8_bits:
+            return {moment: state[moment] for moment in MOMENTS}
+        rank = f"-{self.accelerator.process_index}" if isinstance(master, DTensor) else ""
+        parts = dict[str, torch.Tensor]()
+        for moment in MOMENTS:
+            values = state[moment]
+            if hasattr(values, "codes"):
+                parts |= {f"{moment}-codes{rank}": values.codes, f"{moment}-scale{rank}": values.scale}
+            else:  # too small to be quantized
+                parts[f"{moment}-values{rank}"] = values
+        return parts
 
     @torch.no_grad()
     def finish(self) -> "UpdatedWeights":
@@ -312,7 +283,11 @@ class TrainedWeights:
         process it returns the updated weight, in float32 where anything was trained, so that it is
         rounded once. All processes must call this together, and nothing can be trained afterwards.
         """
-        gathered = {} if self.adapted else self._gathered(self.masters)
+        gathered = dict[str, torch.Tensor]()
+        for name, master in self.masters.items() if not self.adapted else ():
+            unsharded = master.full_tensor() if isinstance(master, DTensor) else master
+            if self.accelerator.is_main_process:
+                gathered[name] = unsharded.detach().cpu()
         # by its name on disk
         trained = revert_weight_conversion(self.model, gathered) if gathered else {}
         products = self._merge_adapters() if self.adapted else {}
@@ -455,45 +430,6 @@ def _add_adapters(model: Any, rank: int) -> None:
 def _product(up: torch.Tensor, down: torch.Tensor, scale: float) -> torch.Tensor:
     """Return what an adapter adds to its weight."""
     return up @ down * scale
-
-
-def _parts(moments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the plain tensors of this process's part of moments: codes and scales, or a small
-    moment as it is."""
-    parts = dict[str, torch.Tensor]()
-    for name, moment in moments.items():
-        if hasattr(moment, "codes"):
-            parts |= {f"{name}.codes": moment.codes, f"{name}.scale": moment.scale}
-        else:
-            parts[name] = moment
-    return parts
-
-
-def _saved_pieces(tensors: Mapping[str, torch.Tensor], name: str) -> list[Piece]:
-    """Return the parts of a weight's saved 8-bit moments, one piece per process that held rows of
-    it."""
-    parts = [f"{moment}{kind}" for moment in MOMENTS for kind in ("", ".codes", ".scale")]
-    pieces = list[Piece]()
-    while True:
-        keys = {part: f"{LEARNED}{part}.{len(pieces)}.{name}" for part in parts}
-        piece = {part: tensors[key] for part, key in keys.items() if key in tensors}
-        if not piece:
-            return pieces
-        pieces.append(piece)
-
-
-def _dequantized(piece: Piece, moment: str) -> torch.Tensor:
-    """Return a moment of a piece as float32 numbers."""
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    if moment in piece:  # too small to be quantized
-        return piece[moment].float()
-    codes, scale = piece[f"{moment}.codes"], piece[f"{moment}.scale"]
-    is_signed, group = moment == MOMENTS[0], codes.numel() // scale.numel()
-    state: Any = OptimState8bit.zeros(codes.shape, is_signed, group)
-    state.codes.copy_(codes)
-    state.scale.copy_(scale)
-    return state.dequantize()
 
 
 def _shard_as(pattern: torch.Tensor, unsharded: torch.Tensor) -> torch.Tensor:

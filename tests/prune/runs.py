@@ -26,7 +26,7 @@ from ddp_prune.trainer import Learned, Trainer
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches
-from ddp_training.run_state import RunState
+from ddp_training.run_folder import RunFolder, SizeFolder
 from ddp_vllm.families import unit_shapes
 
 BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
@@ -43,6 +43,15 @@ def pools_of(gated: GatedModel, recipe: Recipe) -> Sequence[Pool]:
     model: Any = gated.model
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     return make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
+
+
+@contextmanager
+def saved_in(output: Path, recipe: Recipe) -> Iterator[SizeFolder]:
+    """Yield where a run is saved that is trained in this process."""
+    run = RunFolder(output, Accelerator())
+    with run.open([recipe], overwrite=False):
+        run.begin({}, {}, shared_by=1)
+        yield SizeFolder(run)
 
 
 class Lab:
@@ -76,8 +85,8 @@ class Lab:
         recipe = self.recipe(**changes)
         self.forwards = 0
         pools = pools_of(self.gated, recipe)
-        run, state = Run.alone(recipe), RunState(self.folder / name, recipe)
-        return train(self.gated, blocks, run, pools, Accelerator(), state, report)
+        with saved_in(self.folder / name, recipe) as progress:
+            return train(self.gated, blocks, Run.alone(recipe), pools, progress.run.accelerator, progress, report)
 
     def interrupted_run(self, stop: int, **changes: Any) -> tuple[Learned, list[float]]:
         """Return what a run learns that was interrupted at the end of step `stop`, and the steps it did."""

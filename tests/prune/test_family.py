@@ -17,7 +17,7 @@ from ddp_prune import pipeline
 from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.trainer import Trainer
-from ddp_training.run_state import RunState
+from ddp_training.run_folder import RunFolder
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
 
@@ -50,7 +50,7 @@ def test_sizes_are_nested_and_exact(train: str, tiny_model: Path, tiny_text: Pat
 def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
     train: str, num_sizes: int, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by default: in every polish, and at every file that a size writes: states, branches, folders, deletions."""
+    """As by default: in every polish, before and after every save, after every size is written, and at the end."""
     sizes, names = (0.2, 0.4, 0.6)[:num_sizes], NAMES[:num_sizes]
 
     def family(name: str) -> Result:
@@ -70,24 +70,32 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
             die_once((self.recipe.sparsity, "polish"))
         return Trainer_step(self, number)
 
-    def save(self: RunState, number: int, *state: Any) -> None:
-        die_once((self.folder.name, number, "before"))
-        RunState_save(self, number, *state)
-        die_once((self.folder.name, number, "after"))
+    def save(self: RunFolder, size: int, number: int, *state: Any, **ends: bool) -> None:
+        die_once((size, number, "before"))
+        RunFolder_save(self, size, number, *state, **ends)
+        die_once((size, number, "after"))
 
-    def remove(self: RunState) -> None:
-        if self.writes:
-            die_once((self.folder.name, "remove"))
-        RunState_remove(self)
+    def write(*arguments: Any) -> Any:
+        checkpoint = pipeline_write(*arguments)
+        die_once((str(arguments[-1]), "written"))
+        return checkpoint
 
-    Trainer_step, RunState_save, RunState_remove = Trainer.step, RunState.save, RunState.remove
+    def remove(self: RunFolder) -> None:
+        die_once((self.folder.name, "remove"))
+        RunFolder_remove(self)
+
+    Trainer_step, pipeline_write = Trainer.step, pipeline.write
+    RunFolder_save, RunFolder_remove = RunFolder.save, RunFolder.remove
     monkeypatch.setattr(Trainer, "step", step)
-    monkeypatch.setattr(RunState, "save", save)
-    monkeypatch.setattr(RunState, "remove", remove)
+    monkeypatch.setattr(RunFolder, "save", save)
+    monkeypatch.setattr(pipeline, "write", write)
+    monkeypatch.setattr(RunFolder, "remove", remove)
     results = _until_done(lambda: family("out"))
-    assert {each for each in died if each[-1] == "polish"} == {(size, "polish") for size in sizes}
-    branches = [each for each in died if each[0] == ".family.run"]
-    assert len(branches) == 2 * (num_sizes - 1) + 1 and len(died) == len(results) - 1 >= 6 * num_sizes
+    assert {place for place in died if place[-1] == "polish"} == {(size, "polish") for size in sizes}
+    # the end of each search but the last, and the last step of each size
+    assert len([place for place in died if len(place) == 3]) == 2 * (2 * num_sizes - 1)
+    assert len([place for place in died if place[-1] == "written"]) == num_sizes
+    assert len(died) == len(results) - 1 and not (tmp_path / "out.run").exists()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     for name in names:
         assert_same_weights(tmp_path / "whole" / name, tmp_path / "out" / name)

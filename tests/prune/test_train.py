@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BLOCKS, STEPS, Lab, assert_same, out_of_memory
+from runs import BLOCKS, STEPS, Lab, assert_same, out_of_memory, saved_in
 
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
@@ -24,7 +24,7 @@ from ddp_training import batches as batches_module
 from ddp_training import loop as train_module
 from ddp_training import memory
 from ddp_training.loss import perplexity_of
-from ddp_training.run_state import RunState
+from ddp_training.run_folder import SizeFolder
 from ddp_vllm.errors import TrainingError
 
 
@@ -115,14 +115,14 @@ def test_a_run_is_saved_by_time_and_no_more_often_than_saving_costs(lab: Lab, mo
     """A clock of the test's own: a step takes 50 s, a save 1 s, later 10 s."""
     saves, now, cost = list[int](), [0.0], [1.0]
 
-    def save(_run: RunState, step: int, *_: Any) -> None:
+    def save(_run: SizeFolder, step: int, *_: Any) -> None:
         saves.append(step)
         now[0] += cost[0]
 
     def report(_metrics: dict[str, float]) -> None:
         now[0] += 50.0
 
-    monkeypatch.setattr(RunState, "save", save)
+    monkeypatch.setattr(SizeFolder, "save", save)
     lab.run("out", save_every=5)
     assert saves == [5, 10, STEPS]  # the last one too: an export can fail
     saves.clear()
@@ -146,7 +146,8 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_masks(lab: La
         lab.run("out", poison)
     message = str(caught.value)
     assert f"nan at step {at + 1}" in message and str(lab.folder / "out.run") in message and "\n" not in message
-    saved = RunState(lab.folder / "out", lab.recipe()).load()
+    with saved_in(lab.folder / "out", lab.recipe()) as progress:
+        saved = progress.resume(lambda _: None)
     assert saved is not None
     step, tensors, _ = saved
     assert step == at // 3 * 3

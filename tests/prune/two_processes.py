@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
-from runs import pools_of
+from runs import pools_of, saved_in
 from safetensors.torch import save_file
 
 from ddp_models.loading import load_model, load_sharded
@@ -34,7 +34,6 @@ from ddp_training import loop as train_module
 from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.memory import free_memory, peak_bytes, reset_peak
 from ddp_training.processes import local_part, raise_on_all_ranks
-from ddp_training.run_state import RunState, load_run
 from ddp_training.weights import TrainedWeights
 from ddp_vllm.errors import TextError
 
@@ -137,9 +136,8 @@ def learn(model: str, folder: Path) -> None:
             if metrics["step"] == stop:
                 raise KeyboardInterrupt
 
-        # each process has its own disk, as if on its own machine
-        state = RunState(folder / f"machine-{rank}" / name, recipe, writes=rank == 0)
-        learned = train(gated, BLOCKS, Run.alone(recipe), pools_of(gated, recipe), accelerator, state, report)
+        with saved_in(folder / name, recipe) as progress:
+            learned = train(gated, BLOCKS, Run.alone(recipe), pools_of(gated, recipe), accelerator, progress, report)
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
@@ -198,8 +196,8 @@ def sum_gradients(model: str, folder: Path) -> None:
 def keep_weights(model: str, folder: Path) -> None:
     """Save weights that learn, cut and whole, resume them and finish.
 
-    `memory-<rank>.json` has the bytes by which each peak exceeds what a process keeps: its part of weights and moments;
-    and `free`, what a process takes for free where process 0 has 1,000 bytes and process 1 has 500.
+    `memory-<rank>.json` has the bytes by which the peak at the end exceeds what a process keeps; and `free`, what a
+    process takes for free where process 0 has 1,000 bytes and process 1 has 500.
     """
     accelerator = Accelerator(cpu=True)
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
@@ -226,16 +224,16 @@ def keep_weights(model: str, folder: Path) -> None:
             return [getattr(each, "codes", each) for each in (local_part(each.detach()) for each in every)]
 
         before = [tensor.clone() for tensor in held()]
-        run = RunState(folder / f"machine-{rank}" / name, Recipe(model=model, **SETTINGS), writes=rank == 0)
-        saving = measured(lambda run=run, weights=weights: run.save(1, weights.state(), {}))
-        moments = 2 * sum(local_part(each).nbytes for each in weights.masters.values())
-        for tensor in held():
-            tensor.zero_()
-        weights.optimizer.state.clear()  # as in a process that has just started
-        resuming = measured(lambda run=run, weights=weights: weights.restore(*load_run(run, accelerator)[:2]))
+        with saved_in(folder / name, Recipe(model=model, **SETTINGS)) as progress:
+            progress.save(1, weights.state(), {})
+            for tensor in held():
+                tensor.zero_()
+            weights.optimizer.state.clear()  # as in a process that has just started
+            saved = progress.resume(weights.like)
+        assert saved
+        weights.restore(saved.step, saved.tensors)
         same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
-        finishing = measured(weights.finish)
-        peaks[name] = {"save": saving, "resume": resuming - moments, "finish": finishing, "same": all(same)}
+        peaks[name] = {"finish": measured(weights.finish), "same": all(same)}
     with patch("ddp_training.memory.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
         peaks["free"] = free_memory(accelerator)
     (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")

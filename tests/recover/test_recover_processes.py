@@ -99,5 +99,9 @@ def test_a_run_resumes_on_another_number_of_processes(
 
     run("one", 1)
     run("out", before, stop=3)
+    if optimizer == "adamw-8bit" and before != after:  # a scale is shared by 256 numbers of a process
+        with pytest.raises(AssertionError, match=f"8-bit moments among {before} processes, not {after}; start as many"):
+            run("out", after)
+        return
     assert "resuming after step 3" in run("out", after)
     assert_close(tmp_path / "out", tmp_path / "one")

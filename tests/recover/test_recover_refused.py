@@ -69,7 +69,7 @@ def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(pruned: Path, tmp_path: Path) -> None:
     result = recover(pruned, tmp_path / "out", "--learning-rate", "1e30", "--warmup", "0", "--save-every", "1")
     assert_refused(result, 6, "the loss is", "the last save is in", "--learning-rate")
-    assert (tmp_path / "out.run" / "state.safetensors").exists() and not (tmp_path / "out").exists()
+    assert (tmp_path / "out.run" / "run.json").exists() and not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_that_knows_more_than_the_model(pruned: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from commands import assert_refused, invoke, passed
 from ddp_prune.masks_file import read_masks
 from ddp_study.scores import Score, even_support
 from ddp_study.study import METHODS
-from ddp_training.run_state import RunState
+from ddp_training.run_folder import Unsaved
 
 pytestmark = pytest.mark.usefixtures("cache")
 LAYERS, EXPERTS, CHANNELS, KEPT = 3, 4, 10, 73
@@ -86,14 +86,12 @@ def test_a_cell_is_measured_once_and_an_interruption_loses_one(
 ) -> None:
     """And the weights that a row trained are not those of the next row."""
     out, options = tmp_path / "out", ("--sparsity", "0.4", "--methods", "magnitude,random,ours+train=weights,fisher")
-    save = RunState.save
 
-    def stop(self: RunState, step: int, *rest: object) -> None:
-        save(self, step, *rest)  # type: ignore[arg-type]
+    def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunState, "save", stop)
+        patch.setattr(Unsaved, "save", stop)
         assert methods(tiny_model, tiny_text, test_text, out, *options).exit_code == 130
     before = cells(out)
     assert set(before) == {"dense", "magnitude_0.4_0", "random_0.4_0"}
