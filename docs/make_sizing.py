@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ddp_models.source import Source
-from ddp_prune.mode import MODES
+from ddp_prune.fit import MODES, UTILIZATION, Devices, Fit
+from ddp_prune.plan import estimate
 from ddp_prune.recipe import Recipe
-from ddp_prune.sizing import UTILIZATION, Estimate, estimate
 from ddp_vllm.costs import whole_model
 from ddp_vllm.families import dense_layers, dimensions_of, family_of
 
@@ -67,7 +67,8 @@ Pass a mode by name to use more of it.
 `ddp-vllm prune MODEL --sparsity 0.2 --dry-run --on 2xh100-80gb -o out` prints the same for any model.
 
 Memory is [a formula](large-models.md), with checkpointed layers and 8,192 tokens per pass; with ¹, fewer: 16
-sequences over 8 GPUs are 2 each, or more do not fit. "–" means that it does not fit. Usable memory: 25.2 GB
+sequences over 8 GPUs are 2 each, or more do not fit; with ², layers are not checkpointed, because memory holds them.
+"–" means that it does not fit. Usable memory: 25.2 GB
 (RTX 4090), 84.9 GB (H100) and 150.1 GB (H200), of 10⁹ bytes. Several GPUs share the weights (`--shard`).
 Hours are an estimate: counted FLOPs, attention's among them, at {UTILIZATION:.0%} of the GPU's bfloat16 peak,
 with the trials of the learning rate. No run on a GPU has checked either yet.
@@ -85,11 +86,12 @@ def source_of(config: dict[str, Any], folder: Path) -> Source:
     return Source(folder=folder, config=config, family=family_of(config), sizes=dimensions_of(config), shapes=shapes)
 
 
-def cell(found: Estimate) -> str:
+def cell(found: Fit, seconds: float) -> str:
     """Return peak and hours of a run, or a dash."""
-    if not found.fits:
+    if found.peak > found.free:
         return "–"
-    return f"{found.peak_bytes / 1e9:.0f} GB{'¹' if found.num_sequences < 4 else ''}, {found.seconds / 3600:.2g} h"
+    fewer = "¹" * (found.num_sequences < 4) + "²" * (not found.checkpointed)
+    return f"{found.peak / 1e9:.0f} GB{fewer}, {seconds / 3600:.2g} h"
 
 
 def main() -> None:
@@ -99,14 +101,17 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             source = source_of(sizes | {"max_position_embeddings": 32768, "dtype": "bfloat16"}, Path(folder))
             recipe = Recipe(model=folder, sparsity=0.2)
-            rows = [{found.mode: found for found in estimate([recipe], source, f"{n}x{card}")} for card, n in columns]
+            rows = [
+                {found.mode: (found, seconds) for found, _, seconds in estimate([recipe], source, cards)}
+                for cards in (Devices.of_cards(f"{number}x{card}") for card, number in columns)
+            ]
         lines.append(f"## {name}\n")
         flops = whole_model("flops", source.config, dense_layers(source.config), source.shapes, 0)
         lines.append(f"{flops / 2e9:.2f} B parameters per token.\n")
         lines.append("| mode | " + " | ".join(f"{count} × {card}" for card, count in columns) + " |")
         lines.append("|---" * (len(columns) + 1) + "|")
         for mode in reversed(MODES):
-            lines.append(f"| {mode} | " + " | ".join(cell(row[mode]) for row in rows) + " |")
+            lines.append(f"| {mode} | " + " | ".join(cell(*row[mode]) for row in rows) + " |")
         lines.append("")
     Path(__file__).with_name("sizing.md").write_text("\n".join(lines), encoding="utf-8")
 

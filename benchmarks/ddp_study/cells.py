@@ -26,6 +26,7 @@ from ddp_models.loading import load, load_teacher
 from ddp_models.source import Source, open_source, weight_files
 from ddp_prune.budget import make_checked_pools
 from ddp_prune.export import layer_widths
+from ddp_prune.fit import TRAINING_SHARE, Mode, held_bytes
 from ddp_prune.gates import GatedModel, Masks, block_losses
 from ddp_prune.masks_file import read_masks, write_masks
 from ddp_prune.recipe import Recipe
@@ -38,7 +39,7 @@ from ddp_study.study import MASKS, Row, Study, read_test_blocks
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
 from ddp_text.tokens import load_tokenizer
 from ddp_training.loss import perplexity_of
-from ddp_training.memory import fits, model_bytes, peak_bytes, reset_peak
+from ddp_training.memory import free_memory, peak_bytes, reset_peak
 from ddp_training.processes import make_accelerator
 from ddp_training.run_folder import Unsaved, inputs_of
 from ddp_training.weights import TrainedWeights
@@ -233,8 +234,9 @@ class Cells:
         if recipe.train != "weights":
             return ""
         model: Any = self.gated.model
-        num_bytes = model_bytes(shapes, model.dtype.itemsize, OPTIMIZER, teacher=True)
-        return "" if fits(num_bytes, self.accelerator) else "not enough memory for trained weights and the dense model"
+        needed = held_bytes(self.source, Mode("weights", OPTIMIZER), model.dtype.itemsize, 1, teacher=True)
+        enough = needed <= TRAINING_SHARE * free_memory(self.accelerator)
+        return "" if enough else "not enough memory for trained weights and the dense model"
 
     def train(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
         """Return the final gates of a search or a second run."""

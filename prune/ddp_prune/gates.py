@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_prune.experts import IMPLEMENTATION, LayerGates
 from ddp_training.decoder import decoder_layers
 from ddp_training.loss import OutputHead, losses
-from ddp_training.memory import fits_with_pass
 from ddp_vllm.families import ROUTER, WHOLE_EXPERT, Dimensions, Family, unit_shapes
 from ddp_vllm.remote_code.tensors import Projection
 
@@ -316,14 +314,14 @@ class NarrowLayers:
         """The same in bundles."""
         self._open: dict[str, torch.Tensor] = {}  # bool [L, N], bundles with an open unit
 
-    def copied_bytes(self) -> int | None:
-        """Return the bytes of copies of all these projections; None if weights are sharded, or
-        layers not plain."""
+    def is_plain(self) -> bool:
+        """Tell whether all these projections are plain layers whose weights are not sharded."""
         modules = [module for rows in self.modules.values() for row in rows for module in row]
-        tensors = [tensor for module in modules for tensor in module.parameters()]
-        plain = all(type(module) is gated_class(nn.Linear) for module in modules)
-        sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
-        return sum(tensor.nbytes for tensor in tensors) if plain and not sharded else None
+        return all(
+            type(module) is gated_class(nn.Linear)
+            and not any(isinstance(tensor, DTensor) for tensor in module.parameters())
+            for module in modules
+        )
 
     def follow(self, is_open: Mapping[str, torch.Tensor]) -> None:
         """Compute only the open units (bool [L, U] per module type) from now on."""
@@ -354,11 +352,9 @@ class NarrowLayers:
         self.kept[block][row] = (kept_K[:, None] * len(units) + units).flatten()
 
 
-def narrow_layers(
-    gated: GatedModel, accelerator: Accelerator, num_sequences: int, seq_len: int, optimizer: str
-) -> NarrowLayers | None:
-    """Return narrow layers if their copies fit next to a pass; None for experts and sharded
-    weights.
+def narrow_layers(gated: GatedModel) -> NarrowLayers | None:
+    """Return narrow layers; None for experts, and for sharded weights or adapters, whose layers are
+    not plain.
 
     A run that resumes with less memory may compute closed units again; then its sums round
     differently.
@@ -366,9 +362,7 @@ def narrow_layers(
     if "experts" in gated.shapes:
         return None
     narrow = NarrowLayers(gated)
-    copies = narrow.copied_bytes()
-    fits = copies is not None and fits_with_pass(copies, gated, num_sequences, seq_len, accelerator, optimizer)
-    return narrow if fits else None
+    return narrow if narrow.is_plain() else None
 
 
 def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> list[float]:

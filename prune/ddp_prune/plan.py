@@ -2,24 +2,19 @@
 Text is not read."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from accelerate import Accelerator
 
 from ddp_models.loading import check_sharding
 from ddp_models.source import Source
 from ddp_prune.budget import Pool, make_checked_pools
-from ddp_prune.mode import Mode, mode_bytes
+from ddp_prune.fit import USABLE, Devices, Fit, allowed_modes, choose, fit, gigabytes, tokens_per_second
 from ddp_prune.pipeline import find_model, latency_profile
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import resolve_runs, seconds_a_step
-from ddp_prune.run import Run
-from ddp_prune.sizing import Devices, describe, estimate, sized_model
-from ddp_training.batches import sequences_at_once
-from ddp_training.memory import USABLE, fit_activations, free_memory, gigabytes, pass_bytes
+from ddp_prune.run import Run, schedule
 from ddp_training.processes import broadcast_from_main, describe_device, make_accelerator
 from ddp_training.run_folder import find_record
 from ddp_vllm.costs import prices, whole_model
@@ -68,26 +63,29 @@ def plan(
         removed.append(share)
         lines += described
     if on:
-        estimates = estimate(recipes, source, on)
-        lines += describe(last, estimates, on)
-        taken = next(sized for sized in estimates if sized.is_auto)
-        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak_bytes, seconds=taken.seconds)
+        return _plan_on_cards(recipes, source, on, lines, removed)
     accelerator = make_accelerator(output, None)
     print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
     record = broadcast_from_main(accelerator, find_record(output, recipes, overwrite=True))
     runs = resolve_runs(recipes, pools_of, source, profile, record.get("resolved", {}), accelerator, lines.append)
     last = runs[-1].recipe
-    needed, memory = _memory(runs[-1], source, accelerator)
+    found = runs[-1].fit
+    assert found
     steps = runs[-1].steps.last
     text = (
         f"text: {steps:,} steps of {last.batch_size:,} × {last.seq_len:,} tokens, "
         f"{steps * last.batch_size * last.seq_len:,} in all, from {last.data}"
     )
-    lines += [memory, text]
-    if needed > USABLE * free_memory(accelerator):
+    held = "the model and its teacher" if runs[-1].train == "weights" and last.distillation > 0 else "the model"
+    lines += [
+        f"memory: about {gigabytes(found.peak)}: {gigabytes(found.held)} for {held}, {gigabytes(found.passing)} for "
+        f"{found.num_sequences} × {last.seq_len:,} tokens per forward pass; {gigabytes(found.free)} are free",
+        text,
+    ]
+    if found.peak > USABLE * found.free:
         lines.append("time: not measured, because memory is short")
-        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=needed)
+        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=found.peak)
     print_line("timing steps on random tokens")
     seconds = seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
     num_trials, steps = trial_steps(runs[-1]), sum(run.steps.last - run.steps.first for run in runs)
@@ -97,7 +95,47 @@ def plan(
         f"time: about {_duration(steps * seconds)}: {steps - num_trials:,} steps of {_duration(seconds)}{trials}, "
         "measured now on random tokens with all gates open; steps get faster as gates close"
     )
-    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=needed, seconds=steps * seconds)
+    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=found.peak, seconds=steps * seconds)
+
+
+def _plan_on_cards(
+    recipes: Sequence[Recipe], source: Source, on: str, lines: list[str], removed: list[float | None]
+) -> Plan:
+    """Add a line per training mode, from the one that takes least: memory, tokens and hours."""
+    recipe, devices = recipes[-1], Devices.of_cards(on)
+    fits = estimate(recipes, source, devices)
+    taken = choose([found for found, _, _ in fits])
+    for found, tokens, seconds in reversed(fits):
+        hours = seconds / 3600
+        limit = f"about {hours:.2g} hours" if hours < 10 else f"about {hours:.0f} hours"
+        limit = f"the {recipe.minutes:g} minutes" if recipe.minutes else limit
+        lines.append(
+            f"{found.mode} on {on}: {'fits' if found.peak <= found.free else 'does not fit'}, "
+            f"{gigabytes(found.peak)} of {gigabytes(found.free)} per card with {found.num_sequences} × "
+            f"{recipe.seq_len:,} tokens per pass; {limit} for {'about ' * bool(recipe.minutes)}"
+            f"{tokens / 1e6:,.1f} M tokens" + " (--train auto takes this)" * (found is taken and recipe.train == "auto")
+        )
+    seconds = next(seconds for found, _, seconds in fits if found is taken)
+    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak, seconds=seconds)
+
+
+def estimate(recipes: Sequence[Recipe], source: Source, devices: Devices) -> list[tuple[Fit, float, float]]:
+    """Return how each training mode that the recipe allows fits cards, its tokens and its
+    seconds.
+
+    Several cards share the weights, as with `--shard`. Raises: SettingError; ModelError if the
+    config is broken.
+    """
+    recipe, estimates = recipes[-1], list[tuple[Fit, float, float]]()
+    check_sharding(replace(recipe, shard=devices.num_shards > 1), devices.number)
+    for mode in allowed_modes(recipe):
+        found = fit(recipe, source, devices, mode)
+        rate = tokens_per_second(recipe, source, devices, found)
+        runs = [Run(recipe=recipe, steps=steps, **mode._asdict()) for steps in schedule(recipes)]
+        steps = trial_steps(runs[-1]) + sum(run.steps.last - run.steps.first for run in runs)
+        tokens = rate * 60 * recipe.minutes if recipe.minutes else float(steps * recipe.batch_size * recipe.seq_len)
+        estimates.append((found, tokens, 60 * recipe.minutes or tokens / rate))
+    return estimates
 
 
 def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
@@ -141,34 +179,6 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
     if recipe.sparsity and target > model_cost - total:
         line += f"; to remove {recipe.sparsity:.0%} of the model: --target-params {short(target)}"
     return removed / model_cost, [line]
-
-
-def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, str]:
-    """Return the bytes that the weights and a forward and backward pass take, and a line that says
-    so."""
-    recipe, mode = run.recipe, Mode(run.train, run.optimizer)
-    devices = Devices(accelerator.num_processes, accelerator.device.type, recipe.shard)
-    has_teacher = run.train == "weights" and recipe.distillation > 0  # a second model
-    weights = mode_bytes(recipe, source, mode, accelerator)
-    sized = sized_model(recipe, source, mode, devices, checkpointed=False)
-    at_once, setting = sequences_at_once(recipe, accelerator), recipe.activation_checkpointing
-    fitting = fit_activations(
-        sized,
-        setting,
-        at_once,
-        recipe.seq_len,
-        accelerator,
-        "",
-        held=weights,
-        is_fixed=bool(recipe.micro_batch_size),
-    )
-    at_once = at_once if recipe.micro_batch_size else fitting
-    passing = pass_bytes(sized, at_once, recipe.seq_len, accelerator.device)
-    return weights + passing, (
-        f"memory: about {gigabytes(weights + passing)}: {gigabytes(weights)} for "
-        f"{'the model and its teacher' if has_teacher else 'the model'}, {gigabytes(passing)} for {at_once} × "
-        f"{recipe.seq_len:,} tokens per forward pass; {gigabytes(free_memory(accelerator))} are free"
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -1,5 +1,5 @@
 """Resolves everything that a recipe leaves open, before the first step: training mode, optimizer,
-steps and batch.
+steps and batch, and how the run fits into memory.
 
 Values of the interrupted run of the same command are kept. Otherwise the mode is chosen by the
 memory that it requires, and minutes become steps by timing a step.
@@ -14,16 +14,26 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_models.loading import check_sharding, load_teacher
+from ddp_models.loading import check_sharding, load_teacher, loading_options
 from ddp_models.source import Source
 from ddp_prune.budget import Pool, head_unit_of
-from ddp_prune.mode import Mode, allowed_modes, mode_bytes, suited_modes
+from ddp_prune.fit import (
+    TRAINING_SHARE,
+    Devices,
+    Fit,
+    Mode,
+    allowed_modes,
+    fit,
+    gigabytes,
+    held_bytes,
+    suited_modes,
+)
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Run, schedule
-from ddp_prune.train import TRAINERS, load_trained, too_large
-from ddp_training.batches import Batches, fit_batches, sequences_at_once
-from ddp_training.memory import TRAINING_SHARE, explained, fits, free_memory, gigabytes
+from ddp_prune.train import TRAINERS, load_trained, prepare_passes, too_large
+from ddp_training.batches import Batches, sequences_at_once
+from ddp_training.memory import explained
 from ddp_training.weights import obstacle_to_8_bits
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
@@ -50,16 +60,35 @@ def resolve_runs(
     """Return the run of each size; its search begins at the keep ratios of the previous size.
 
     resumed: what the interrupted command had resolved; {} of a new one.
-    All processes must call this together. Raises: SettingError as the two functions below.
+    All processes must call this together. Raises: SettingError if memory does not hold the mode that
+        the user passed, if its optimizer cannot run here, if the minutes are too few, or if
+        processes that share weights cannot divide the batch evenly.
     """
-    first = recipes[0]
-    mode = resolve_training_mode(first, source, resumed, accelerator, print_line)
-    recipes = resolve_minutes(
-        recipes, resumed, mode, source, pools[-1], head_unit_of(first, source), accelerator, print_line
-    )
+    last, devices = recipes[-1], Devices.here(recipes[0], accelerator)
+    mode = resolve_training_mode(last, source, resumed, devices, accelerator, print_line)
+    fits = lambda recipe: fit(recipe, source, devices, mode)  # noqa: E731
+    if last.minutes:
+        if resumed:
+            shape: Shape = (resumed["steps"], resumed["batch_size"], resumed["seq_len"])
+        else:
+            fixed = source, head_unit_of(last, source), pools[-1], accelerator
+            run = Run.alone(last, **mode._asdict(), fit=fits(last))
+            shape = fit_minutes(
+                run, len(recipes), lambda run: seconds_a_step(run, *fixed), accelerator.num_processes, fits
+            )
+        steps, batch, seq_len = shape
+        print_line(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
+        recipes = [dataclasses.replace(recipe, steps=steps, batch_size=batch, seq_len=seq_len) for recipe in recipes]
+        # a resumed run may have had fewer processes
+        check_sharding(recipes[-1], accelerator.num_processes)
+    found = fits(recipes[-1])
+    usual = sequences_at_once(recipes[-1], devices.number, devices.type)
+    if found.num_sequences < usual:
+        print_line(f"memory is short: the micro-batch size is {found.num_sequences} instead of {usual} sequences")
     starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
+    in_family = len(recipes) > 1
     return [
-        Run(recipe=recipe, steps=steps, **mode._asdict(), profile=profile, start=start, in_family=len(recipes) > 1)
+        Run(recipe=recipe, steps=steps, **mode._asdict(), fit=found, profile=profile, start=start, in_family=in_family)
         for recipe, steps, start in zip(recipes, schedule(recipes), starts, strict=True)
     ]
 
@@ -68,89 +97,66 @@ def resolve_training_mode(
     recipe: Recipe,
     source: Source,
     resumed: Mapping[str, Any],
+    devices: Devices,
     accelerator: Accelerator,
     print_line: Callable[[str], None],
 ) -> Mode:
     """Return the training mode: that of the interrupted run, or the first that memory holds now.
 
     print_line: prints the chosen mode, and the memory that the next mode up would require.
-    Raises: SettingError if memory does not hold the mode that the user passed, or if its optimizer
-        cannot run here.
     """
     modes, obstacle = allowed_modes(recipe), ""
     if resumed:
-        mode = Mode(resumed["train"], resumed["optimizer"])
-        if mode.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
+        modes = [Mode(resumed["train"], resumed["optimizer"])]
+        if modes[0].optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
             raise SettingError(obstacle)
-        return mode
-    free = free_memory(accelerator)
-    needed = {mode: mode_bytes(recipe, source, mode, accelerator) for mode in suited_modes(recipe)}
+        return modes[0]
+    itemsize = loading_options(source, recipe.dtype, accelerator.device)["dtype"].itemsize
+    has_teacher = recipe.distillation > 0
+    needed = {
+        mode: held_bytes(source, mode, itemsize, devices.num_shards, teacher=has_teacher and mode.train == "weights")
+        for mode in suited_modes(recipe)
+    }
     needs = {mode: f"{mode} requires {gigabytes(number)}" for mode, number in needed.items()}
     usable = list[Mode]()
     for mode in modes:
         if mode.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
             continue
         usable.append(mode)
-        if fits(needed[mode], accelerator):
+        if needed[mode] <= TRAINING_SHARE * devices.free:
             break
     if not usable:
         raise SettingError(obstacle)
     chosen = usable[-1]
     # passed by the user: all memory may do
-    if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):
-        fitting = "; ".join(needs[mode] for mode in needed if needed[mode] <= TRAINING_SHARE * free)
+    if recipe.train != "auto" and needed[chosen] > devices.free:
+        fitting = "; ".join(needs[mode] for mode in needed if needed[mode] <= TRAINING_SHARE * devices.free)
         raise SettingError(
-            f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
+            f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(devices.free)} are free; "
             + (f"what fits: {fitting}" if fitting else "pass --shard on more devices")
         )
     above = modes[modes.index(chosen) - 1 : modes.index(chosen)]
     print_line(
-        f"training mode: {needs[chosen]} of {gigabytes(free)} before activations"
+        f"training mode: {needs[chosen]} of {gigabytes(devices.free)} before activations"
         + "".join(f"; {needs[mode]}" for mode in above)
         + (f"; {obstacle}" if obstacle else "")
     )
     return chosen
 
 
-def resolve_minutes(
-    recipes: Sequence[Recipe],
-    resumed: Mapping[str, Any],
-    mode: Mode,
-    source: Source,
-    pools: Sequence[Pool],
-    head_unit: str,
-    accelerator: Accelerator,
-    print_line: Callable[[str], None],
-) -> list[Recipe]:
-    """Return the recipes with steps, batch size and sequence length that fit into their minutes, if
-    they have minutes.
-
-    A run that is resumed keeps what it had. pools: of the largest cut. Raises: SettingError if the
-    minutes are too few, or if processes that share weights cannot divide the batch evenly.
-    """
-    last = recipes[-1]
-    if not last.minutes:
-        return list(recipes)
-    if resumed:
-        shape: Shape = (resumed["steps"], resumed["batch_size"], resumed["seq_len"])
-    else:
-        run = Run.alone(last, **mode._asdict())
-        fixed = source, head_unit, pools, accelerator
-        shape = fit_minutes(run, len(recipes), lambda run: seconds_a_step(run, *fixed), accelerator.num_processes)
-    steps, batch, seq_len = shape
-    print_line(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
-    settled = [dataclasses.replace(recipe, steps=steps, batch_size=batch, seq_len=seq_len) for recipe in recipes]
-    # a resumed run may have had fewer processes
-    check_sharding(settled[-1], accelerator.num_processes)
-    return settled
-
-
-def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float], num_processes: int = 1) -> Shape:
+def fit_minutes(
+    run: Run,
+    num_sizes: int,
+    measure: Callable[[Run], float],
+    num_processes: int = 1,
+    fits: Callable[[Recipe], Fit | None] = lambda _: None,
+) -> Shape:
     """Return the steps, batch size and sequence length that fit into the minutes of a run.
 
     Every process gets equally many sequences, at least one, unless the recipe has a smaller batch.
-    num_sizes: that share the search. measure: returns the seconds of a step of a run.
-        Raises: SettingError.
+    num_sizes: that share the search. measure: returns the seconds of a step of a run. fits: fits
+        smaller steps into memory.
+    Raises: SettingError.
     """
     recipe = run.recipe
     seconds = 60.0 * recipe.minutes
@@ -167,7 +173,8 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float], num_p
         per_process = max(1, tokens_per_step // seq_len // num_processes)
         batch = min(batch, per_process * num_processes)
     if batch * seq_len < most_tokens:  # shorter sequences take another time per token
-        run = dataclasses.replace(run, recipe=dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len))
+        smaller = dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len)
+        run = dataclasses.replace(run, recipe=smaller, fit=fits(smaller))
         step_seconds = measure(run)
     num_trial_steps = trial_steps(run)
     steps = int((seconds / step_seconds - num_trial_steps) / (FAMILY_STEPS if num_sizes > 1 else 1.0))
@@ -190,12 +197,13 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
     recipe = run.recipe
     with explained(too_large(recipe)):
         gated, weights = load_trained(run, source, head_unit, accelerator)
-        share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
+        share = -(-recipe.batch_size // accelerator.num_processes)
+        usual = sequences_at_once(recipe, accelerator.num_processes, accelerator.device.type)
+        at_once = run.fit.num_sequences if run.fit else usual
         tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
         model: Any = gated.model
         blocks = torch.randint(model.config.get_text_config().vocab_size, (4 * tried.batch_size, recipe.seq_len))
-        batches = Batches(blocks, tried, accelerator)
-        fit_batches(gated, batches, tried, accelerator, lambda _: None, run.optimizer)
+        batches = prepare_passes(model, Batches(blocks, tried, accelerator), run)
         trainer = TRAINERS[recipe.controller](
             gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator
         )

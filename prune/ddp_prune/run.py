@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ddp_prune.fit import Fit
 from ddp_prune.recipe import Recipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
@@ -40,6 +41,8 @@ class Run:
     """`masks`, `lora` or `weights`: the training mode, resolved if the recipe has `auto`."""
     optimizer: str = ""
     """Optimizer of trained weights, resolved; "" for masks only."""
+    fit: Fit | None = None
+    """How the run fits into memory; None: as if memory were no concern."""
     profile: Profile | None = None
     """The latency profile behind a budget in measured time."""
     start: Mapping[str, float] = field(default_factory=dict)

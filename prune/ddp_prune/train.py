@@ -28,10 +28,10 @@ from ddp_prune.trainer import Learned, Trainer
 from ddp_text.blocks import Blocks, select_loss_mask
 from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
-from ddp_training.batches import Batches, fit_batches
+from ddp_training.batches import Batches
 from ddp_training.fusion import fuse_elementwise
 from ddp_training.loop import Report, take_steps
-from ddp_training.memory import explained, fit_attention
+from ddp_training.memory import checkpoint_layers, explained, fit_attention
 from ddp_training.run_folder import Unsaved, inputs_of
 from ddp_training.weights import TrainedWeights, UpdatedWeights, highest_rate
 from ddp_vllm.errors import ModelError
@@ -177,6 +177,14 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], progress: Unsav
     return Result(learned, metrics, transform)
 
 
+def prepare_passes(model: Any, batches: Batches, run: Run) -> Batches:
+    """Choose attention, checkpointed layers and the number of sequences of a pass as fitted."""
+    fit_attention(model, run.recipe.seq_len, batches.accelerator.device)
+    checkpoint_layers(model, run.fit.checkpointed if run.fit else run.recipe.activation_checkpointing == "on")
+    batches.micro_batch_size = run.fit.num_sequences if run.fit else batches.micro_batch_size
+    return batches
+
+
 def load_trained(
     run: Run, source: Source, head_unit: str, accelerator: Accelerator
 ) -> tuple[GatedModel, TrainedWeights | None]:
@@ -277,9 +285,8 @@ def train(
     """
     recipe = run.recipe
     model: Any = gated.model
-    batches = Batches(blocks, recipe, accelerator, loss_mask)
     stock_attention = model.config._attn_implementation
-    fit_batches(gated, batches, recipe, accelerator, print_line, run.optimizer)
+    batches = prepare_passes(model, Batches(blocks, recipe, accelerator, loss_mask), run)
     trainer = (make or TRAINERS[recipe.controller])(gated, batches, run, pools, accelerator)
     if joint:
         if joint.teacher is not None:

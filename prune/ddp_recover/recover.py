@@ -28,27 +28,26 @@ from ddp_models.source import (
 )
 from ddp_models.texts import load_text, load_watched
 from ddp_models.writing import config_of, stored_tensors, write_model
+from ddp_prune.fit import TRAINING_SHARE, Devices, Fit, Mode, allowed_modes, fit, held_bytes
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_recover.recipe import RecoveryRecipe
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_text.blocks import select_loss_mask
 from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
-from ddp_training.batches import Batches, fit_batches
+from ddp_training.batches import Batches
 from ddp_training.loop import take_steps
-from ddp_training.memory import explained, fit_attention, fits, state_bytes
+from ddp_training.memory import checkpoint_layers, explained, fit_attention
 from ddp_training.processes import (
     describe_device,
     finish_run,
-    local_part,
     main_process_first,
     make_accelerator,
     raise_on_all_ranks,
     start_tracker,
 )
 from ddp_training.run_folder import RunFolder, SizeFolder, inputs_of
-from ddp_training.settings import optimizer_suits
-from ddp_training.weights import OPTIMIZERS, TrainedWeights, UpdatedWeights, highest_rate, obstacle_to_8_bits
+from ddp_training.weights import TrainedWeights, UpdatedWeights, highest_rate, obstacle_to_8_bits
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError
 from ddp_vllm.families import Dimensions
@@ -132,6 +131,7 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, print_line: PrintLine, cons
         f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
         "of a device; free it of other processes, try --train lora, lower --seq-len, or --shard over more devices"
     )
+    devices = Devices.here(recipe, accelerator)
     with explained(too_large):
         models = Models(
             model=load(pruned, recipe, accelerator),
@@ -140,17 +140,22 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, print_line: PrintLine, cons
             tokenizer=load_tokenizer(str(pruned.folder)),
             accelerator=accelerator,
         )
-        resolved = dataclasses.replace(recipe, **run.resolved) if run.resolved else _resolved(recipe, models)
+        resolved = (
+            dataclasses.replace(recipe, **run.resolved) if run.resolved else _resolved(recipe, dense, devices, models)
+        )
         if resolved.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
             raise SettingError(obstacle)
         weights = TrainedWeights(models.model, accelerator, resolved.train, resolved.rank, resolved.optimizer)
-        resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, print_line)
+        # the pruned model takes at most as much as the dense one
+        found = fit(resolved, dense, devices, Mode(resolved.train, resolved.optimizer), teacher=True)
+        resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, found, models, weights)
         provenance = local_provenance(checkpoint.folder / MASKS_FILE)
         text = _load_text(resolved, provenance, models, print_line)
         values = {name: getattr(resolved, name) for name in RESOLVED}
         shared = accelerator.num_processes if recipe.shard else 1
         run.begin(values, _inputs(recipe, text, pruned.folder, dense.folder), shared_by=shared)
-        evaluation, transform = _train(resolved, models, weights, text, SizeFolder(run, print_line=print_line), console)
+        progress = SizeFolder(run, print_line=print_line)
+        evaluation, transform = _train(resolved, found, models, weights, text, progress, console)
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
                 provenance |= _results(resolved, run, evaluation)
@@ -177,49 +182,34 @@ def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Sou
     return checkpoint, open_pruned(checkpoint, dense), dense
 
 
-def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
-    """Return the recipe with training method, optimizer, loss mask and learning rate resolved."""
-    train, learn_from, optimizer = recipe.train, recipe.learn_from, "adamw"
-    if train != "lora":
-        optimizer, holds = _full_optimizer(recipe, models)
-        if train == "auto":
-            train, optimizer = ("weights", optimizer) if holds else ("lora", "adamw")
+def _resolved(recipe: RecoveryRecipe, dense: Source, devices: Devices, models: Models) -> RecoveryRecipe:
+    """Return the recipe with training mode, optimizer, loss mask and learning rate resolved.
+
+    The mode is the first that memory holds next to the dense model, or else the one that takes
+    least. Raises: SettingError if its optimizer cannot run here.
+    """
+    modes, obstacle = [mode for mode in allowed_modes(recipe) if mode.train != "masks"], ""
+    if any(mode.optimizer == "adamw-8bit" for mode in modes) and (obstacle := obstacle_to_8_bits(models.accelerator)):
+        modes = [mode for mode in modes if mode.optimizer != "adamw-8bit"]
+    if not modes:
+        raise SettingError(obstacle)
+    itemsize, shards = models.model.dtype.itemsize, devices.num_shards
+    needed = {mode: held_bytes(dense, mode, itemsize, shards, teacher=True, rank=recipe.rank) for mode in modes}
+    mode = next((mode for mode in modes if needed[mode] <= TRAINING_SHARE * devices.free), modes[-1])
+    learn_from = recipe.learn_from
     if learn_from == "auto":
         learn_from = "assistant" if models.tokenizer.chat_template else "all"
-    rate = recipe.learning_rate or highest_rate(train, models.model.config.get_text_config().hidden_size)
-    chosen: dict[str, Any] = {"train": train, "learn_from": learn_from, "learning_rate": rate, "optimizer": optimizer}
-    return dataclasses.replace(recipe, **chosen)
+    rate = recipe.learning_rate or highest_rate(mode.train, models.model.config.get_text_config().hidden_size)
+    return dataclasses.replace(recipe, **mode._asdict(), learn_from=learn_from, learning_rate=rate)
 
 
-def _full_optimizer(recipe: RecoveryRecipe, models: Models) -> tuple[str, bool]:
-    """Return the optimizer for all weights, and whether memory holds it.
-
-    With `auto` it is the first that memory holds, or else the one that requires the least.
-    """
-    if recipe.optimizer != "auto":
-        names: list[str] = [recipe.optimizer]
-    else:
-        names = [name for name in OPTIMIZERS if optimizer_suits(name, recipe.dtype)]
-    accelerator, chosen = models.accelerator, names[0]
-    num_weights = sum(local_part(parameter).numel() for parameter in models.model.parameters())
-    for name in names:
-        if name == "adamw-8bit" and obstacle_to_8_bits(accelerator):
-            break
-        chosen = name
-        if fits(state_bytes(name, models.model.dtype.itemsize) * num_weights, accelerator):
-            return name, True
-    return chosen, False
-
-
-def _with_timed_tokens(
-    recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, print_line: PrintLine
-) -> RecoveryRecipe:
+def _with_timed_tokens(recipe: RecoveryRecipe, found: Fit, models: Models, weights: TrainedWeights) -> RecoveryRecipe:
     """Return the recipe with the number of tokens that fits into its minutes, after timing a step
     on random tokens."""
     generator = torch.Generator().manual_seed(recipe.seed)
     shape = (recipe.batch_size, recipe.seq_len)
     blocks = torch.randint(models.teacher.config.get_text_config().vocab_size, shape, generator=generator)
-    trainer = _trainer(recipe, models, weights, blocks, None, print_line)
+    trainer = _trainer(recipe, found, models, weights, blocks, None)
     steps = max(1, int(60.0 * recipe.minutes / trainer.seconds_a_step()))
     return dataclasses.replace(recipe, tokens=steps * blocks.numel())
 
@@ -273,6 +263,7 @@ def _inputs(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[str, Any
 
 def _train(
     recipe: RecoveryRecipe,
+    found: Fit,
     models: Models,
     weights: TrainedWeights,
     text: Text,
@@ -287,7 +278,7 @@ def _train(
     if warning := bos_warning(models.teacher, recipe.model, models.tokenizer, text.heldout[recipe.data]):
         print_line(warning)
     evaluation.evaluate("pruned", models.model)
-    trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, print_line)
+    trainer = _trainer(recipe, found, models, weights, text.blocks, text.loss_mask)
     with StepProgress(console, recipe.steps, _phase, accelerator.is_main_process) as report:
         take_steps(trainer, recipe, recipe.steps, accelerator, progress, report)
     transform = weights.finish()
@@ -297,16 +288,17 @@ def _train(
 
 def _trainer(
     recipe: RecoveryRecipe,
+    found: Fit,
     models: Models,
     weights: TrainedWeights,
     blocks: torch.Tensor,
     loss_mask: torch.Tensor | None,
-    print_line: PrintLine,
 ) -> WeightTrainer:
-    """Return a trainer on these blocks, with the largest micro-batch that fits into memory."""
-    batches = Batches(blocks, recipe, models.accelerator, loss_mask)
-    fit_batches(models, batches, recipe, models.accelerator, print_line, recipe.optimizer)
-    fit_attention(models.teacher, recipe.seq_len, models.accelerator.device)
+    """Return a trainer on these blocks, whose passes fit into memory as found."""
+    batches = Batches(blocks, recipe, models.accelerator, loss_mask, found.num_sequences)
+    checkpoint_layers(models.model, found.checkpointed)
+    for model in (models.model, models.teacher):
+        fit_attention(model, recipe.seq_len, models.accelerator.device)
     return WeightTrainer(models.model, models.teacher, weights, batches, recipe)
 
 

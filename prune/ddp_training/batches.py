@@ -10,38 +10,39 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
 
 from ddp_training.loss import final_hidden
-from ddp_training.memory import SizedModel, fit_activations
 
 # host memory per process for hidden states of text that is read more than once
 TEACHER_CACHE_BYTES = 4 << 30
 
 
-class Settings(Protocol):
-    """The settings that training reads: a part of `TrainingSettings`, and the number of steps."""
+class SizeSettings(Protocol):
+    """The sizes of a step."""
 
     @property
     def batch_size(self) -> int: ...
     @property
     def seq_len(self) -> int: ...
     @property
-    def steps(self) -> int: ...
-    @property
     def micro_batch_size(self) -> int: ...
+
+
+class Settings(SizeSettings, Protocol):
+    """The settings that training reads: a part of `TrainingSettings`, and the number of steps."""
+
     @property
-    def activation_checkpointing(self) -> str: ...
+    def steps(self) -> int: ...
     @property
     def save_every(self) -> int: ...
     def to_dict(self) -> dict[str, Any]: ...
 
 
-def sequences_at_once(recipe: Settings, accelerator: Accelerator) -> int:
-    """Return the micro-batch size in sequences before it is fitted to memory."""
-    tokens = 8192 if accelerator.device.type == "cuda" else 1024
-    per_process = -(-recipe.batch_size // accelerator.num_processes)
-    return recipe.micro_batch_size or min(per_process, max(1, tokens // recipe.seq_len))
+def sequences_at_once(recipe: SizeSettings, num_devices: int, device_type: str) -> int:
+    """Return the micro-batch size in sequences before it is fitted to memory: about 8,192 tokens,
+    1,024 on a CPU."""
+    tokens = 8192 if device_type == "cuda" else 1024
+    return recipe.micro_batch_size or min(-(-recipe.batch_size // num_devices), max(1, tokens // recipe.seq_len))
 
 
 class MicroBatch(NamedTuple):
@@ -70,15 +71,18 @@ class Batches:
         recipe: Settings,
         accelerator: Accelerator,
         loss_mask: torch.Tensor | None = None,
+        num_sequences: int = 0,
     ) -> None:
         """Divide the blocks into steps of `recipe.batch_size` blocks.
 
         blocks: int64 [num_blocks, seq_len].
         loss_mask: bool, shaped as `blocks`: the tokens that contribute to the cross-entropy; None
             means all of them.
+        num_sequences: per forward pass, as fitted to memory; 0: as if memory were no concern.
         """
         self.blocks, self.size, self.accelerator, self.loss_mask = blocks, recipe.batch_size, accelerator, loss_mask
-        self.micro_batch_size = sequences_at_once(recipe, accelerator)
+        number, kind = accelerator.num_processes, accelerator.device.type
+        self.micro_batch_size = num_sequences or sequences_at_once(recipe, number, kind)
         self.repeats = recipe.steps * recipe.batch_size > len(blocks)
 
     def numbers(self, step: int) -> list[int]:
@@ -104,34 +108,6 @@ class Batches:
                 loss_mask_N = (self.loss_mask[numbers, 1:].flatten().float() / loss_share).to(device)
             labels_N = tokens[:, 1:].reshape(-1)
             yield MicroBatch(numbers, tokens, labels_N, loss_mask_N, len(numbers) / self.size)
-
-
-def fit_batches(
-    model: SizedModel,
-    batches: Batches,
-    recipe: Settings,
-    accelerator: Accelerator,
-    print_line: Callable[[str], None],
-    optimizer: str = "",
-) -> None:
-    """Choose attention and checkpointing of the trained model, and smaller micro-batches if memory
-    is short.
-
-    optimizer: of trained weights, if there are any.
-    """
-    setting, is_fixed = recipe.activation_checkpointing, bool(recipe.micro_batch_size)
-    fitting = fit_activations(
-        model, setting, batches.micro_batch_size, recipe.seq_len, accelerator, optimizer, is_fixed=is_fixed
-    )
-    if fitting < batches.micro_batch_size and not recipe.micro_batch_size:
-        if accelerator.is_main_process:
-            print_line(
-                f"memory is short: the micro-batch size is {fitting} instead of {batches.micro_batch_size} sequences"
-            )
-        batches.micro_batch_size = fitting
-    if any(isinstance(parameter, DTensor) for parameter in model.model.parameters()):
-        counts = accelerator.gather(torch.tensor([len(list(batches.step(0)))], device=accelerator.device))
-        assert counts.min() == counts.max(), f"processes that share weights have {counts.tolist()} micro-batches"
 
 
 class Teacher:

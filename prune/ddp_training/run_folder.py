@@ -489,6 +489,8 @@ def alone() -> Iterator[None]:
 def _hashes(folder: Path) -> dict[str, str]:
     hashes = dict[str, str]()
     for path in sorted(folder.iterdir()):
+        if not path.is_file():
+            raise OSError(f"{path} is not a file")  # a pipe would block
         with open(path, "rb") as file:
             hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes

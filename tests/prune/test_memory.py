@@ -17,23 +17,20 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from ddp_models.source import Source
+from ddp_prune.fit import MODES, Devices, Fit, SizedModel, fit, held_bytes
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
 from ddp_training import memory
-from ddp_training.memory import (
-    activation_bytes,
-    checkpoint_layers,
-    fit_activations,
-    free_memory,
-    pass_bytes,
-)
+from ddp_training.memory import free_memory
 from ddp_training.run_folder import Unsaved
 from ddp_training.weights import TrainedWeights, step_seed
 from ddp_vllm.families import dimensions_of, family_of
 
+MASKS = MODES[-1]
 LAYERS, TOKENS = 6, torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
 SIZES = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": LAYERS,
@@ -56,39 +53,51 @@ def gated(request: pytest.FixtureRequest) -> GatedModel:
     return _gated(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **routing)))
 
 
-def test_auto_takes_half_the_sequences_before_it_checkpoints(
-    gated: GatedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def source(gated: GatedModel, tmp_path: Path) -> Source:
+    """The gated model as if it were in a folder."""
+    model: Any = gated.model
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(tmp_path)
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    return Source(folder=tmp_path, config=model.config.to_dict(), family=gated.family, sizes=gated.sizes, shapes=shapes)
+
+
+def fitted(source: Source, free: float, **settings: Any) -> tuple[Fit, SizedModel]:
+    """Fit masks alone into memory of which so many bytes are free after the model was loaded."""
+    recipe = Recipe(model="m", sparsity=0.4, seq_len=64, **settings)
+    held = held_bytes(source, MASKS, 4, 1, teacher=False)
+    devices = Devices(1, "cpu", held + free, 1)
+    return fit(recipe, source, devices, MASKS), SizedModel.of(recipe, source, MASKS, devices)
+
+
+def test_auto_takes_half_the_sequences_before_it_checkpoints(source: Source) -> None:
     """Half of the free memory is for activations. A number of sequences that the user passed stays."""
-    layers, needed = gated.model.get_decoder().layers, 1000 * 64 * activation_bytes(gated, 64)
+    needed = 16 * 64 * fitted(source, 0)[1].activation_bytes()
 
-    def fit(setting: str, free: float, is_fixed: bool = False) -> tuple[bool, int]:
-        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": int(free)})
-        number = fit_activations(gated, setting, 1000, 64, Accelerator(cpu=True), "", is_fixed=is_fixed)
-        switches = {(layer.gradient_checkpointing, layer.training) for layer in layers}
-        assert len(switches) == 1 and not gated.model.training and not layers[0].self_attn.training
-        assert len(set(switches.copy().pop())) == 1  # both on or both off
-        return bool(layers[0].training), number
+    def found(free: float, **settings: Any) -> tuple[bool, int]:
+        one, _ = fitted(source, free, **settings)
+        return one.checkpointed, one.num_sequences
 
-    assert fit("auto", 2.1 * needed) == (False, 1000) and fit("auto", 1.9 * needed) == (False, 500)
-    assert fit("auto", 1.9 * needed, is_fixed=True)[0] and fit("auto", 0.9 * needed)[0]
-    assert fit("on", 10**15) == (True, 1000) and not fit("off", 0)[0]
+    plenty = 10**12
+    assert found(plenty) == (False, 16) and found(plenty, micro_batch_size=3) == (False, 3)
+    # enough for what is not an activation, such as the logits
+    assert found(2.1 * needed, activation_checkpointing="auto")[0] is False
+    assert found(0.9 * needed)[0] and found(1.9 * needed, micro_batch_size=16) == (True, 16)
+    assert found(plenty, activation_checkpointing="on") == (True, 16)
+    assert not found(0, activation_checkpointing="off")[0]
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
-def test_fewer_sequences_a_pass_where_memory_is_short(
-    setting: str, gated: GatedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_sequences_a_pass_where_memory_is_short(setting: str, source: Source) -> None:
     def fitting(free: float) -> int:
-        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": int(free)})
-        return fit_activations(gated, setting, 16, 64, Accelerator(cpu=True), "")
+        return fitted(source, free, activation_checkpointing=setting)[0].num_sequences
 
-    assert fitting(10**15) == 16
-    needed = pass_bytes(gated, 4, 64, torch.device("cpu"))
+    assert fitting(10**12) == 16
+    needed = fitted(source, 0)[1].pass_bytes(4, setting == "on")
     assert fitting(needed / 0.8 + 2) == 4 and fitting(needed / 0.8 - 2) == 2
     assert fitting(0) == 1
-    checkpoint_layers(gated.model, setting == "off")
-    assert (pass_bytes(gated, 4, 64, torch.device("cpu")) < needed) == (setting == "off")
+    assert (fitted(source, 0)[1].pass_bytes(4, setting == "off") < needed) == (setting == "off")
 
 
 def test_8_bit_moments_and_rounding_resume_to_the_bit() -> None:
@@ -117,9 +126,7 @@ def test_8_bit_moments_and_rounding_resume_to_the_bit() -> None:
             assert all(torch.equal(resumed[name], whole[name]) for name in whole) is same
 
 
-def test_a_run_learns_the_same_in_more_passes_and_with_layers_that_run_again(
-    gated: GatedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_learns_the_same_in_more_passes_and_with_layers_that_run_again(gated: GatedModel) -> None:
     """Gates, saliency and routing counts are equal: nothing is added twice, and dropout stays off."""
     sizes: list[int] = []
     gated.model.model.register_forward_pre_hook(lambda _module, inputs: sizes.append(len(inputs[0])))
@@ -139,8 +146,7 @@ def test_a_run_learns_the_same_in_more_passes_and_with_layers_that_run_again(
         assert torch.equal(plain.saliency[kind], again.saliency[kind]) and plain.saliency[kind].any()
     for kind, counts in plain.routed.items():
         assert torch.equal(counts, again.routed[kind]) and int(counts.sum()) == 6 * LAYERS * 2 * TOKENS.numel()
-    monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": 1000})
-    assert run("short")[1] == 1 and run("asked for", micro_batch_size=4)[1] == 4
+    assert run("small passes", micro_batch_size=1)[1] == 1
 
 
 @pytest.mark.parametrize(("limit", "free"), [("max", 1000), ("700", 500), ("5000", 1000), ("100", 0), (None, 1000)])

@@ -28,7 +28,6 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
-from ddp_training.memory import pending_bytes
 from ddp_training.run_folder import Unsaved
 from ddp_vllm.errors import ModelError
 
@@ -180,8 +179,6 @@ def test_a_sharded_model_equals_the_model_loaded_whole(group_of_one: None, tmp_p
         whole, sharded = load_model(source, dtype), load_sharded(source, dtype, torch.device("cpu"), 1)
         assert sharded.config._attn_implementation == whole.config._attn_implementation == "eager"
         assert {parameter.dtype for parameter in sharded.parameters()} == {used} == {whole.dtype}
-        layer = sum(parameter.nbytes for parameter in whole.get_decoder().layers[0].parameters())
-        assert pending_bytes(sharded, "adamw") == 2 * layer  # the layer in use and the next one
         with torch.no_grad():
             capped = whole(TOKENS).logits
             assert torch.equal(sharded(TOKENS).logits, capped)

@@ -15,16 +15,15 @@ from commands import invoke, passed
 from runs import assert_same_weights, die_at
 
 from ddp_models.source import open_source
-from ddp_prune import mode as modes
+from ddp_prune import fit as fit_module
 from ddp_prune import resolve
 from ddp_prune.budget import make_checked_pools
-from ddp_prune.mode import MODES, mode_bytes
+from ddp_prune.fit import MODES, Devices, held_bytes
 from ddp_prune.rate import RATES, change, find_rate
 from ddp_prune.recipe import load_recipe
-from ddp_prune.resolve import Earlier, fit_minutes, resolve_training_mode
+from ddp_prune.resolve import fit_minutes, resolve_training_mode
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
-from ddp_training import memory
 from ddp_training import weights as trained_weights
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
@@ -170,12 +169,12 @@ def test_the_mode_is_the_first_that_memory_holds(
     settings = {options[i][2:]: options[i + 1] for i in range(0, len(options), 2)}
     recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, "dtype": "bfloat16", **settings})
     lines, accelerator = list[str](), Accelerator(cpu=True)
-    needed = mode_bytes(recipe, source, MODES[0], accelerator)
-    monkeypatch.setattr(modes, "RANK", 1)  # the adapters of a tiny model are larger than the model
-    monkeypatch.setattr(resolve, "free_memory", lambda _: free * needed)
-    monkeypatch.setattr(memory, "free_memory", lambda _: free * needed)
+    needed = held_bytes(source, MODES[0], 2, 1, teacher=True)
+    # the adapters of a tiny model are larger than the model
+    monkeypatch.setattr(resolve, "held_bytes", partial(fit_module.held_bytes, rank=1))
+    devices = Devices(1, "cpu", free * needed, 1)
     monkeypatch.setattr(trained_weights, "_own_obstacle", lambda _: "")
-    choose = partial(resolve_training_mode, recipe, source, None, accelerator, lines.append)
+    choose = partial(resolve_training_mode, recipe, source, {}, devices, accelerator, lines.append)
     if chosen:
         assert choose() == chosen
     else:
@@ -188,7 +187,8 @@ def test_the_mode_is_the_first_that_memory_holds(
         assert choose() == ("lora", "adamw") and lines[-1].endswith("no compiler")
         for refused in (dataclasses.replace(recipe, train="weights", optimizer="adamw-8bit"), recipe):
             with pytest.raises(SettingError, match="no compiler"):  # asked for, or resumed
-                resolve_training_mode(refused, source, Earlier(*chosen, 1, 1, 8), accelerator, lines.append)
+                resumed = {"train": "weights", "optimizer": "adamw-8bit"}
+                resolve_training_mode(refused, source, resumed, devices, accelerator, lines.append)
 
 
 @pytest.mark.nightly
