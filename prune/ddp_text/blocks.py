@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load, save
 
-from ddp_text.conversations import Notes
+from ddp_text.messages import Notes
 from ddp_text.documents import Document, read_documents
 from ddp_text.rows import open_rows, reading_text, sources_of
 from ddp_text.templates import ChatTemplate

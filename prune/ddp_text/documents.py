@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_text.conversations import READ_HERE, Conversation, Message, Notes, RowParser, words_of
+from ddp_text.conversations import Conversation, RowParser
+from ddp_text.messages import UNREAD, Message, Notes, words_of
 from ddp_text.rows import Rows, reading_text
 from ddp_text.templates import ChatTemplate, Rendered
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-UNREAD = "parts of conversations that the chat template does not read, with their turns"
+AS_PLAIN_TEXT = "conversations read as plain text, because "
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,11 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes, pl
     that is rejected too, or without a template, the document is the turns' contents.
     """
     messages, tools = conversation.messages, conversation.tools
-    for key in dict.fromkeys(itertools.chain.from_iterable(messages)):
-        if key not in ("role", "content", *READ_HERE) and not template.reads(key):
-            for message in messages:
-                if message.get(key) not in (None, "", []):
-                    notes.add(UNREAD, key)
     if tools and not template.reads("tools"):
         notes.add(UNREAD, "tools")
-    if template.source:
+    if not template.source:
+        notes.add(f"{AS_PLAIN_TEXT}the tokenizer has no chat template; put chat_template.jinja into the model's folder")
+    else:
         rendered = template.render(messages, tools, place)
         if isinstance(rendered, Rendered):
             _note_missing(messages, rendered, notes)
@@ -79,7 +77,7 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes, pl
             if isinstance(again, Rendered):
                 notes.add("conversations rearranged so that user and assistant alternate", reason)
                 return Document(again.text, _loss_mask(again))
-        notes.add("conversations read as plain text, because the chat template rejects them", reason)
+        notes.add(f"{AS_PLAIN_TEXT}the chat template rejects them", reason)
     return Document("\n\n".join(filter(None, map(words_of, messages))))
 
 
@@ -87,11 +85,13 @@ def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes)
     """Count the turns that a template leaves out, and conversations whose answers cannot be
     located."""
     for message in messages:
-        words = words_of(message).strip()
-        if message["role"] != "assistant" and words and words not in rendered.text:
+        words = words_of(message).rpartition("</think>")[2].strip()
+        if words not in rendered.text:
             notes.add("turns that the chat template leaves out or changes", message["role"])
-    are_marked = any(message.keys() & set(READ_HERE) for message in messages)
-    if rendered.answers == [] and not are_marked:
+    for _ in range(rendered.num_thoughtless):
+        notes.add("answers whose thoughts the chat template leaves out, so they are not in the loss of assistants")
+    are_marked = any("weight" in message for message in messages)
+    if rendered.answers == [] and not are_marked and not rendered.num_thoughtless:
         notes.add("conversations whose answers cannot be located, so none is in the loss of assistants")
 
 
@@ -119,5 +119,6 @@ def _alternating(messages: Sequence[Message]) -> list[Message]:
     for role, group in itertools.groupby(rest, key=lambda message: message["role"]):
         neighbors = list(group)
         content = "\n\n".join(filter(None, map(words_of, neighbors)))
-        joined.append(neighbors[0] if len(neighbors) == 1 else {"role": role, "content": content})
+        weight = {"weight": 0} if any("weight" in message for message in neighbors) else {}
+        joined.append(neighbors[0] if len(neighbors) == 1 else {"role": role, "content": content} | weight)
     return joined

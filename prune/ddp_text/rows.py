@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ddp_text.conversations import COLUMNS, Notes, RowParser
+from ddp_text.conversations import COLUMNS, RowParser
+from ddp_text.messages import Notes
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub import hub_fault

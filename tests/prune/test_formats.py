@@ -13,7 +13,7 @@ import pytest
 from chat_templates import PUBLISHED, tokenizer_of
 from test_documents import GEMMA, LENIENT, MISTRAL, document, in_loss
 
-from ddp_text.conversations import Notes
+from ddp_text.messages import Notes
 from ddp_text.documents import Document, read_documents
 from ddp_text.rows import open_rows
 from ddp_text.templates import ChatTemplate
@@ -34,7 +34,7 @@ AGENT = (  # in the manner of Qwen3: tools in front, thoughts and calls of an as
 )
 CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}
 PACKED = {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"default": None}}}]
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "look", "parameters": {"default": None}}}]
 QUESTION = {"role": "user", "content": "weather in Oslo?"}
 AGENT_TURNS: list[dict[str, Any]] = [
     QUESTION,
@@ -287,7 +287,7 @@ def test_parts_and_tables_are_rendered_as_by_transformers(family: str, tmp_path:
     import pyarrow.parquet
 
     tokenizer = tokenizer_of(family)
-    turns = [QUESTION, {"role": "assistant", "content": "21 degrees", "reasoning_content": "warm"}, QUESTION]
+    turns = [QUESTION, {"role": "assistant", "content": "21 degrees", "name": "bot"}, QUESTION]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "a.parquet")
     (written,) = read_documents(open_rows(str(tmp_path / "a.parquet")), ChatTemplate(tokenizer), Notes())
     assert written.text == tokenizer.apply_chat_template(turns, tokenize=False)

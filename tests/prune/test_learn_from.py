@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 from ddp_text.blocks import Blocks, cut, select_loss_mask
-from ddp_text.conversations import Notes
+from ddp_text.messages import Notes
 from ddp_text.documents import Document, read_documents
 from ddp_text.rows import Rows
 from ddp_text.templates import ChatTemplate
@@ -63,8 +63,8 @@ ANSWERED = [("user", "how many"), ("assistant", " nine foxes\n"), ("user", "why"
 WHOLE = ["<think>\nthey are red\n</think>\n\nnine foxes", "<think>\nof them\n</think>\n\n42 foxes do."]
 STRIPPED = ["nine foxes", "42 foxes do."]
 GENERATED = {  # family: text in the loss without the token that ends a turn, for REASONED and for ANSWERED; that token
-    "qwen3": (["nine foxes", WHOLE[1]], [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
-    "r1": (["\n\nnine foxes", "\n\n42 foxes do."], [" nine foxes\n", "42 foxes do."], "<｜end▁of▁sentence｜>"),
+    "qwen3": ([WHOLE[1]], [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
+    "r1": ([], [" nine foxes\n", "42 foxes do."], "<｜end▁of▁sentence｜>"),
     "llama2": ([f" {words} " for words in WHOLE], [f" {words} " for words in STRIPPED], "</s>"),
 }
 
@@ -76,7 +76,8 @@ def rendered(messages: list[dict[str, str]], tokenizer: Any) -> Document:
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(family: str) -> None:
-    """R1 drops the reasoning of every turn, Qwen3 that of earlier turns; other templates keep or strip the words."""
+    """R1 drops the thoughts of every turn, Qwen3 those of earlier turns: no server generates these answers. Other
+    templates keep or strip the words."""
     tokenizer = tokenizer_of(family)
     *expected, end = GENERATED[family]
     for turns, answers in zip((REASONED, ANSWERED), expected, strict=True):
