@@ -23,7 +23,7 @@ import torch
 from safetensors.numpy import load, save
 
 from ddp_text.messages import Notes
-from ddp_text.documents import Document, read_documents
+from ddp_text.documents import AS_PLAIN_TEXT, Document, hash_of, read_documents
 from ddp_text.rows import open_rows, reading_text, sources_of
 from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import Tokens, leading_bos, pack
@@ -34,7 +34,7 @@ from ddp_vllm.output import atomic_file
 from ddp_vllm.remote_code.files import read_bytes
 
 LARGEST_CACHE = 1 << 36  # bytes
-VERSION = 7  # of cached blocks; raised when the same text gives other blocks
+VERSION = 8  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
 # a source shorter than this many times the held-out text is split into its excerpts
@@ -58,6 +58,9 @@ class Blocks:
     other excerpts."""
     num_tokens: int
     """Tokens in all blocks. Reading stops when the run has enough."""
+    train_hashes: frozenset[int] = frozenset()
+    heldout_hashes: frozenset[int] = frozenset()
+    """Of the texts of excerpts."""
     notes: tuple[str, ...] = ()
     """Lines for the user about rows that were dropped, unknown or changed, as `Notes`."""
 
@@ -105,17 +108,22 @@ def load_blocks(
                 f"{data} holds {num_tokens:,} tokens, but one step and the held-out text require {required:,}; "
                 "give more text or lower --batch-size or --seq-len" + "".join(f"; {note}" for note in notes)
             )
-        ids, loss_mask = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
-        blocks = Tokens(_cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width))
+        ids, loss_mask, hashes = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
+        is_trained = np.arange(len(hashes)) >= len(heldout.hashes)
+        blocks = Tokens(
+            _cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width),
+            np.stack([hashes, is_trained.astype(np.uint64)], axis=1),
+        )  # fmt: skip
         saved = blocks, tuple(notes)
         save_blocks(path, *saved)
-    tokens, loss_mask = map(torch.from_numpy, saved[0])
-    tokens = tokens.long()
+    tokens, loss_mask, hashes = torch.from_numpy(saved[0].ids).long(), torch.from_numpy(saved[0].loss_mask), saved[0].hashes
     return Blocks(
         train=tokens[heldout_blocks:],
         loss_mask=loss_mask[heldout_blocks:],
         heldout=tokens[:heldout_blocks],
         num_tokens=tokens.numel(),
+        train_hashes=frozenset(hashes[hashes[:, 1] == 1, 0].tolist()),
+        heldout_hashes=frozenset(hashes[hashes[:, 1] == 0, 0].tolist()),
         notes=saved[1],
     )
 
@@ -172,11 +180,6 @@ def _open(
     row_of = {hash_of(document.text): row for row, document in enumerate(itertools.chain(first, documents))}
     by_hash = [row_of[number] for number in sorted(row_of)]
     return read(order=by_hash), read(order=np.random.default_rng(seed).permutation(num_rows).tolist())
-
-
-def hash_of(text: str) -> int:
-    """Return 64 bits of a text's SHA-256."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
 def _by_hash(documents: list[Document]) -> list[Document]:
@@ -315,13 +318,22 @@ def select_loss_mask(
     if learn_from != "assistant":
         return None
     if blocks.loss_mask.all():
-        print_line(
-            f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations to it"
-        )
+        is_plain = any(AS_PLAIN_TEXT in note for note in blocks.notes)
+        reason = "conversations were read as plain text (see above)" if is_plain else "add conversations to it"
+        print_line(f"no turns of an assistant were found in {data}, so the loss covers all tokens; {reason}")
         return None
     if not blocks.loss_mask[:, 1:].any():
         raise TextError(f"{data} holds no words of an assistant; try --learn-from all")
     return blocks.loss_mask
+
+
+def check_watched(watched: Blocks, name: str, blocks: Blocks, data: str) -> None:
+    """Refuse held-out text of which excerpts are trained on. Raises: TextError."""
+    if shared := watched.heldout_hashes & blocks.train_hashes:
+        raise TextError(
+            f"{data} trains on {len(shared):,} of the {len(watched.heldout_hashes):,} excerpts that are held out of "
+            f"{name}; pass text to --watch that data does not hold"
+        )
 
 
 def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:

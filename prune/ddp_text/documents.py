@@ -1,6 +1,7 @@
 """Rows in, documents out: texts as they are, conversations by the chat template with their loss
 mask."""
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,11 @@ class Document:
         """Return an excerpt."""
         loss_mask = None if self.loss_mask is None else self.loss_mask[characters]
         return Document(self.text[characters], loss_mask)
+
+
+def hash_of(text: str) -> int:
+    """Return 64 bits of a text's SHA-256."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
 def read_documents(

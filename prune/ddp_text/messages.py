@@ -141,19 +141,19 @@ class TurnReader:
             self._note_unread(turn, parts, names)
             others = {key: turn[key] for key in names if key not in READ_AS and turn.get(key) is not None}
             weight = {"weight": 0} if role == "assistant" and self._is_excluded(turn, place) else {}
-            yield {"role": role, "content": self.content(parts["text"], role), **generated, **others, **weight}
+            if not role:
+                self.notes.add("unknown speakers, read as the user, with their turns", speaker)
+            content = self.content(parts["text"], role)
+            yield {"role": role or "user", "content": content, **generated, **others, **weight}
         elif not has_content and turn.keys() - {"role", "from", *WEIGHTS}:
             raise TextError(f"{place} has no content, only {', '.join(turn)}; name it content")
         elif not parts["tool_result"]:
             self.notes.add("turns without words, which are dropped", speaker)
 
     def _role(self, speaker: str) -> str:
-        """Return the role of a speaker that the chat template knows."""
+        """Return the role of a speaker that the chat template knows; "" if nobody knows it."""
         name = speaker.strip().lower()
         role = SPEAKERS.get(name) or ("assistant" if name.startswith(VERSIONED) else "")
-        if not role:
-            self.notes.add("unknown speakers, read as the user, with their turns", speaker)
-            return "user"
         is_known = role in ("system", "tool") and self.template and self.template.knows(name)
         return name if is_known or name == "developer" else role
 

@@ -110,7 +110,14 @@ def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_templat
     turns = [{"role": "user", "content": "why do foxes jump"}, {"role": "assistant", "content": "clouds"}]
     rows += [{"messages": [*turns, {"role": "user", "content": str(number)}]} for number in range(60)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert load(tmp_path / "mixed.jsonl").loss_mask.all()
+    blocks, lines = load(tmp_path / "mixed.jsonl"), list[str]()
+    assert blocks.loss_mask.all()
+    assert select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
+    assert "60 conversations read as plain text, because the tokenizer has no chat template" in lines[0]
+    assert lines[1] == (
+        "no turns of an assistant were found in mixed.jsonl, so the loss covers all tokens; conversations were read as "
+        "plain text (see above)"
+    )
 
 
 def test_an_excerpt_from_within_an_answer_is_in_the_loss(tokenizer: Any) -> None:
