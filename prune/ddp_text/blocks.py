@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from safetensors.numpy import load, save
 
-from ddp_text.messages import Notes
 from ddp_text.documents import AS_PLAIN_TEXT, Document, hash_of, read_documents
+from ddp_text.messages import Notes
 from ddp_text.rows import open_rows, reading_text, sources_of
 from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import Tokens, leading_bos, pack
@@ -116,7 +116,11 @@ def load_blocks(
         )  # fmt: skip
         saved = blocks, tuple(notes)
         save_blocks(path, *saved)
-    tokens, loss_mask, hashes = torch.from_numpy(saved[0].ids).long(), torch.from_numpy(saved[0].loss_mask), saved[0].hashes
+    tokens, loss_mask, hashes = (
+        torch.from_numpy(saved[0].ids).long(),
+        torch.from_numpy(saved[0].loss_mask),
+        saved[0].hashes,
+    )
     return Blocks(
         train=tokens[heldout_blocks:],
         loss_mask=loss_mask[heldout_blocks:],

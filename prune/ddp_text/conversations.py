@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ddp_text.messages import EXAMPLE, Message, Notes, TurnReader, first, is_empty, kind_of, parsed, words_of
+from ddp_text.messages import EXAMPLE, Message, Notes, TurnReader, are_turns, first, is_empty, kind_of, parsed, words_of
 from ddp_text.templates import ChatTemplate
 from ddp_vllm.errors import TextError
 
@@ -78,10 +78,10 @@ class RowParser:
         return ", ".join(map(str, self.columns or row))[:200]
 
     def _note_unread(self, row: Mapping[str, Any], *read: str) -> None:
-        """Count columns that are not read: next to a text, only those that hold another form of it."""
-        is_text = len(read) == 1
+        """Count columns that are not read; with a text, only those that hold another form."""
         for column in self.columns or row:
-            if column not in read and (not is_empty(row.get(column)) if column in COLUMNS else not is_text):
+            is_noted = not is_empty(row.get(column)) if column in COLUMNS else len(read) > 1
+            if column not in read and is_noted:
                 self.notes.add(UNREAD_COLUMNS, column)
 
     def _conversation(self, row: Mapping[str, Any], turns: str, place: str) -> Conversation:
@@ -91,18 +91,18 @@ class RowParser:
         It has no messages if a column is empty. Raises: TextError if the row has no such columns.
         """
         question, answer = ("", "") if turns else (first(row, QUESTION), first(row, ANSWER))
-        context = first(row, tuple(name for name in CONTEXT if name != question))
-        system, tools = first(row, SYSTEM), first(row, TOOLS)
+        context, system = "", first(row, SYSTEM)
         if turns:
-            messages, context = self._column(row, turns, "", place), ""
+            messages = self._column(row, turns, "", place)
         elif question and answer:
+            context = first(row, tuple(name for name in CONTEXT if name != question))
             messages = self._column(row, question, "user", place)
             before = self._column(row, context, "user", place)
-            if messages and before and not _holds_turns(_unpacked(row[context])):
+            if messages and before and not are_turns(_unpacked(row[context])):
                 words = f"{words_of(messages[-1])}\n\n{words_of(before.pop())}"
                 messages[-1]["content"] = self.turns.content([words])
             messages = before + messages + self._column(row, answer, "assistant", place)
-        elif row.keys() & {"text", *TURNS} or (row.keys() & set(QUESTION) and row.keys() & set(ANSWER)):
+        elif row.keys() & {"text", *TURNS} or all(row.keys() & set(c) for c in (QUESTION, ANSWER)):
             return Conversation([])
         else:
             lists = (key for key, value in row.items() if kind_of(value) == "a list of objects")
@@ -117,42 +117,34 @@ class RowParser:
         messages = self._column(row, "history", "", place) + messages
         if messages[0]["role"] in ("system", "developer"):
             system = ""
+        tools = first(row, TOOLS)
         self._note_unread(row, turns, question, context, answer, system, "history", tools)
         messages = self.turns.one_system(self._column(row, system, "system", place) + messages)
         return Conversation(messages, _tools(row.get(tools), tools, place))
 
     def _column(self, row: Mapping[str, Any], name: str, role: str, place: str) -> list[Message]:
-        """Return the messages of a column that holds the words of a role, or turns; [] if it is
-        empty. Raises: TextError."""
+        """Return the messages of a column of turns, or of the words of a role; [] if it is empty.
+
+        Raises: TextError.
+        """
         value, place = _unpacked(row.get(name)), f"{place}, {name}"
         if is_empty(value):
             return []
-        if name == "history" and isinstance(value, list) and all(isinstance(pair, list) for pair in value):
+        if name == "history" and isinstance(value, list) and isinstance(value[0], list):
             for number, pair in enumerate(value, 1):
-                if len(pair) != 2:
-                    raise TextError(f"{place}, pair {number} has {len(pair)} entries; write a question and its answer")
+                if not isinstance(pair, list) or len(pair) != 2:
+                    raise TextError(f"{place}, entry {number} is no pair of texts; write a question and its answer")
             roles = ("user", "assistant")
             value = [{"role": roles[n], "content": pair[n]} for pair in value for n in range(2)]
-        elif role and not _holds_turns(value):
+        elif role and not are_turns(value):
             value = [{"role": role, "content": value}]
         return self.turns.read(value, place)
 
 
-def _holds_turns(value: Any) -> bool:
-    """Tell whether a list holds turns, and not the parts of one."""
-    return isinstance(value, list) and not all(
-        isinstance(item, str) or (isinstance(item, dict) and "type" in item and not {"role", "from"} & item.keys())
-        for item in value
-    )
-
-
 def _unpacked(value: Any) -> Any:
-    """Return the messages that a string holds as JSON; any other value as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    turns = parsed(value)
-    is_packed = turns and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns)
-    return turns if is_packed else value
+    """Return the turns that a string holds as JSON; any other value as it is."""
+    turns = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
+    return turns if turns and are_turns(turns) else value
 
 
 def _tools(given: Any, name: str, place: str) -> list[Any] | None:
@@ -160,14 +152,13 @@ def _tools(given: Any, name: str, place: str) -> list[Any] | None:
 
     They may be bare functions, or Anthropic's. Raises: TextError.
     """
-    tools = []
-    listed = parsed(given) if name else []
-    for tool in listed if isinstance(listed, list) else [None]:
-        given_function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(given_function, dict) or not isinstance(given_function.get("name"), str):
-            raise TextError(f"{place} has {kind_of(given)} under {name}; write a list of functions with names")
-        function = {"parameters": given_function.get("input_schema")} | given_function
-        kept = {key: function.get(key) for key in ("name", "description", "parameters")}
-        kept |= {key: function[key] for key in ("strict", "defer_loading") if function.get(key) is not None}
-        tools.append({"type": "function", "function": kept})
+    tools, values = [], parsed(given) if name else []
+    for value in values if isinstance(values, list) else [None]:
+        tool = value.get("function", value) if isinstance(value, dict) else None
+        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+            raise TextError(f"{place} has {kind_of(given)} under {name}; write a list of functions")
+        tool = {"description": None, "parameters": tool.get("input_schema")} | tool
+        function = {key: tool[key] for key in ("name", "description", "parameters")}
+        extra = {key: tool[key] for key in ("strict", "defer_loading") if tool.get(key) is not None}
+        tools.append({"type": "function", "function": function | extra})
     return tools or None

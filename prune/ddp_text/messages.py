@@ -36,10 +36,11 @@ VERSIONED = ("gpt-", "gpt4", "gpt3", "chatgpt-", "claude-", "gemini-", "llama-",
 
 WEIGHTS = ("weight", "train")
 """Keys with which an author excludes a message from the loss: OpenAI's and Axolotl's."""
-NOT_NOTED = ("role", "from", "content", "value", *WEIGHTS)
-BLOCKS = ("tool_use", "tool_result")
+BLOCKS = ("tool_use", "tool_result", "thinking")
+"""Parts of contents that are no words in a chat of `/v1/messages`."""
 CALL_KEYS, THOUGHT_KEYS = ("tool_calls", "function_call"), (*THOUGHTS, "thinking_blocks")
-READ_AS = dict.fromkeys((*CALL_KEYS, "tool_use"), CALL_KEYS[:1]) | dict.fromkeys(THOUGHT_KEYS, THOUGHTS)
+READ_AS = dict.fromkeys((*CALL_KEYS, "tool_use"), CALL_KEYS[:1])
+READ_AS |= dict.fromkeys(THOUGHT_KEYS, THOUGHTS)
 """What an assistant generates besides words, and the keys under which a template may read it."""
 HANDED_ON = {"assistant": tuple(READ_AS), "tool": ("tool_call_id",), "developer": ("tools",)}
 """Keys of a role's messages that vLLM hands on, next to `name` and `task`."""
@@ -89,11 +90,11 @@ class TurnReader:
         """Return the messages of a list of turns. Raises: TextError."""
         if not isinstance(turns, list):
             raise TextError(f"{place} holds {kind_of(turns)}, not a text or a list of messages; write {EXAMPLE}")
-        contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
-        parts = itertools.chain.from_iterable(content for content in contents if isinstance(content, list))
-        kinds = {"tool_use" if "signature" in part else part.get("type") for part in parts if isinstance(part, dict)}
-        is_of_messages = any(block in kinds for block in BLOCKS)  # of /v1/messages
-        messages = (self._turn(turn, f"{place}, turn {n}", is_of_messages) for n, turn in enumerate(turns, 1))
+        contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
+        parts = itertools.chain.from_iterable(c for c in contents if isinstance(c, list))
+        kinds = {k for part in parts if isinstance(part, dict) for k in (part.get("type"), *part)}
+        blocks = BLOCKS if kinds & {"tool_use", "tool_result", "signature"} else ()
+        messages = (self._turn(t, f"{place}, turn {n}", blocks) for n, t in enumerate(turns, 1))
         return list(itertools.chain.from_iterable(messages))
 
     def content(self, texts: list[str], role: str = "user") -> Any:
@@ -103,8 +104,8 @@ class TurnReader:
         return "\n".join(texts)
 
     def one_system(self, messages: list[Message]) -> list[Message]:
-        """Return messages in which developers are the system, joined with it in front, if the
-        template does not know developers."""
+        """Return messages in which developers are joined with the system in front, unless the
+        template knows developers."""
         system = [message for message in messages if message["role"] in ("developer", "system")]
         is_known = self.template and self.template.knows("developer")
         if is_known or all(message["role"] == "system" for message in system):
@@ -115,36 +116,37 @@ class TurnReader:
         rest = [message for message in messages if message["role"] not in ("developer", "system")]
         return [{"role": "system", "content": content}, *rest]
 
-    def _turn(self, turn: Any, place: str, is_of_messages: bool) -> Iterator[Message]:
-        """Yield results of tools that are blocks of a turn, and its message unless that is empty."""
+    def _turn(self, turn: Any, place: str, blocks: tuple[str, ...]) -> Iterator[Message]:
+        """Yield results of tools that are blocks of a turn, and its message unless it is empty."""
         if not isinstance(turn, dict):
             raise TextError(f"{place} is {kind_of(turn)}, not an object; write {EXAMPLE}")
         speaker_key = first(turn, ("role", "from")) or "role"
         content_key = first(turn, ("content", "value")) or "content"
         speaker = turn.get(speaker_key)
         if not isinstance(speaker, str) or not speaker.strip():
-            reason = f"{kind_of(speaker)} under {speaker_key}" if speaker_key in turn else "no role"
-            raise TextError(f"{place} has {reason}; name the speaker under role")
-        role, is_result = self._role(speaker), SPEAKERS.get(speaker.strip().lower()) == "tool"
+            has = f"{kind_of(speaker)} under {speaker_key}" if speaker_key in turn else "no role"
+            raise TextError(f"{place} has {has}; name the speaker under role")
+        role = self._role(speaker)
         parts = defaultdict[str, list[Any]](list)
-        for kind, part in self._parts(turn.get(content_key), place, content_key):
-            is_text = kind not in BLOCKS and not (kind == "thinking" and is_of_messages)
-            parts["text" if is_text else kind].append(part)
-        for block in parts["tool_result"]:
-            words = self._parts(block.get("content"), place, "tool_result")
-            texts = [text for kind, text in words if kind not in BLOCKS]
-            yield {"role": "tool", "content": "\n".join(texts), "tool_call_id": block.get("tool_use_id") or ""}
-        generated = self._generated(turn, parts, speaker, place) if role == "assistant" else {}
+        for kind, part in self._parts(turn.get(content_key), f"{place} has", content_key, blocks):
+            parts[kind].append(part)
+        for result in parts["tool_result"]:
+            texts = self._parts(result.get("content"), f"{place} has", "tool_result")
+            content = "\n".join(text for _, text in texts)
+            identity = result.get("tool_use_id") or ""
+            yield {"role": "tool", "content": content, "tool_call_id": identity}
+        generated = self._generated(turn, parts, place) if role == "assistant" else {}
         has_content = bool({"content", "value"} & turn.keys())
-        if any(parts["text"]) or any(generated.values()) or (is_result and has_content):
-            names = ("name", "task", *HANDED_ON.get(role, ()))
-            self._note_unread(turn, parts, names)
-            others = {key: turn[key] for key in names if key not in READ_AS and turn.get(key) is not None}
-            weight = {"weight": 0} if role == "assistant" and self._is_excluded(turn, place) else {}
+        is_result = has_content and SPEAKERS.get(speaker.strip().lower()) == "tool"
+        if any(parts["text"]) or any(generated.values()) or is_result:
             if not role:
-                self.notes.add("unknown speakers, read as the user, with their turns", speaker)
+                statement = "unknown speakers, read as the user, with their turns"
+                self.notes.add(statement, speaker)
             content = self.content(parts["text"], role)
-            yield {"role": role or "user", "content": content, **generated, **others, **weight}
+            message = {"role": role or "user", "content": content} | generated
+            if role == "assistant" and self._is_excluded(turn, place):
+                message["weight"] = 0
+            yield message | self._handed_on(turn, parts, role)
         elif not has_content and turn.keys() - {"role", "from", *WEIGHTS}:
             raise TextError(f"{place} has no content, only {', '.join(turn)}; name it content")
         elif not parts["tool_result"]:
@@ -157,61 +159,63 @@ class TurnReader:
         is_known = role in ("system", "tool") and self.template and self.template.knows(name)
         return name if is_known or name == "developer" else role
 
-    def _parts(self, content: Any, place: str, key: str) -> Iterator[tuple[str, Any]]:
-        """Yield the kind and the text of each part of a content, and blocks. Raises: TextError."""
-        if content is not None and not isinstance(content, str | list):
-            raise TextError(f"{place} has {kind_of(content)} under {key}; write it as a string")
-        for part in [content] if isinstance(content, str) else content or []:
-            if isinstance(part, str):
-                yield "text", part
-                continue
+    def _parts(self, content: Any, has: str, key: str, blocks: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+        """Yield the texts of a content, and its blocks, with their kind. Raises: TextError."""
+        if not isinstance(content, str | list | None):
+            raise TextError(f"{has} {kind_of(content)} under {key}; write it as a string")
+        for value in [content] if isinstance(content, str) else content or []:
+            part = {"type": "text", "text": value} if isinstance(value, str) else value
             if not isinstance(part, dict):
-                raise TextError(f"{place} has {kind_of(part)} among the parts of its {key}; write it as a string")
+                raise TextError(f"{has} {kind_of(part)} among the parts of its {key}; write it as a string")
             kind = str(part.get("type", "unnamed"))
             text = part.get(kind if kind in ("refusal", "thinking") else "text")
-            if kind in BLOCKS or isinstance(text, str):
-                yield kind, part if kind in BLOCKS else text
+            if kind in blocks and kind != "thinking":
+                yield kind, part
+            elif isinstance(text, str):
+                yield kind if kind in blocks else "text", text
             else:
                 self.notes.add("parts of turns that are no text, which are dropped", kind)
 
-    def _generated(self, turn: Message, parts: dict[str, list[Any]], speaker: str, place: str) -> Message:
+    def _generated(self, turn: Message, parts: dict[str, list[Any]], place: str) -> Message:
         """Return the calls and thoughts of an assistant's turn; calls that are its words are taken
         out of them. Raises: TextError."""
         key = first(turn, CALL_KEYS)
         calls = self._calls(turn[key] if key else parts["tool_use"])
         if calls is None:
-            raise TextError(f"{place} has {kind_of(turn.get(key))} under {key}; write calls with name and arguments")
-        is_call = speaker.strip().lower() in CALLS and self.template and self.template.reads("tool_calls")
+            has = f"{kind_of(turn.get(key))} under {key}" if key else "a call without a name"
+            raise TextError(f"{place} has {has}; write calls with name and arguments")
+        speaker = str(turn[first(turn, ("role", "from"))]).strip().lower()
+        is_call = speaker in CALLS and self.template and self.template.reads("tool_calls")
         if is_call and not calls and (calls := self._calls("".join(parts["text"]))):
             parts["text"].clear()
         key = next((key for key in THOUGHT_KEYS if turn.get(key) is not None), "")
         thoughts = parts["thinking"] or turn.get(key)
         if isinstance(thoughts, list):
-            thoughts = "".join(block.get("thinking", "") if isinstance(block, dict) else block for block in thoughts)
+            texts = (b.get("thinking") or "" if isinstance(b, dict) else b for b in thoughts)
+            thoughts = "".join(map(str, texts))
         if not isinstance(thoughts, str | None):
             raise TextError(f"{place} has {kind_of(thoughts)} under {key}; write it as a string")
         generated = {} if thoughts is None else dict.fromkeys(THOUGHTS, thoughts)
         return generated | ({"tool_calls": calls} if calls else {})
 
     def _calls(self, packed: Any) -> list[Any] | None:
-        """Return the calls of tools that an object, a list or a JSON text holds; None if it holds
-        anything else."""
-        calls = []
-        for value in _values(packed) if isinstance(packed, str) else packed if isinstance(packed, list) else [packed]:
-            if value is None:
-                continue
+        """Return the calls that an object, a list or a JSON text holds; None if it holds others."""
+        calls, values = [], parsed(packed)
+        if values is None:
+            values = [parsed(line) for line in packed.splitlines() if line.strip()]
+        for value in values if isinstance(values, list) else [values]:
             call = parsed(value)
             function = call.get("function", call) if isinstance(call, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 return None
             given = function.get(first(function, ("arguments", "parameters", "input")))
             arguments = parsed(given)
-            if not isinstance(arguments, dict):
-                if given:
-                    self.notes.add("calls whose arguments are no JSON object, which are left out, as in vLLM")
-                arguments = {}
+            if given and not isinstance(arguments, dict):
+                self.notes.add("calls whose arguments are no object, without which they are read")
+            read = {"arguments": arguments if isinstance(arguments, dict) else {}}
             identity = {"id": call["id"]} if call.get("id") is not None else {}
-            calls.append(identity | {"function": {"arguments": arguments, "name": function["name"]}, "type": "function"})
+            read["name"] = function["name"]
+            calls.append(identity | {"function": read, "type": "function"})
         return calls
 
     def _is_excluded(self, turn: Message, place: str) -> bool:
@@ -220,20 +224,25 @@ class TurnReader:
         for key in WEIGHTS:
             value = turn.get(key)
             weight = parsed(value.lower()) if isinstance(value, str) else value
-            if value not in (None, "") and not isinstance(weight, int | float):
+            if not is_empty(value) and not isinstance(weight, int | float):
                 raise TextError(f"{place} has {value!r} under {key}; write 0 or 1")
             if weight not in (None, 0, 1):
-                self.notes.add("turns with a weight other than 0 and 1, which count in full", str(value))
+                statement = "turns with a weight other than 0 and 1, which count in full"
+                self.notes.add(statement, str(value))
             weights.append(weight)
         return 0 in weights
 
-    def _note_unread(self, turn: Message, parts: dict[str, list[Any]], handed_on: tuple[str, ...]) -> None:
-        """Count what vLLM does not hand on, or the template does not read."""
-        names = [key for key, value in turn.items() if value not in (None, "", []) and key not in NOT_NOTED]
-        for name in (*names, *(kind for kind in ("tool_use", "thinking") if parts[kind])):
+    def _handed_on(self, turn: Message, parts: dict[str, list[Any]], role: str) -> Message:
+        """Return the other keys of a turn that vLLM hands on, and count those that it drops or that
+        the template does not read."""
+        names = ("name", "task", *HANDED_ON.get(role, ()))
+        read = ("role", "from", "content", "value", *WEIGHTS, "text", "tool_result")
+        held = [name for name, value in (parts | turn).items() if not is_empty(value)]
+        for name in (name for name in held if name not in read):
             keys = READ_AS.get(name, (name,))
-            if self.template and not (name in handed_on and any(map(self.template.reads, keys))):
+            if self.template and not (name in names and any(map(self.template.reads, keys))):
                 self.notes.add(UNREAD, name)
+        return {k: turn[k] for k in names if k not in READ_AS and turn.get(k) is not None}
 
 
 def words_of(message: Message) -> str:
@@ -263,18 +272,11 @@ def parsed(value: Any) -> Any:
         return None
 
 
-def _values(text: str) -> list[Any]:
-    """Return the values of a JSON text that follow one another, and those of lists; other text as
-    it is."""
-    values, rest, decoder = list[Any](), text.strip(), json.JSONDecoder()
-    while rest:
-        try:
-            value, stop = decoder.raw_decode(rest)
-        except (RecursionError, ValueError):
-            return [text]
-        values += value if isinstance(value, list) else [value]
-        rest = rest[stop:].lstrip()
-    return values
+def are_turns(value: Any) -> bool:
+    """Tell whether a value is a list of turns."""
+    return isinstance(value, list) and all(
+        isinstance(turn, dict) and bool(turn.keys() & {"role", "from"}) for turn in value
+    )
 
 
 def kind_of(value: Any) -> str:

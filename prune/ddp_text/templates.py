@@ -82,7 +82,9 @@ class ChatTemplate:
             in_macros |= set(map(id, loops))
             if any(_is_content(loop.iter, names) for loop in loops):
                 return True
-        return any(_is_content(loop.iter, {"content"}) for loop in tree.find_all(nodes.For) if id(loop) not in in_macros)
+        return any(
+            _is_content(loop.iter, {"content"}) for loop in tree.find_all(nodes.For) if id(loop) not in in_macros
+        )
 
     @cached_property
     def prompt(self) -> str:

@@ -13,8 +13,8 @@ import pytest
 from chat_templates import PUBLISHED, tokenizer_of
 from test_documents import GEMMA, LENIENT, MISTRAL, document, in_loss
 
-from ddp_text.messages import Notes
 from ddp_text.documents import Document, read_documents
+from ddp_text.messages import Notes
 from ddp_text.rows import open_rows
 from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import tokenize
@@ -34,7 +34,9 @@ AGENT = (  # in the manner of Qwen3: tools in front, thoughts and calls of an as
 )
 CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}
 PACKED = {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "look", "parameters": {"default": None}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "look", "parameters": {"default": None}}}
+]
 QUESTION = {"role": "user", "content": "weather in Oslo?"}
 AGENT_TURNS: list[dict[str, Any]] = [
     QUESTION,
@@ -292,8 +294,8 @@ WRONG: dict[str, tuple[Any, str]] = {  # rows, what the line says
     "dict of turns": ({"messages": {"role": "user"}}, "messages holds an object"),
     "text is a number": ({"text": 5}, "text holds a number"),
     "tools": ({"messages": [QUESTION], "tools": "no"}, "a string under tools"),
-    "history of one": ({"history": [["a", "b"], ["c"]], "prompt": "c", "response": "d"}, "history, pair 2 has 1 entries"),
-    "history of three": ({"history": [["a", "b", "c"]], "prompt": "c", "response": "d"}, "history, pair 1 has 3 entries"),
+    "history of one": ({"history": [["a", "b"], ["c"]], "prompt": "c", "response": "d"}, "history, entry 2 is no pair"),
+    "history of three": ({"history": [["a", "b", "c"]], "prompt": "c", "response": "d"}, "history, entry 1 is no pair"),
     "history of texts": ({"history": ["a", "b"], "prompt": "c", "response": "d"}, "history, turn 1 is a string"),
     "weight": ({"messages": [QUESTION, {"role": "assistant", "content": "a", "weight": "x"}]}, "turn 2 has 'x' under weight"),
     "train": ({"messages": [QUESTION, {"role": "assistant", "content": "a", "train": [0]}]}, "turn 2 has [0] under train"),

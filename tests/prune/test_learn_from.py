@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 from ddp_text.blocks import Blocks, cut, select_loss_mask
-from ddp_text.messages import Notes
 from ddp_text.documents import Document, read_documents
+from ddp_text.messages import Notes
 from ddp_text.rows import Rows
 from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import tokenize

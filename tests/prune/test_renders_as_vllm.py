@@ -13,8 +13,6 @@ import pytest
 from chat_templates import QWEN3
 from test_documents import document
 
-from ddp_text.templates import ChatTemplate
-
 RESULT = "{%- elif m.role == 'tool' %}{{- '<tool_response>\n' + m.content + '\n</tool_response>\n' }}"
 HERMES = (  # Qwen2.5: a system turn of its own, calls and tools as JSON
     "{%- if tools %}{{- '<|im_start|>system\n' }}"
@@ -85,7 +83,7 @@ BRACES = (  # Gemma 4: calls in braces, thoughts of turns with calls, the develo
 LAST_THOUGHTS = QWEN3.replace(  # Qwen3 with its calls
     "        {{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor %}",
     "        {%- for call in message.tool_calls or [] %}\n"
-    "            {{- '\\n<tool_call>\\n{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}\n"
+    '            {{- \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}\n'
     "            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}\n"
     "            {{- '}\\n</tool_call>' }}\n        {%- endfor %}\n        {{- '<|im_end|>\\n' }}\n"
     "    {%- elif message.role == 'tool' %}\n"
@@ -130,13 +128,15 @@ PARTS = (  # Kimi, Qwen3-VL: parts, each with its kind; words that stand alone a
     "{%- if m.tool_calls %}{%- for call in m['tool_calls'] %}{{- '<|call|>' + (call | tojson) }}{%- endfor %}{%- endif %}"
     "{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
 )
-CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+)
 TEMPLATES = {
     "hermes": HERMES, "items": ITEMS, "braces": BRACES, "last thoughts": LAST_THOUGHTS, "one call": ONE_CALL,
     "strict": STRICT, "parts": PARTS, "without tools": CHATML,
 }  # fmt: skip
 
-ARGUMENTS = {"city": "Ålesund \"north\"", "days": 2, "deep": {"a": [1, None, True], "b": 1.5}}
+ARGUMENTS = {"city": 'Ålesund "north"', "days": 2, "deep": {"a": [1, None, True], "b": 1.5}}
 
 
 def user(content: Any = "weather in Oslo?") -> dict[str, Any]:
@@ -147,7 +147,9 @@ def assistant(content: Any = "It is 21 degrees.", **more: Any) -> dict[str, Any]
     return {"role": "assistant", "content": content, **more}
 
 
-def call(arguments: Any = json.dumps(ARGUMENTS), name: str = "get_weather", identity: str = "c00000001") -> dict[str, Any]:
+def call(
+    arguments: Any = json.dumps(ARGUMENTS), name: str = "get_weather", identity: str = "c00000001"
+) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -164,7 +166,11 @@ def called(*calls: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-TOOL = {"name": "get_weather", "description": "look", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {
+    "name": "get_weather",
+    "description": "look",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 TOOLS = [{"type": "function", "function": TOOL}]
 AGENT = [
     SYSTEM, user(), assistant("", reasoning="I need the tool.", tool_calls=[call()]), result("21"),
@@ -214,7 +220,12 @@ RESPONSES = [user(parts("a", kind="input_text")), assistant([*parts("b", "c", ki
 PACKED = json.dumps({"id": "c00000001", "name": "get_weather", "arguments": ARGUMENTS})
 TEXT_OF_ARGUMENTS = {"id": "c00000001", "name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
 SPOKEN = {"messages": [user(), assistant(None, tool_calls=[call()]), {"role": "tool", "content": "21"}, assistant()]}
-SHARE_GPT = [("human", "weather in Oslo?"), ("function_call", PACKED), ("observation", "21"), ("gpt", "It is 21 degrees.")]
+SHARE_GPT = [
+    ("human", "weather in Oslo?"),
+    ("function_call", PACKED),
+    ("observation", "21"),
+    ("gpt", "It is 21 degrees."),
+]
 
 
 def share_gpt(words: str) -> dict[str, Any]:
@@ -251,7 +262,9 @@ ROWS = {name: ({"messages": messages}, {"messages": messages}) for name, message
 
 
 @pytest.fixture(scope="module")
-def rendered(run_in_vllm: Callable[..., str], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, str]:
+def rendered(
+    run_in_vllm: Callable[..., str], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, str]:
     """What vLLM renders, by template and conversation; null if it rejects the request."""
     folder, script = tmp_path_factory.mktemp("rendered"), Path(__file__).with_name("render_in_vllm.py")
     jobs = {(template, name): (TEMPLATES[template], ROWS[name][1]) for template in TEMPLATES for name in ROWS}

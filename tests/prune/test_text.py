@@ -213,7 +213,9 @@ def test_text_of_which_a_part_is_trained_on_is_not_watched(
     mixed = write_texts("c.jsonl", [*_texts("b", 30, words), *texts[:30][::-1]])
     for _ in range(2):  # the second time from the cache
         watched = load(mixed, heldout_blocks=40, **only)
-        with pytest.raises(TextError, match=r"a\.jsonl trains on \d+ of the \d+ excerpts that are held out of c\.jsonl; pass"):
+        with pytest.raises(
+            TextError, match=r"a\.jsonl trains on \d+ of the \d+ excerpts that are held out of c\.jsonl; pass"
+        ):
             check_watched(watched, "c.jsonl", blocks, "a.jsonl")
     again = load(write_texts("d.jsonl", texts), heldout_blocks=2, **only)
     assert again.heldout.equal(blocks.heldout)
