@@ -94,10 +94,10 @@ def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes)
         words = words_of(message).rpartition("</think>")[2].strip()
         if words not in rendered.text:
             notes.add("turns that the chat template leaves out or changes", message["role"])
-    for _ in range(rendered.num_thoughtless):
-        notes.add("answers whose thoughts the chat template leaves out, so they are not in the loss of assistants")
+    for statement in rendered.left_out:
+        notes.add(statement)
     are_marked = any("weight" in message for message in messages)
-    if rendered.answers == [] and not are_marked and not rendered.num_thoughtless:
+    if rendered.answers == [] and not are_marked and not rendered.left_out:
         notes.add("conversations whose answers cannot be located, so none is in the loss of assistants")
 
 

@@ -156,7 +156,8 @@ class TurnReader:
         """Return the role of a speaker that the chat template knows; "" if nobody knows it."""
         name = speaker.strip().lower()
         role = SPEAKERS.get(name) or ("assistant" if name.startswith(VERSIONED) else "")
-        is_known = role in ("system", "tool") and self.template and self.template.knows(name)
+        knows = self.template.knows if self.template else lambda _: False
+        is_known = role == "tool" and knows(name) and not knows(role)  # such as GLM's observation
         return name if is_known or name == "developer" else role
 
     def _parts(self, content: Any, has: str, key: str, blocks: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -20,6 +20,8 @@ from ddp_vllm.errors import TextError
 
 PLACEHOLDER = chr(0x100000)  # a character to which Unicode gives no meaning
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
+THOUGHTLESS = "answers whose thoughts the chat template leaves out"
+NOT_GENERATED = f"{THOUGHTLESS}, so they are not in the loss of assistants"
 UNREADABLE = (TemplateError, TypeError, ValueError)
 
 Message = Mapping[str, Any]
@@ -33,9 +35,9 @@ class Rendered(NamedTuple):
     """[start, stop) of the text that the assistant generates, in characters, without the end of its
     turns. Empty if the words cannot be located, because the template repeats or hides them. None if
     no assistant takes part."""
-    num_thoughtless: int = 0
-    """Answers whose thoughts the template leaves out, so that no server generates them. They are
-    none of `answers`."""
+    left_out: Sequence[str] = ()
+    """`NOT_GENERATED` for each answer, none of `answers`, before which a server generates thoughts
+    that the template leaves out here; `THOUGHTLESS` for others."""
 
 
 class ChatTemplate:
@@ -57,11 +59,6 @@ class ChatTemplate:
     def knows(self, role: str) -> bool:
         """Tell whether the template mentions a role."""
         return f"'{role}'" in self.source or f'"{role}"' in self.source
-
-    @cached_property
-    def thinks(self) -> bool:
-        """Whether the template knows of thoughts."""
-        return re.search("think|reasoning", self.source) is not None
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -90,7 +87,7 @@ class ChatTemplate:
     def prompt(self) -> str:
         """What the template adds to a conversation so that the model answers; "" if nothing."""
         question = [{"role": "user", "content": "a"}]
-        with suppress(TemplateError):
+        with suppress(*UNREADABLE):
             before, text = self.text(question), self.text(question, prompt=True)
             return text.removeprefix(before) if text.startswith(before) else ""
         return ""
@@ -131,15 +128,31 @@ class ChatTemplate:
     def _rendered(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
         """Return where the answers are in the text of a conversation."""
         numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        answers, num_thoughtless = list[tuple[int, int]](), 0
+        answers, left_out = list[tuple[int, int]](), list[str]()
         for number in numbers:
             if messages[number].get("weight") == 0:
                 continue
             if span := self._answer(text, messages, number, tools):
-                has_thoughts = _thoughts_of(messages[number]) in text[slice(*span)]
-                num_thoughtless += self.thinks and not has_thoughts
-                answers += [span] if has_thoughts or not self.thinks else []
-        return Rendered(text, answers if numbers else None, num_thoughtless)
+                thoughts = _thoughts_of(messages[number])
+                is_left_out = thoughts not in text[slice(*span)]
+                if is_left_out and self._thinks(thoughts, messages[: number + 1], tools):
+                    left_out.append(NOT_GENERATED)
+                    continue
+                is_unread = messages[number].get(THOUGHTS[0]) and not any(map(self.reads, THOUGHTS))
+                left_out += [THOUGHTLESS] * (is_left_out and not is_unread)
+                answers.append(span)
+        return Rendered(text, answers if numbers else None, left_out)
+
+    def _thinks(self, thoughts: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Tell whether a model with this template thinks before the answer that ends a
+        conversation: the template begins thoughts, or renders those of a last turn."""
+        if re.search(r"(?<!/)\bthink\W*$", self.prompt, re.IGNORECASE):
+            return True
+        with suppress(*UNREADABLE):
+            text = self.text(messages, tools)
+            span = self._answer(text, messages, len(messages) - 1, tools)
+            return span is not None and thoughts in text[slice(*span)]
+        return False
 
     def _answer(
         self, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
