@@ -60,7 +60,7 @@ class Blocks:
     """Tokens in all blocks. Reading stops when the run has enough."""
     train_hashes: frozenset[int] = frozenset()
     heldout_hashes: frozenset[int] = frozenset()
-    """Of the texts of excerpts."""
+    """Of the excerpts that are trained on, and of all excerpts of held-out documents."""
     notes: tuple[str, ...] = ()
     """Lines for the user about rows that were dropped, unknown or changed, as `Notes`."""
 
@@ -109,25 +109,19 @@ def load_blocks(
                 "give more text or lower --batch-size or --seq-len" + "".join(f"; {note}" for note in notes)
             )
         ids, loss_mask, hashes = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
-        is_trained = np.arange(len(hashes)) >= len(heldout.hashes)
-        blocks = Tokens(
-            _cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width),
-            np.stack([hashes, is_trained.astype(np.uint64)], axis=1),
-        )  # fmt: skip
+        is_trained = np.repeat(np.arange(2, dtype=np.uint64), [len(heldout.hashes), len(train.hashes)])
+        ids, loss_mask = _cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width)
+        blocks = Tokens(ids, loss_mask, np.stack([hashes, is_trained]))
         saved = blocks, tuple(notes)
         save_blocks(path, *saved)
-    tokens, loss_mask, hashes = (
-        torch.from_numpy(saved[0].ids).long(),
-        torch.from_numpy(saved[0].loss_mask),
-        saved[0].hashes,
-    )
+    tokens, (hashes, is_trained) = torch.from_numpy(saved[0].ids).long(), saved[0].hashes
     return Blocks(
         train=tokens[heldout_blocks:],
-        loss_mask=loss_mask[heldout_blocks:],
+        loss_mask=torch.from_numpy(saved[0].loss_mask)[heldout_blocks:],
         heldout=tokens[:heldout_blocks],
         num_tokens=tokens.numel(),
-        train_hashes=frozenset(hashes[hashes[:, 1] == 1, 0].tolist()),
-        heldout_hashes=frozenset(hashes[hashes[:, 1] == 0, 0].tolist()),
+        train_hashes=frozenset(hashes[is_trained == 1].tolist()),
+        heldout_hashes=frozenset(hashes[is_trained == 0].tolist()),
         notes=saved[1],
     )
 
@@ -149,6 +143,7 @@ def _read(
             read = partial(read_documents, rows, template, notes[name], column=text_column)
             candidates[name], shuffled[name] = _open(rows.num_rows, read, seed, excerpt_size, heldout_size)
         heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
+        heldout = heldout._replace(hashes=np.asarray([*map(hash_of, hidden)], np.uint64))
         excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
         if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
             excerpts = {name: _not_empty(name, stream) for name, stream in excerpts.items()}

@@ -39,8 +39,8 @@ WEIGHTS = ("weight", "train")
 BLOCKS = ("tool_use", "tool_result", "thinking")
 """Parts of contents that are no words in a chat of `/v1/messages`."""
 CALL_KEYS, THOUGHT_KEYS = ("tool_calls", "function_call"), (*THOUGHTS, "thinking_blocks")
-READ_AS = dict.fromkeys((*CALL_KEYS, "tool_use"), CALL_KEYS[:1])
-READ_AS |= dict.fromkeys(THOUGHT_KEYS, THOUGHTS)
+READ_AS: dict[str, tuple[str, ...]] = dict.fromkeys(THOUGHT_KEYS, THOUGHTS)
+READ_AS |= dict.fromkeys((*CALL_KEYS, "tool_use"), CALL_KEYS[:1])
 """What an assistant generates besides words, and the keys under which a template may read it."""
 HANDED_ON = {"assistant": tuple(READ_AS), "tool": ("tool_call_id",), "developer": ("tools",)}
 """Keys of a role's messages that vLLM hands on, next to `name` and `task`."""

@@ -192,7 +192,7 @@ class ChatTemplate:
         return start
 
 
-def _is_content(node: nodes.Node, names: set[str]) -> bool:
+def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
     """Tell whether an expression is the content of a message, filtered or sliced, or one of these
     variables."""
     while isinstance(node, nodes.Filter | nodes.Test) or (

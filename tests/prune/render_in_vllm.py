@@ -1,7 +1,7 @@
 """Renders conversations as vLLM's /v1/chat/completions does, without an engine: MODEL JOBS RESULTS.
 
-A job is a chat template with a request, of /v1/messages or `LLM.chat` if its `path` says so. A result is the text, or null if vLLM
-rejects the request.
+A job is a chat template with a request, of /v1/messages or `LLM.chat` if its `path` says so. A result is the text, or
+null if vLLM rejects the request.
 """
 
 import json

@@ -185,7 +185,7 @@ def test_chats_without_a_template_say_why_they_are_plain_text(content: Any, toke
 
 UNREAD_FORMS: dict[str, tuple[dict[str, Any], str, str]] = {  # a row, its text, the columns that are not read
     "text beside messages": ({"text": "fox", "messages": [QUESTION]}, "fox", "messages (1)"),
-    "text beside a question": ({"text": "fox", "instruction": "a", "output": "b"}, "fox", "instruction (1), output (1)"),
+    "text beside a question": ({"text": "fox", "prompt": "a", "answer": "b"}, "fox", "prompt (1), answer (1)"),
     "text beside others": ({"text": "fox", "url": "a", "id": 1, "messages": [], "system": ""}, "fox", ""),
     "two questions": ({"prompt": "c", "instruction": "a", "response": "b"}, "<user>a<assistant>b", "prompt (1)"),
     "two answers": ({"question": "a", "output": "b", "answer": "c"}, "<user>a<assistant>b", "answer (1)"),
@@ -248,7 +248,7 @@ FORMS: dict[str, tuple[Any, str]] = {
                            "<system>s<user>a\n\nc<assistant>b"),
     "history of messages": ({"history": [USER, {"role": "assistant", "content": "b"}], "prompt": "c", "response": "d"},
                             "<user>a<assistant>b<user>c<assistant>d"),
-    "history without an answer": ({"history": [["a", None]], "prompt": "c", "response": "d"}, "<user>a<user>c<assistant>d"),
+    "half a history": ({"history": [["a", None]], "prompt": "c", "response": "d"}, "<user>a<user>c<assistant>d"),
     "wildchat": ({"conversation": [{"role": "user", "content": "a", "toxic": False}]}, "<user>a"),
 }  # fmt: skip
 
@@ -287,6 +287,7 @@ def test_a_named_column_may_hold_conversations(
     assert again.notes == blocks.notes  # from the cache
 
 
+ANSWER = {"role": "assistant", "content": "a"}
 WRONG: dict[str, tuple[Any, str]] = {  # rows, what the line says
     "number": ({"messages": [QUESTION, {"role": "assistant", "content": 17}]}, "turn 2 has a number under content"),
     "null turn": ({"messages": [QUESTION, None]}, "turn 2 is null"),
@@ -297,13 +298,11 @@ WRONG: dict[str, tuple[Any, str]] = {  # rows, what the line says
     "history of one": ({"history": [["a", "b"], ["c"]], "prompt": "c", "response": "d"}, "history, entry 2 is no pair"),
     "history of three": ({"history": [["a", "b", "c"]], "prompt": "c", "response": "d"}, "history, entry 1 is no pair"),
     "history of texts": ({"history": ["a", "b"], "prompt": "c", "response": "d"}, "history, turn 1 is a string"),
-    "weight": ({"messages": [QUESTION, {"role": "assistant", "content": "a", "weight": "x"}]}, "turn 2 has 'x' under weight"),
-    "train": ({"messages": [QUESTION, {"role": "assistant", "content": "a", "train": [0]}]}, "turn 2 has [0] under train"),
-    "calls": ({"messages": [QUESTION, {"role": "assistant", "tool_calls": "look"}]}, "turn 2 has a string under tool_calls"),
-    "custom calls": ({"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "a"}}]}]},
-                     "turn 2 has a list of objects under tool_calls"),
-    "thoughts": ({"messages": [QUESTION, {"role": "assistant", "content": "a", "reasoning": {"a": 1}}]},
-                 "turn 2 has an object under reasoning"),
+    "weight": ({"messages": [{**ANSWER, "weight": "x"}]}, "turn 1 has 'x' under weight"),
+    "train": ({"messages": [{**ANSWER, "train": [0]}]}, "turn 1 has [0] under train"),
+    "calls": ({"messages": [{**ANSWER, "tool_calls": "look"}]}, "turn 1 has a string under tool_calls"),
+    "other calls": ({"messages": [{**ANSWER, "tool_calls": [{"type": "x"}]}]}, "a list of objects under tool_calls"),
+    "thoughts": ({"messages": [{**ANSWER, "reasoning": {"a": 1}}]}, "turn 1 has an object under reasoning"),
     "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),
     "list of strings": (["a", "b"], "turn 1 is a string"),
 }  # fmt: skip
