@@ -20,6 +20,8 @@ from ddp_vllm.errors import TextError
 
 PLACEHOLDER = chr(0x100000)  # a character to which Unicode gives no meaning
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
+"""Keys under which templates read thoughts: vLLM hands on the first two; it renders gpt-oss, whose
+template reads the third, without a template."""
 THOUGHTLESS = "answers whose thoughts the chat template leaves out"
 NOT_GENERATED = f"{THOUGHTLESS}, so they are not in the loss of assistants"
 UNREADABLE = (TemplateError, TypeError, ValueError)
@@ -129,30 +131,28 @@ class ChatTemplate:
         """Return where the answers are in the text of a conversation."""
         numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         answers, left_out = list[tuple[int, int]](), list[str]()
-        for number in numbers:
-            if messages[number].get("weight") == 0:
-                continue
-            if span := self._answer(text, messages, number, tools):
-                thoughts = _thoughts_of(messages[number])
-                is_left_out = thoughts not in text[slice(*span)]
-                if is_left_out and self._thinks(thoughts, messages[: number + 1], tools):
-                    left_out.append(NOT_GENERATED)
-                    continue
+        for number in (n for n in numbers if messages[n].get("weight") != 0):
+            span = self._answer(text, messages, number, tools)
+            thoughts = _thoughts_of(messages[number])
+            is_left_out = thoughts not in (text[slice(*span)] if span else text)
+            if is_left_out and not (span and self._answers_at_once(thoughts, messages[: number + 1], tools)):
+                left_out.append(NOT_GENERATED)
+            elif span:
+                answers.append(span)
                 is_unread = messages[number].get(THOUGHTS[0]) and not any(map(self.reads, THOUGHTS))
                 left_out += [THOUGHTLESS] * (is_left_out and not is_unread)
-                answers.append(span)
         return Rendered(text, answers if numbers else None, left_out)
 
-    def _thinks(self, thoughts: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Tell whether a model with this template thinks before the answer that ends a
-        conversation: the template begins thoughts, or renders those of a last turn."""
+    def _answers_at_once(self, thoughts: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Tell whether a model with this template does not think before the answer that ends a
+        conversation: the template neither begins thoughts nor renders those of a last turn."""
         if re.search(r"(?<!/)\bthink\W*$", self.prompt, re.IGNORECASE):
-            return True
+            return False
         with suppress(*UNREADABLE):
             text = self.text(messages, tools)
             span = self._answer(text, messages, len(messages) - 1, tools)
-            return span is not None and thoughts in text[slice(*span)]
-        return False
+            return span is None or thoughts not in text[slice(*span)]
+        return True
 
     def _answer(
         self, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
