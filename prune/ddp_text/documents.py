@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddp_text.conversations import Conversation, RowParser
-from ddp_text.messages import UNREAD, Message, Notes, words_of
+from ddp_text.messages import UNREAD, Message, Notes, texts_of, words_of
 from ddp_text.rows import Rows, reading_text
 from ddp_text.templates import ChatTemplate, Rendered
 
@@ -91,8 +91,8 @@ def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes)
     """Count the turns that a template leaves out, and conversations whose answers cannot be
     located."""
     for message in messages:
-        words = words_of(message).rpartition("</think>")[2].strip()
-        if words not in rendered.text:
+        words = (text.rpartition("</think>")[2].strip() for text in texts_of(message))
+        if not all(text in rendered.text for text in words):
             notes.add("turns that the chat template leaves out or changes", message["role"])
     for statement in rendered.left_out:
         notes.add(statement)

@@ -246,12 +246,15 @@ class TurnReader:
         return {k: turn[k] for k in names if k not in READ_AS and turn.get(k) is not None}
 
 
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of the parts of a message."""
+    content = message["content"]
+    return [part["text"] for part in content] if isinstance(content, list) else [content]
+
+
 def words_of(message: Message) -> str:
     """Return the text of a message."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return content or ""
+    return "\n".join(texts_of(message))
 
 
 def first(row: Mapping[str, Any], names: tuple[str, ...]) -> str:

@@ -166,6 +166,14 @@ def test_answers_whose_thoughts_a_template_leaves_out_are_counted_and_not_in_the
     assert len(in_loss(document({"messages": turns}, tokenizer)).strip("|").split("|" * 5)) > 1  # both answers
 
 
+def test_parts_that_a_template_renders_apart_are_not_counted(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    )
+    row = {"messages": [{"role": "user", "content": [{"type": "text", "text": word} for word in ("nine", "foxes")]}]}
+    assert document(row, tokenizer).text == "<nine><foxes>" and notes_of([row], tokenizer, tmp_path) == []
+
+
 def test_words_that_a_template_leaves_out_of_an_answer_are_counted(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = ONE_CALL
     turns = [QUESTION, {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}, *AGENT_TURNS[2:]]
