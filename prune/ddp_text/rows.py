@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ddp_text.conversations import COLUMNS, RowParser
-from ddp_text.messages import Notes
+from ddp_text.messages import Notes, are_turns
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub import hub_fault
@@ -228,10 +228,7 @@ def _single_value(name: str, file: Path, first: bytes, num_lines: int) -> list[A
 
 def _is_conversation(values: list[Any]) -> bool:
     """Tell whether a list holds the messages of one conversation, and not rows."""
-    return all(
-        isinstance(value, dict) and {"role", "from"} & value.keys() and not set(COLUMNS) & value.keys()
-        for value in values
-    )
+    return are_turns(values) and not any(set(COLUMNS) & value.keys() for value in values)
 
 
 def _parse(content: bytes, name: str, line: int = 1) -> Any:
