@@ -317,10 +317,10 @@ def select_loss_mask(
     if learn_from != "assistant":
         return None
     if blocks.loss_mask.all():
-        reason = f"no turns of an assistant were found in {data}"
+        line = f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations to it"
         if any(AS_PLAIN_TEXT in note for note in blocks.notes):
-            reason = f"conversations of {data} were read as plain text (see above)"
-        print_line(f"{reason}, so the loss covers all tokens; add conversations that a chat template renders")
+            line = f"conversations of {data} were read as plain text (see above), so the loss covers all tokens"
+        print_line(line)
         return None
     if not blocks.loss_mask[:, 1:].any():
         raise TextError(f"{data} holds no words of an assistant; try --learn-from all")
