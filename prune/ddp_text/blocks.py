@@ -129,8 +129,7 @@ def load_blocks(
 def _read(
     data: str, tokenizer: Any, *, excerpt_size: int, heldout_tokens: int, train_tokens: int, seed: int, text_column: str
 ) -> tuple[Tokens, Tokens, list[str]]:
-    """Return the held-out tokens, the training tokens and notes on the rows. excerpt_size: in
-    characters."""
+    """Return held-out tokens, training tokens and notes. excerpt_size: in characters."""
     names = sources_of(data)
     turns = {name: names.count(name) for name in names}
     notes = {name: Notes() for name in turns}
@@ -187,8 +186,7 @@ def _by_hash(documents: list[Document]) -> list[Document]:
 
 
 def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, int]) -> Iterator[Document]:
-    """Yield documents of the sources in rotation, `turns[name]` in a row, until all sources are
-    exhausted."""
+    """Yield documents of the sources in rotation, `turns[name]` in a row, until all are exhausted."""
     streams = {name: iter(source) for name, source in sources.items()}
     while streams:
         for name, stream in list(streams.items()):
@@ -201,8 +199,7 @@ def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, in
 def hold_out(
     candidates: Iterable[Document], tokenizer: Any, excerpt_size: int, num_tokens: int
 ) -> tuple[Tokens, set[str]]:
-    """Return up to `num_tokens` tokens, one excerpt per document, and all excerpts of these
-    documents."""
+    """Return up to `num_tokens` tokens of one excerpt per document, and all their excerpts."""
     hidden = set[str]()
 
     def chosen() -> Iterator[Document]:
@@ -247,8 +244,7 @@ def _not_empty(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
 
 
 def cut(document: Document, size: int) -> list[Document]:
-    """Cut a document at blanks into equal excerpts of about `size` characters; an empty document
-    has no excerpt."""
+    """Cut a document at blanks into equal excerpts of about `size` characters; an empty one has none."""
     text = document.text
     count = max(1, round(len(text) / size))
     starts = (len(text) * number // count for number in range(1, count))
@@ -258,8 +254,7 @@ def cut(document: Document, size: int) -> list[Document]:
 
 
 def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:
-    """Return [num_blocks, len(first) + width]: the whole blocks of a stream, each preceded by
-    `first`."""
+    """Return [num_blocks, len(first) + width]: the blocks of a stream, each after `first`."""
     rows = stream[: len(stream) // width * width].reshape(-1, width)
     return np.hstack([np.tile(np.asarray(first, stream.dtype), (len(rows), 1)), rows])
 
@@ -276,8 +271,7 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
 
 
 def saved_blocks(path: Path) -> tuple[Tokens, tuple[str, ...]] | None:
-    """Return the blocks and notes that `save_blocks` wrote; None if there is no such file or it is
-    damaged."""
+    """Return what `save_blocks` wrote; None if there is no such file or it is damaged."""
     try:
         digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
@@ -337,8 +331,7 @@ def check_watched(watched: Blocks, name: str, blocks: Blocks, data: str) -> None
 
 
 def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:
-    """Reject tokens outside the model's vocabulary, from a tokenizer of another model.
-    Raises: ModelError."""
+    """Reject tokens that the model lacks, from a tokenizer of another. Raises: ModelError."""
     highest = max(int(part.max()) for part in (blocks.train, blocks.heldout) if part.numel())
     if highest >= vocabulary:
         raise ModelError(

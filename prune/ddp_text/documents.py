@@ -1,5 +1,4 @@
-"""Rows in, documents out: texts as they are, conversations by the chat template with their loss
-mask."""
+"""Rows in, documents out: texts, and conversations by the chat template with their loss mask."""
 
 import hashlib
 import itertools
@@ -88,8 +87,7 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes, pl
 
 
 def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes) -> None:
-    """Count the turns that a template leaves out, and conversations whose answers cannot be
-    located."""
+    """Count what a template leaves out, and conversations whose answers cannot be located."""
     for message in messages:
         words = (text.rpartition("</think>")[2].strip() for text in texts_of(message))
         if not all(text in rendered.text for text in words):
@@ -102,8 +100,7 @@ def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes)
 
 
 def _loss_mask(rendered: Rendered) -> np.ndarray | None:
-    """Return the loss mask that selects the answers; None without an assistant: then all
-    characters."""
+    """Return the loss mask that selects the answers; None (all characters) without an assistant."""
     if rendered.answers is None:
         return None
     loss_mask = np.zeros(len(rendered.text), dtype=bool)

@@ -57,8 +57,7 @@ class Notes:
         self.row_is_new = True
 
     def begin(self, row: int) -> None:
-        """State the number of the row that is read next; rows that were read before are not
-        counted."""
+        """State the number of the next row; rows that were read before are not counted."""
         self.seen.extend(bytes(max(0, row + 1 - len(self.seen))))
         self.row_is_new, self.seen[row] = not self.seen[row], 1
 
@@ -92,7 +91,7 @@ class TurnReader:
             raise TextError(f"{place} holds {kind_of(turns)}, not a text or a list of messages; write {EXAMPLE}")
         contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
         parts = itertools.chain.from_iterable(c for c in contents if isinstance(c, list))
-        kinds = {k for part in parts if isinstance(part, dict) for k in (part.get("type"), *part)}
+        kinds = {k for part in parts if isinstance(part, dict) for k in (str(part.get("type")), *part)}
         blocks = BLOCKS if kinds & {"tool_use", "tool_result", "signature"} else ()
         messages = (self._turn(t, f"{place}, turn {n}", blocks) for n, t in enumerate(turns, 1))
         return list(itertools.chain.from_iterable(messages))
@@ -104,8 +103,7 @@ class TurnReader:
         return "\n".join(texts)
 
     def one_system(self, messages: list[Message]) -> list[Message]:
-        """Return messages in which developers are joined with the system in front, unless the
-        template knows developers."""
+        """Join developers with the system in front, unless the template knows developers."""
         system = [message for message in messages if message["role"] in ("developer", "system")]
         is_known = self.template and self.template.knows("developer")
         if is_known or all(message["role"] == "system" for message in system):
@@ -178,8 +176,7 @@ class TurnReader:
                 self.notes.add("parts of turns that are no text, which are dropped", kind)
 
     def _generated(self, turn: Message, parts: dict[str, list[Any]], place: str) -> Message:
-        """Return the calls and thoughts of an assistant's turn; calls that are its words are taken
-        out of them. Raises: TextError."""
+        """Return an assistant's calls and thoughts; calls are taken out of its words. Raises: TextError."""
         key = first(turn, CALL_KEYS)
         calls = self._calls(turn[key] if key else parts["tool_use"])
         if calls is None:
@@ -234,8 +231,7 @@ class TurnReader:
         return 0 in weights
 
     def _handed_on(self, turn: Message, parts: dict[str, list[Any]], role: str) -> Message:
-        """Return the other keys of a turn that vLLM hands on, and count those that it drops or that
-        the template does not read."""
+        """Return other keys that vLLM hands on, and count those that it or the template drops."""
         names = ("name", "task", *HANDED_ON.get(role, ()))
         read = ("role", "from", "content", "value", *WEIGHTS, "text", "tool_result")
         held = [name for name, value in (parts | turn).items() if not is_empty(value)]

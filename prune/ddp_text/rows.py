@@ -150,8 +150,7 @@ def reading_text(data: str) -> Iterator[None]:
 
 
 def _decompressed(path: Path) -> Path:
-    """Return a plain file: this one, or its decompressed copy in the cache, named by its
-    content."""
+    """Return a plain file: this one, or its decompressed copy in the cache."""
     if path.suffix not in COMPRESSIONS:
         return path
     check_cache()
@@ -287,8 +286,7 @@ def _used_columns(columns: Sequence[str], column: str) -> list[str]:
 
 
 def _rows_of(rows: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows of a table, without the empty fields with which a table fills up its
-    structures."""
+    """Yield rows of a table, without the empty fields that fill up its structures."""
     for columns in rows.iter(batch_size=ROWS_PER_BATCH):
         for values in zip(*columns.values(), strict=True):
             row = zip(columns, values, strict=True)

@@ -193,8 +193,7 @@ class ChatTemplate:
 
 
 def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    """Tell whether an expression is the content of a message, filtered or sliced, or one of these
-    variables."""
+    """Tell whether an expression is a message's content, filtered or sliced, or such a variable."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

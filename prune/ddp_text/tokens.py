@@ -86,8 +86,7 @@ def _mask_over_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> 
 def pack(
     documents: Iterable[Document], tokenizer: Any, num_tokens: int, texts_per_batch: int = TEXTS_PER_BATCH
 ) -> Tokens:
-    """Return the first `num_tokens` tokens of documents, EOS after each; later documents are not
-    read."""
+    """Return the first `num_tokens` tokens of documents, EOS after each; no more are read."""
     parts, total = [Tokens(np.empty(0, np.int32), np.empty(0, bool))], 0
     stream = tokenize(documents, tokenizer, texts_per_batch)
     while total < num_tokens and (tokens := next(stream, None)):
