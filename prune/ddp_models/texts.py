@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_text.blocks import Blocks, check_vocabulary, load_blocks
+from ddp_text.blocks import Blocks, check_vocabulary, check_watched, load_blocks
 from ddp_training.settings import TrainingSettings
 
 
@@ -37,9 +37,15 @@ def load_text(
 
 
 def load_watched(
-    names: Sequence[str], recipe: TrainingSettings, tokenizer: Any, model: str, vocabulary: int
+    names: Sequence[str], blocks: Blocks, recipe: TrainingSettings, tokenizer: Any, model: str, vocabulary: int
 ) -> dict[str, Blocks]:
-    """Load each text that is only evaluated; its held-out blocks are of interest. Raises: as
-    `load_text`."""
+    """Load each text that is only evaluated; its held-out blocks are of interest.
+
+    blocks: of the text that is trained on. Raises: as `load_text`; TextError if they hold the same
+    excerpts.
+    """
     sizes = {"train_blocks": 1, "min_train_blocks": 0}
-    return {name: load_text(name, recipe, tokenizer, model, vocabulary, **sizes) for name in names}
+    watched = {name: load_text(name, recipe, tokenizer, model, vocabulary, **sizes) for name in names}
+    for name, text in watched.items():
+        check_watched(text, name, blocks, recipe.data)
+    return watched

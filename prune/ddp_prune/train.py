@@ -82,7 +82,7 @@ def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Con
     known = recipe, tokenizer, recipe.model, source.text_config.get("vocab_size", sys.maxsize)
     train_blocks = run.steps.last * recipe.batch_size
     blocks = load_text(recipe.data, *known, train_blocks=train_blocks, min_train_blocks=recipe.batch_size)
-    watched = load_watched(sources_of(recipe.watch) if recipe.watch else [], *known)
+    watched = load_watched(sources_of(recipe.watch) if recipe.watch else [], blocks, *known)
     files = weight_files(source.folder), tokenizer_and_config_files(source.folder)
     profile = str(run.profile.path) if run.profile else ""
     show = partial(console.print, markup=False, soft_wrap=True)  # a file's name may contain [

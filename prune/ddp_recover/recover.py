@@ -224,13 +224,14 @@ def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Mo
     heldout = {recipe.data: blocks.heldout}
     for name in _watched(recipe, provenance):
         try:
-            watched = main_process_first(models.accelerator, partial(load_watched, [name], *known))[name]
+            watched = main_process_first(models.accelerator, partial(load_watched, [name], blocks, *known))[name]
             heldout[name] = watched.heldout
             for note in watched.notes:
                 print_line(note)
-        except TextError:
+        except TextError as error:
             if recipe.watch:
                 raise
+            print_line(f"{name} is not watched: {error}")
     print_line(
         f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
         f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from safetensors.numpy import load, save
 
-from ddp_text.conversations import Notes
-from ddp_text.documents import Document, read_documents
+from ddp_text.documents import AS_PLAIN_TEXT, Document, hash_of, read_documents
+from ddp_text.messages import Notes
 from ddp_text.rows import open_rows, reading_text, sources_of
 from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import Tokens, leading_bos, pack
@@ -34,7 +34,7 @@ from ddp_vllm.output import atomic_file
 from ddp_vllm.remote_code.files import read_bytes
 
 LARGEST_CACHE = 1 << 36  # bytes
-VERSION = 7  # of cached blocks; raised when the same text gives other blocks
+VERSION = 8  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
 # a source shorter than this many times the held-out text is split into its excerpts
@@ -58,6 +58,9 @@ class Blocks:
     other excerpts."""
     num_tokens: int
     """Tokens in all blocks. Reading stops when the run has enough."""
+    train_hashes: frozenset[int] = frozenset()
+    heldout_hashes: frozenset[int] = frozenset()
+    """Of the excerpts that are trained on, and of all excerpts of held-out documents."""
     notes: tuple[str, ...] = ()
     """Lines for the user about rows that were dropped, unknown or changed, as `Notes`."""
 
@@ -105,17 +108,20 @@ def load_blocks(
                 f"{data} holds {num_tokens:,} tokens, but one step and the held-out text require {required:,}; "
                 "give more text or lower --batch-size or --seq-len" + "".join(f"; {note}" for note in notes)
             )
-        ids, loss_mask = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
-        blocks = Tokens(_cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width))
+        ids, loss_mask, hashes = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
+        is_trained = np.repeat(np.arange(2, dtype=np.uint64), [len(heldout.hashes), len(train.hashes)])
+        ids, loss_mask = _cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width)
+        blocks = Tokens(ids, loss_mask, np.stack([hashes, is_trained]))
         saved = blocks, tuple(notes)
         save_blocks(path, *saved)
-    tokens, loss_mask = map(torch.from_numpy, saved[0])
-    tokens = tokens.long()
+    tokens, (hashes, is_trained) = torch.from_numpy(saved[0].ids).long(), saved[0].hashes
     return Blocks(
         train=tokens[heldout_blocks:],
-        loss_mask=loss_mask[heldout_blocks:],
+        loss_mask=torch.from_numpy(saved[0].loss_mask)[heldout_blocks:],
         heldout=tokens[:heldout_blocks],
         num_tokens=tokens.numel(),
+        train_hashes=frozenset(hashes[is_trained == 1].tolist()),
+        heldout_hashes=frozenset(hashes[is_trained == 0].tolist()),
         notes=saved[1],
     )
 
@@ -123,8 +129,7 @@ def load_blocks(
 def _read(
     data: str, tokenizer: Any, *, excerpt_size: int, heldout_tokens: int, train_tokens: int, seed: int, text_column: str
 ) -> tuple[Tokens, Tokens, list[str]]:
-    """Return the held-out tokens, the training tokens and notes on the rows. excerpt_size: in
-    characters."""
+    """Return held-out tokens, training tokens and notes. excerpt_size: in characters."""
     names = sources_of(data)
     turns = {name: names.count(name) for name in names}
     notes = {name: Notes() for name in turns}
@@ -137,6 +142,7 @@ def _read(
             read = partial(read_documents, rows, template, notes[name], column=text_column)
             candidates[name], shuffled[name] = _open(rows.num_rows, read, seed, excerpt_size, heldout_size)
         heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
+        heldout = heldout._replace(hashes=np.asarray([*map(hash_of, hidden)], np.uint64))
         excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
         if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
             excerpts = {name: _not_empty(name, stream) for name, stream in excerpts.items()}
@@ -174,19 +180,13 @@ def _open(
     return read(order=by_hash), read(order=np.random.default_rng(seed).permutation(num_rows).tolist())
 
 
-def hash_of(text: str) -> int:
-    """Return 64 bits of a text's SHA-256."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
-
-
 def _by_hash(documents: list[Document]) -> list[Document]:
     by_hash = {hash_of(document.text): document for document in documents}
     return [by_hash[number] for number in sorted(by_hash)]
 
 
 def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, int]) -> Iterator[Document]:
-    """Yield documents of the sources in rotation, `turns[name]` in a row, until all sources are
-    exhausted."""
+    """Yield documents of the sources in rotation, `turns[name]` in a row, until all are exhausted."""
     streams = {name: iter(source) for name, source in sources.items()}
     while streams:
         for name, stream in list(streams.items()):
@@ -199,8 +199,7 @@ def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, in
 def hold_out(
     candidates: Iterable[Document], tokenizer: Any, excerpt_size: int, num_tokens: int
 ) -> tuple[Tokens, set[str]]:
-    """Return up to `num_tokens` tokens, one excerpt per document, and all excerpts of these
-    documents."""
+    """Return up to `num_tokens` tokens of one excerpt per document, and all their excerpts."""
     hidden = set[str]()
 
     def chosen() -> Iterator[Document]:
@@ -245,8 +244,7 @@ def _not_empty(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
 
 
 def cut(document: Document, size: int) -> list[Document]:
-    """Cut a document at blanks into equal excerpts of about `size` characters; an empty document
-    has no excerpt."""
+    """Cut a document at blanks into equal excerpts of about `size` characters; an empty one has none."""
     text = document.text
     count = max(1, round(len(text) / size))
     starts = (len(text) * number // count for number in range(1, count))
@@ -256,8 +254,7 @@ def cut(document: Document, size: int) -> list[Document]:
 
 
 def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:
-    """Return [num_blocks, len(first) + width]: the whole blocks of a stream, each preceded by
-    `first`."""
+    """Return [num_blocks, len(first) + width]: the blocks of a stream, each after `first`."""
     rows = stream[: len(stream) // width * width].reshape(-1, width)
     return np.hstack([np.tile(np.asarray(first, stream.dtype), (len(rows), 1)), rows])
 
@@ -274,8 +271,7 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
 
 
 def saved_blocks(path: Path) -> tuple[Tokens, tuple[str, ...]] | None:
-    """Return the blocks and notes that `save_blocks` wrote; None if there is no such file or it is
-    damaged."""
+    """Return what `save_blocks` wrote; None if there is no such file or it is damaged."""
     try:
         digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
@@ -315,18 +311,27 @@ def select_loss_mask(
     if learn_from != "assistant":
         return None
     if blocks.loss_mask.all():
-        print_line(
-            f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations to it"
-        )
+        line = f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations to it"
+        if any(AS_PLAIN_TEXT in note for note in blocks.notes):
+            line = f"conversations of {data} were read as plain text (see above), so the loss covers all tokens"
+        print_line(line)
         return None
     if not blocks.loss_mask[:, 1:].any():
         raise TextError(f"{data} holds no words of an assistant; try --learn-from all")
     return blocks.loss_mask
 
 
+def check_watched(watched: Blocks, name: str, blocks: Blocks, data: str) -> None:
+    """Refuse held-out text of which excerpts are trained on. Raises: TextError."""
+    if shared := watched.heldout_hashes & blocks.train_hashes:
+        raise TextError(
+            f"{data} trains on {len(shared):,} of the {len(watched.heldout_hashes):,} excerpts that are held out of "
+            f"{name}; pass text to --watch that data does not hold"
+        )
+
+
 def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:
-    """Reject tokens outside the model's vocabulary, from a tokenizer of another model.
-    Raises: ModelError."""
+    """Reject tokens that the model lacks, from a tokenizer of another. Raises: ModelError."""
     highest = max(int(part.max()) for part in (blocks.train, blocks.heldout) if part.numel())
     if highest >= vocabulary:
         raise ModelError(

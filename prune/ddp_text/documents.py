@@ -1,6 +1,6 @@
-"""Rows in, documents out: texts as they are, conversations by the chat template with their loss
-mask."""
+"""Rows in, documents out: texts, and conversations by the chat template with their loss mask."""
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_text.conversations import READ_HERE, Conversation, Message, Notes, RowParser, words_of
+from ddp_text.conversations import Conversation, RowParser
+from ddp_text.messages import UNREAD, Message, Notes, texts_of, words_of
 from ddp_text.rows import Rows, reading_text
 from ddp_text.templates import ChatTemplate, Rendered
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-UNREAD = "parts of conversations that the chat template does not read, with their turns"
+AS_PLAIN_TEXT = "conversations read as plain text, because "
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Document:
         """Return an excerpt."""
         loss_mask = None if self.loss_mask is None else self.loss_mask[characters]
         return Document(self.text[characters], loss_mask)
+
+
+def hash_of(text: str) -> int:
+    """Return 64 bits of a text's SHA-256."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
 def read_documents(
@@ -61,14 +67,11 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes, pl
     that is rejected too, or without a template, the document is the turns' contents.
     """
     messages, tools = conversation.messages, conversation.tools
-    for key in dict.fromkeys(itertools.chain.from_iterable(messages)):
-        if key not in ("role", "content", *READ_HERE) and not template.reads(key):
-            for message in messages:
-                if message.get(key) not in (None, "", []):
-                    notes.add(UNREAD, key)
     if tools and not template.reads("tools"):
         notes.add(UNREAD, "tools")
-    if template.source:
+    if not template.source:
+        notes.add(f"{AS_PLAIN_TEXT}the tokenizer has no chat template; put chat_template.jinja into the model's folder")
+    else:
         rendered = template.render(messages, tools, place)
         if isinstance(rendered, Rendered):
             _note_missing(messages, rendered, notes)
@@ -79,25 +82,25 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes, pl
             if isinstance(again, Rendered):
                 notes.add("conversations rearranged so that user and assistant alternate", reason)
                 return Document(again.text, _loss_mask(again))
-        notes.add("conversations read as plain text, because the chat template rejects them", reason)
+        notes.add(f"{AS_PLAIN_TEXT}the chat template rejects them", reason)
     return Document("\n\n".join(filter(None, map(words_of, messages))))
 
 
 def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes) -> None:
-    """Count the turns that a template leaves out, and conversations whose answers cannot be
-    located."""
+    """Count what a template leaves out, and conversations whose answers cannot be located."""
     for message in messages:
-        words = words_of(message).strip()
-        if message["role"] != "assistant" and words and words not in rendered.text:
+        words = (text.rpartition("</think>")[2].strip() for text in texts_of(message))
+        if not all(text in rendered.text for text in words):
             notes.add("turns that the chat template leaves out or changes", message["role"])
-    are_marked = any(message.keys() & set(READ_HERE) for message in messages)
-    if rendered.answers == [] and not are_marked:
+    for statement in rendered.left_out:
+        notes.add(statement)
+    are_marked = any("weight" in message for message in messages)
+    if rendered.answers == [] and not are_marked and not rendered.left_out:
         notes.add("conversations whose answers cannot be located, so none is in the loss of assistants")
 
 
 def _loss_mask(rendered: Rendered) -> np.ndarray | None:
-    """Return the loss mask that selects the answers; None without an assistant: then all
-    characters."""
+    """Return the loss mask that selects the answers; None (all characters) without an assistant."""
     if rendered.answers is None:
         return None
     loss_mask = np.zeros(len(rendered.text), dtype=bool)
@@ -119,5 +122,6 @@ def _alternating(messages: Sequence[Message]) -> list[Message]:
     for role, group in itertools.groupby(rest, key=lambda message: message["role"]):
         neighbors = list(group)
         content = "\n\n".join(filter(None, map(words_of, neighbors)))
-        joined.append(neighbors[0] if len(neighbors) == 1 else {"role": role, "content": content})
+        weight = {"weight": 0} if any("weight" in message for message in neighbors) else {}
+        joined.append(neighbors[0] if len(neighbors) == 1 else {"role": role, "content": content} | weight)
     return joined

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ddp_text.conversations import COLUMNS, Notes, RowParser
+from ddp_text.conversations import COLUMNS, RowParser
+from ddp_text.messages import Notes, are_turns
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub import hub_fault
@@ -149,8 +150,7 @@ def reading_text(data: str) -> Iterator[None]:
 
 
 def _decompressed(path: Path) -> Path:
-    """Return a plain file: this one, or its decompressed copy in the cache, named by its
-    content."""
+    """Return a plain file: this one, or its decompressed copy in the cache."""
     if path.suffix not in COMPRESSIONS:
         return path
     check_cache()
@@ -227,10 +227,7 @@ def _single_value(name: str, file: Path, first: bytes, num_lines: int) -> list[A
 
 def _is_conversation(values: list[Any]) -> bool:
     """Tell whether a list holds the messages of one conversation, and not rows."""
-    return all(
-        isinstance(value, dict) and {"role", "from"} & value.keys() and not set(COLUMNS) & value.keys()
-        for value in values
-    )
+    return are_turns(values) and not any(set(COLUMNS) & value.keys() for value in values)
 
 
 def _parse(content: bytes, name: str, line: int = 1) -> Any:
@@ -289,8 +286,7 @@ def _used_columns(columns: Sequence[str], column: str) -> list[str]:
 
 
 def _rows_of(rows: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows of a table, without the empty fields with which a table fills up its
-    structures."""
+    """Yield rows of a table, without the empty fields that fill up its structures."""
     for columns in rows.iter(batch_size=ROWS_PER_BATCH):
         for values in zip(*columns.values(), strict=True):
             row = zip(columns, values, strict=True)

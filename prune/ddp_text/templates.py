@@ -14,12 +14,16 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, nodes
 
 from ddp_vllm.errors import TextError
 
 PLACEHOLDER = chr(0x100000)  # a character to which Unicode gives no meaning
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+THOUGHTS = ("reasoning", "reasoning_content", "thinking")
+"""Keys under which templates read thoughts: vLLM hands on the first two; it renders gpt-oss, whose
+template reads the third, without a template."""
+THOUGHTLESS = "answers whose thoughts the chat template leaves out"
+NOT_GENERATED = f"{THOUGHTLESS}, so they are not in the loss of assistants"
 UNREADABLE = (TemplateError, TypeError, ValueError)
 
 Message = Mapping[str, Any]
@@ -33,6 +37,9 @@ class Rendered(NamedTuple):
     """[start, stop) of the text that the assistant generates, in characters, without the end of its
     turns. Empty if the words cannot be located, because the template repeats or hides them. None if
     no assistant takes part."""
+    left_out: Sequence[str] = ()
+    """`NOT_GENERATED` for each answer, none of `answers`, before which a server generates thoughts
+    that the template leaves out here; `THOUGHTLESS` for others."""
 
 
 class ChatTemplate:
@@ -57,17 +64,32 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template renders contents that are lists of parts."""
-        with suppress(TemplateError, TypeError):
-            text = self.text([{"role": "user", "content": [{"type": "text", "text": "a~b"}]}])
-            return "a~b" in text and "'text'" not in text
-        return False
+        """Whether the template loops over the parts of a content, which vLLM then hands on
+        (`_detect_content_format` in `vllm/renderers/hf.py`)."""
+        source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", self.source)
+        try:
+            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+        except TemplateError:
+            return False
+        in_macros = set[int]()
+        for macro in tree.find_all(nodes.Macro):
+            calls = [call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == macro.name]
+            given = [pair for call in calls for pair in zip(macro.args, call.args, strict=False)]
+            names = {parameter.name for parameter, value in given if _is_content(value, set())}
+            names |= {pair.key for call in calls for pair in call.kwargs if _is_content(pair.value, set())}
+            loops = list(macro.find_all(nodes.For))
+            in_macros |= set(map(id, loops))
+            if any(_is_content(loop.iter, names) for loop in loops):
+                return True
+        return any(
+            _is_content(loop.iter, {"content"}) for loop in tree.find_all(nodes.For) if id(loop) not in in_macros
+        )
 
     @cached_property
     def prompt(self) -> str:
         """What the template adds to a conversation so that the model answers; "" if nothing."""
         question = [{"role": "user", "content": "a"}]
-        with suppress(TemplateError):
+        with suppress(*UNREADABLE):
             before, text = self.text(question), self.text(question, prompt=True)
             return text.removeprefix(before) if text.startswith(before) else ""
         return ""
@@ -95,7 +117,7 @@ class ChatTemplate:
         """
         try:
             text = self.text(messages, tools)
-            return Rendered(text, self._answers(text, messages, tools))
+            return self._rendered(text, messages, tools)
         except TemplateError as error:
             return error
         except Exception as error:
@@ -105,21 +127,32 @@ class ChatTemplate:
                 f"{place or 'a question'} ({reason}); repair the template, or delete it"
             ) from error
 
-    def _answers(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> list[tuple[int, int]] | None:
-        """Return where the answers are in the text of a conversation, as in `Rendered`."""
+    def _rendered(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
+        """Return where the answers are in the text of a conversation."""
         numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = list[tuple[int, int]]()
-        for number in numbers:
-            message = messages[number]
-            if message.get("weight") != 0 and message.get("train") is not False:
-                span = self._answer(text, messages, number, tools)
-                # a template without calls of tools writes None for a message that is only a call
-                is_none = message.get("content") is None and span and text[slice(*span)] == "None"
-                if span and not is_none:
-                    answers.append(span)
-        return answers if numbers else None
+        answers, left_out = list[tuple[int, int]](), list[str]()
+        for number in (n for n in numbers if messages[n].get("weight") != 0):
+            span = self._answer(text, messages, number, tools)
+            thoughts = _thoughts_of(messages[number])
+            is_left_out = thoughts not in (text[slice(*span)] if span else text)
+            if is_left_out and not (span and self._answers_at_once(thoughts, messages[: number + 1], tools)):
+                left_out.append(NOT_GENERATED)
+            elif span:
+                answers.append(span)
+                is_unread = messages[number].get(THOUGHTS[0]) and not any(map(self.reads, THOUGHTS))
+                left_out += [THOUGHTLESS] * (is_left_out and not is_unread)
+        return Rendered(text, answers if numbers else None, left_out)
+
+    def _answers_at_once(self, thoughts: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Tell whether a model with this template does not think before the answer that ends a
+        conversation: the template neither begins thoughts nor renders those of a last turn."""
+        if re.search(r"(?<!/)\bthink\W*$", self.prompt, re.IGNORECASE):
+            return False
+        with suppress(*UNREADABLE):
+            text = self.text(messages, tools)
+            span = self._answer(text, messages, len(messages) - 1, tools)
+            return span is None or thoughts not in text[slice(*span)]
+        return True
 
     def _answer(
         self, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
@@ -157,3 +190,22 @@ class ChatTemplate:
             prompt_end = len(os.path.commonprefix([text[:start], prompt]))  # noqa: RUF071
             return prompt_end if has_tags or text[prompt_end:start].isspace() else start
         return start
+
+
+def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
+    """Tell whether an expression is a message's content, filtered or sliced, or such a variable."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return node.attr == "content" if isinstance(node, nodes.Getattr) else getattr(node, "name", "") in names
+
+
+def _thoughts_of(message: Message) -> str:
+    """Return the thoughts of an assistant's message; "" if it has none."""
+    content = message.get("content") or ""
+    words = "".join(part["text"] for part in content) if isinstance(content, list) else content
+    thoughts = message.get(THOUGHTS[0]) or words.rpartition("</think>")[0].rpartition("<think>")[2]
+    return str(thoughts).strip()

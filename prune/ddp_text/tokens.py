@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddp_text.documents import Document
+from ddp_text.documents import Document, hash_of
 from ddp_vllm.errors import ModelError, is_of_a_library
 
 TEXTS_PER_BATCH = 64  # texts that are tokenized at a time
@@ -20,6 +20,8 @@ class Tokens(NamedTuple):
     """int32 [num_tokens]"""
     loss_mask: np.ndarray
     """bool [num_tokens]"""
+    hashes: np.ndarray = np.empty(0, np.uint64)
+    """uint64 [num_documents], of the texts"""
 
 
 def load_tokenizer(model: str) -> Any:
@@ -62,7 +64,7 @@ def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int
             if maps_tokens and document.loss_mask is not None:
                 loss_mask[:-1] = _mask_over_tokens(document.loss_mask, encoded["offset_mapping"][number])
                 loss_mask[-1] = False
-            yield Tokens(ids, loss_mask)
+            yield Tokens(ids, loss_mask, np.asarray([hash_of(document.text)], np.uint64))
 
 
 def _mask_over_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> np.ndarray:
@@ -84,12 +86,10 @@ def _mask_over_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> 
 def pack(
     documents: Iterable[Document], tokenizer: Any, num_tokens: int, texts_per_batch: int = TEXTS_PER_BATCH
 ) -> Tokens:
-    """Return the first `num_tokens` tokens of documents, EOS after each; later documents are not
-    read."""
+    """Return the first `num_tokens` tokens of documents, EOS after each; no more are read."""
     parts, total = [Tokens(np.empty(0, np.int32), np.empty(0, bool))], 0
     stream = tokenize(documents, tokenizer, texts_per_batch)
     while total < num_tokens and (tokens := next(stream, None)):
         parts.append(tokens)
         total += len(tokens.ids)
-    ids, loss_mask = (np.concatenate(arrays)[:num_tokens] for arrays in zip(*parts, strict=True))
-    return Tokens(ids, loss_mask)
+    return Tokens(*(np.concatenate(arrays)[:num_tokens] for arrays in zip(*parts, strict=True)))

@@ -16,8 +16,8 @@ import pytest
 import torch
 from runs import small_files
 
-from ddp_text.conversations import Notes
 from ddp_text.documents import Document, read_documents
+from ddp_text.messages import Notes
 from ddp_text.rows import Rows
 from ddp_text.templates import ChatTemplate
 from ddp_vllm.errors import OutputError, TextError

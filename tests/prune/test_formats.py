@@ -13,8 +13,8 @@ import pytest
 from chat_templates import PUBLISHED, tokenizer_of
 from test_documents import GEMMA, LENIENT, MISTRAL, document, in_loss
 
-from ddp_text.conversations import Notes
 from ddp_text.documents import Document, read_documents
+from ddp_text.messages import Notes
 from ddp_text.rows import open_rows
 from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import tokenize
@@ -34,7 +34,9 @@ AGENT = (  # in the manner of Qwen3: tools in front, thoughts and calls of an as
 )
 CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}
 PACKED = {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"default": None}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "look", "parameters": {"default": None}}}
+]
 QUESTION = {"role": "user", "content": "weather in Oslo?"}
 AGENT_TURNS: list[dict[str, Any]] = [
     QUESTION,
@@ -114,14 +116,103 @@ def test_a_call_that_later_turns_depend_on_is_in_the_loss(tokenizer: Any) -> Non
     assert [text for text in in_mask.split("|") if text] == ["[CALL] get_weather", " It is 21 degrees."]
 
 
-def test_a_turn_of_weight_0_is_not_in_the_loss(tokenizer: Any) -> None:
+@pytest.mark.parametrize("zero", [{"weight": 0}, {"weight": "0"}, {"weight": 0.0}, {"train": False}, {"train": 0},
+                                  {"train": "False"}, {"weight": 1, "train": "0"}])  # fmt: skip
+def test_a_turn_of_weight_0_is_not_in_the_loss(zero: dict[str, Any], tokenizer: Any) -> None:
     tokenizer.chat_template = AGENT
-    wrong = {"role": "assistant", "content": "no words", "weight": 0}
-    for excluded in (wrong, {**wrong, "weight": 1, "train": False}):
-        turns = [QUESTION, excluded, QUESTION, {"role": "assistant", "content": "yes", "weight": 1}]
-        written = document({"messages": turns}, tokenizer)
-        assert in_loss(written).strip("|").strip() == "yes"
-        assert written.text == tokenizer.apply_chat_template(turns, tokenize=False)
+    turns = [QUESTION, {"role": "assistant", "content": "no words"}, QUESTION]
+    turns += [{"role": "assistant", "content": "yes", "weight": "1", "train": True}]
+    written = document({"messages": [turns[0], turns[1] | zero, *turns[2:]]}, tokenizer)
+    assert in_loss(written).strip("|").strip() == "yes"
+    assert written.text == tokenizer.apply_chat_template(turns, tokenize=False)
+
+
+def test_a_joined_turn_of_weight_0_is_not_in_the_loss(tokenizer: Any) -> None:
+    tokenizer.chat_template = MISTRAL
+    turns = [QUESTION, {"role": "assistant", "content": "no", "weight": 0}, {"role": "assistant", "content": "words"}]
+    written = document({"messages": [*turns, QUESTION, {"role": "assistant", "content": "yes"}]}, tokenizer)
+    assert in_loss(written).strip("|") == "yes" and "no\n\nwords" in written.text
+
+
+def test_other_weights_count_in_full_and_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = LENIENT
+    turns = [QUESTION, {"role": "assistant", "content": "half", "weight": 0.5}, {"role": "assistant", "content": "yes"}]
+    assert in_loss(document({"messages": turns}, tokenizer)).replace("|", "") == "halfyes"
+    assert notes_of([{"messages": turns}], tokenizer, tmp_path) == [
+        "turns with a weight other than 0 and 1, which count in full: 0.5 (1)"
+    ]
+
+
+THOUGHTFUL = [
+    [QUESTION, {"role": "assistant", "content": "a", "reasoning": "one"}, QUESTION,
+     {"role": "assistant", "content": "b", "reasoning": "two"}],
+    [QUESTION, {"role": "assistant", "content": "<think>\none\n</think>\n\na"}, QUESTION,
+     {"role": "assistant", "content": "<think>two</think>b"}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("turns", THOUGHTFUL, ids=["key", "words"])
+def test_answers_whose_thoughts_a_template_leaves_out_are_counted_and_not_in_the_loss(
+    turns: list[Any], tmp_path: Path
+) -> None:
+    """Nothing is counted if the thoughts of all answers are there, or if the template knows of none."""
+    tokenizer = tokenizer_of("qwen3")
+    left_out = "answers whose thoughts the chat template leaves out, so they are not in the loss of assistants"
+    assert notes_of([{"messages": turns}, {"messages": turns[:2]}], tokenizer, tmp_path) == [f"1 {left_out}"]
+    words = in_loss(document({"messages": turns}, tokenizer)).replace("|", "").strip()
+    assert words == "<think>\ntwo\n</think>\n\nb"
+    tokenizer.chat_template = LENIENT
+    assert not any(left_out in line for line in notes_of([{"messages": turns}], tokenizer, tmp_path))
+    assert len(in_loss(document({"messages": turns}, tokenizer)).strip("|").split("|" * 5)) > 1  # both answers
+
+
+def test_parts_that_a_template_renders_apart_are_not_counted(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    )
+    row = {"messages": [{"role": "user", "content": [{"type": "text", "text": word} for word in ("nine", "foxes")]}]}
+    assert document(row, tokenizer).text == "<nine><foxes>" and notes_of([row], tokenizer, tmp_path) == []
+
+
+def test_words_that_a_template_leaves_out_of_an_answer_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = ONE_CALL
+    turns = [QUESTION, {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}, *AGENT_TURNS[2:]]
+    lines = notes_of([{"messages": turns}], tokenizer, tmp_path)
+    assert "turns that the chat template leaves out or changes: assistant (1)" in lines
+
+
+@pytest.mark.parametrize("content", ["nine foxes", [{"type": "text", "text": "nine foxes"}]], ids=["text", "parts"])
+def test_chats_without_a_template_say_why_they_are_plain_text(content: Any, tokenizer: Any, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "jump"}]}
+    assert document(row, tokenizer) == Document("nine foxes\n\njump")
+    assert notes_of([row, row], tokenizer, tmp_path) == [
+        "2 conversations read as plain text, because the tokenizer has no chat template; put chat_template.jinja into "
+        "the model's folder"
+    ]
+
+
+UNREAD_FORMS: dict[str, tuple[dict[str, Any], str, str]] = {  # a row, its text, the columns that are not read
+    "text beside messages": ({"text": "fox", "messages": [QUESTION]}, "fox", "messages (1)"),
+    "text beside a question": ({"text": "fox", "prompt": "a", "answer": "b"}, "fox", "prompt (1), answer (1)"),
+    "text beside others": ({"text": "fox", "url": "a", "id": 1, "messages": [], "system": ""}, "fox", ""),
+    "two questions": ({"prompt": "c", "instruction": "a", "response": "b"}, "<user>a<assistant>b", "prompt (1)"),
+    "two answers": ({"question": "a", "output": "b", "answer": "c"}, "<user>a<assistant>b", "answer (1)"),
+    "two systems": ({"system": "s", "system_prompt": "t", "messages": [QUESTION]}, "<system>s<user>weather in Oslo?",
+                    "system_prompt (1)"),
+    "two forms": ({"messages": [QUESTION], "conversations": [QUESTION], "prompt": "a"}, "<user>weather in Oslo?",
+                  "conversations (1), prompt (1)"),
+    "input beside messages": ({"messages": [QUESTION], "input": "c", "context": "d"}, "<user>weather in Oslo?",
+                              "input (1), context (1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", UNREAD_FORMS)
+def test_columns_of_another_form_that_are_not_read_are_counted(form: str, tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = LENIENT
+    row, text, columns = UNREAD_FORMS[form]
+    assert document(row, tokenizer).text == text
+    lines = [f"columns that are not read, with their rows: {columns}"] if columns else []
+    assert notes_of([row], tokenizer, tmp_path) == lines
 
 
 ROLES = [("GPT", "assistant"), ("gpt-4o-mini", "assistant"), ("Human", "user"), ("developer", "system"),
@@ -158,6 +249,14 @@ FORMS: dict[str, tuple[Any, str]] = {
     "input and output": ({"input": "a", "output": "b"}, AB),
     "empty text": ({"text": "", "messages": [USER]}, "<user>a"),
     "lists": ([USER], "<user>a"),
+    "context of messages": ({"context": [USER, {"role": "assistant", "content": "b"}], "question": "c", "answer": "d"},
+                            "<user>a<assistant>b<user>c<assistant>d"),
+    "context of passages": ({"context": ["c", "d"], "question": "a", "answer": "b"}, "<user>a\n\nc\nd<assistant>b"),
+    "trl with a context": ({"prompt": [{"role": "system", "content": "s"}, USER], "context": "c", "completion": "b"},
+                           "<system>s<user>a\n\nc<assistant>b"),
+    "history of messages": ({"history": [USER, {"role": "assistant", "content": "b"}], "prompt": "c", "response": "d"},
+                            "<user>a<assistant>b<user>c<assistant>d"),
+    "half a history": ({"history": [["a", None]], "prompt": "c", "response": "d"}, "<user>a<user>c<assistant>d"),
     "wildchat": ({"conversation": [{"role": "user", "content": "a", "toxic": False}]}, "<user>a"),
 }  # fmt: skip
 
@@ -196,6 +295,7 @@ def test_a_named_column_may_hold_conversations(
     assert again.notes == blocks.notes  # from the cache
 
 
+ANSWER = {"role": "assistant", "content": "a"}
 WRONG: dict[str, tuple[Any, str]] = {  # rows, what the line says
     "number": ({"messages": [QUESTION, {"role": "assistant", "content": 17}]}, "turn 2 has a number under content"),
     "null turn": ({"messages": [QUESTION, None]}, "turn 2 is null"),
@@ -203,6 +303,14 @@ WRONG: dict[str, tuple[Any, str]] = {  # rows, what the line says
     "dict of turns": ({"messages": {"role": "user"}}, "messages holds an object"),
     "text is a number": ({"text": 5}, "text holds a number"),
     "tools": ({"messages": [QUESTION], "tools": "no"}, "a string under tools"),
+    "history of one": ({"history": [["a", "b"], ["c"]], "prompt": "c", "response": "d"}, "history, entry 2 is no pair"),
+    "history of three": ({"history": [["a", "b", "c"]], "prompt": "c", "response": "d"}, "history, entry 1 is no pair"),
+    "history of texts": ({"history": ["a", "b"], "prompt": "c", "response": "d"}, "history, turn 1 is a string"),
+    "weight": ({"messages": [{**ANSWER, "weight": "x"}]}, "turn 1 has 'x' under weight"),
+    "train": ({"messages": [{**ANSWER, "train": [0]}]}, "turn 1 has [0] under train"),
+    "calls": ({"messages": [{**ANSWER, "tool_calls": "look"}]}, "turn 1 has a string under tool_calls"),
+    "other calls": ({"messages": [{**ANSWER, "tool_calls": [{"type": "x"}]}]}, "a list of objects under tool_calls"),
+    "thoughts": ({"messages": [{**ANSWER, "reasoning": {"a": 1}}]}, "turn 1 has an object under reasoning"),
     "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),
     "list of strings": (["a", "b"], "turn 1 is a string"),
 }  # fmt: skip
@@ -287,7 +395,7 @@ def test_parts_and_tables_are_rendered_as_by_transformers(family: str, tmp_path:
     import pyarrow.parquet
 
     tokenizer = tokenizer_of(family)
-    turns = [QUESTION, {"role": "assistant", "content": "21 degrees", "reasoning_content": "warm"}, QUESTION]
+    turns = [QUESTION, {"role": "assistant", "content": "21 degrees", "name": "bot"}, QUESTION]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "a.parquet")
     (written,) = read_documents(open_rows(str(tmp_path / "a.parquet")), ChatTemplate(tokenizer), Notes())
     assert written.text == tokenizer.apply_chat_template(turns, tokenize=False)

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 from ddp_text.blocks import Blocks, cut, select_loss_mask
-from ddp_text.conversations import Notes
 from ddp_text.documents import Document, read_documents
+from ddp_text.messages import Notes
 from ddp_text.rows import Rows
 from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import tokenize
@@ -63,8 +63,8 @@ ANSWERED = [("user", "how many"), ("assistant", " nine foxes\n"), ("user", "why"
 WHOLE = ["<think>\nthey are red\n</think>\n\nnine foxes", "<think>\nof them\n</think>\n\n42 foxes do."]
 STRIPPED = ["nine foxes", "42 foxes do."]
 GENERATED = {  # family: text in the loss without the token that ends a turn, for REASONED and for ANSWERED; that token
-    "qwen3": (["nine foxes", WHOLE[1]], [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
-    "r1": (["\n\nnine foxes", "\n\n42 foxes do."], [" nine foxes\n", "42 foxes do."], "<｜end▁of▁sentence｜>"),
+    "qwen3": ([WHOLE[1]], [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
+    "r1": ([], [" nine foxes\n", "42 foxes do."], "<｜end▁of▁sentence｜>"),
     "llama2": ([f" {words} " for words in WHOLE], [f" {words} " for words in STRIPPED], "</s>"),
 }
 
@@ -76,7 +76,8 @@ def rendered(messages: list[dict[str, str]], tokenizer: Any) -> Document:
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(family: str) -> None:
-    """R1 drops the reasoning of every turn, Qwen3 that of earlier turns; other templates keep or strip the words."""
+    """R1 drops the thoughts of every turn, Qwen3 those of earlier turns: no server generates these answers. Other
+    templates keep or strip the words."""
     tokenizer = tokenizer_of(family)
     *expected, end = GENERATED[family]
     for turns, answers in zip((REASONED, ANSWERED), expected, strict=True):
@@ -109,7 +110,13 @@ def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_templat
     turns = [{"role": "user", "content": "why do foxes jump"}, {"role": "assistant", "content": "clouds"}]
     rows += [{"messages": [*turns, {"role": "user", "content": str(number)}]} for number in range(60)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert load(tmp_path / "mixed.jsonl").loss_mask.all()
+    blocks, lines = load(tmp_path / "mixed.jsonl"), list[str]()
+    assert blocks.loss_mask.all()
+    assert select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
+    assert "60 conversations read as plain text, because the tokenizer has no chat template" in lines[0]
+    assert lines[1] == (
+        "conversations of mixed.jsonl were read as plain text (see above), so the loss covers all tokens"
+    )
 
 
 def test_an_excerpt_from_within_an_answer_is_in_the_loss(tokenizer: Any) -> None:

@@ -56,6 +56,15 @@ ODD: dict[str, Any] = {  # fields of a config that no model has so
 }  # fmt: skip
 
 
+def test_text_of_which_rows_are_trained_on_is_not_watched(
+    tiny_model: Path, tmp_path: Path, write_texts: Callable[..., Path]
+) -> None:
+    rows = [f"the fox number {i} jumps over {i * i} clouds and rests" for i in range(60)]
+    text, part = write_texts("rows.jsonl", rows), write_texts("part.jsonl", rows[:30])
+    result = prune(tiny_model, text, tmp_path / "out", "--watch", str(part), "--steps", "60")
+    assert_refused(result, 4, f"{text} trains on", f"held out of {part}", "--watch")
+
+
 def _tokenizer(change: Callable[[dict[str, Any]], Any], folder: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     change(content)

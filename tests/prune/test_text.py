@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from ddp_text import blocks as blocks_module
-from ddp_text.blocks import cut, excerpts_of, hash_of, hold_out, take_turns
-from ddp_text.documents import Document
+from ddp_text.blocks import check_watched, cut, excerpts_of, hold_out, take_turns
+from ddp_text.documents import Document, hash_of
 from ddp_text.rows import sources_of
 from ddp_text.tokens import Tokens, leading_bos, load_tokenizer
 from ddp_vllm.errors import ModelError, OutputError, TextError
@@ -199,6 +199,27 @@ def test_a_source_that_is_held_out_whole_is_named(few: list[str], load: Callable
     for data in (names, names[::-1]):
         with pytest.raises(TextError, match=r"few\.jsonl holds no text, or all of it is held out"):
             load(",".join(map(str, data)), heldout_blocks=8)
+
+
+@pytest.mark.parametrize("words", [8, 300])
+def test_text_of_which_a_part_is_trained_on_is_not_watched(
+    words: int, load: Callable[..., Any], write_texts: Write
+) -> None:
+    """Whatever its name, its order and its other text; text that is only held out may be watched."""
+    texts, only = _texts("a", 60, words), {"train_blocks": 1, "min_train_blocks": 0}
+    blocks = load(write_texts("a.jsonl", texts), heldout_blocks=2)
+    other = load(write_texts("b.jsonl", _texts("b", 60, words)), heldout_blocks=40, **only)
+    check_watched(other, "b.jsonl", blocks, "a.jsonl")
+    mixed = write_texts("c.jsonl", [*_texts("b", 30, words), *texts[:30][::-1]])
+    for _ in range(2):  # the second time from the cache
+        watched = load(mixed, heldout_blocks=40, **only)
+        with pytest.raises(
+            TextError, match=r"a\.jsonl trains on \d+ of the \d+ excerpts that are held out of c\.jsonl; pass"
+        ):
+            check_watched(watched, "c.jsonl", blocks, "a.jsonl")
+    again = load(write_texts("d.jsonl", texts), heldout_blocks=2, **only)
+    assert again.heldout.equal(blocks.heldout)
+    check_watched(again, "d.jsonl", blocks, "a.jsonl")
 
 
 @given(

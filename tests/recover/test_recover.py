@@ -199,6 +199,10 @@ def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
     again, short = os.path.relpath(tiny_text), write_texts("short.jsonl", ["a fox"])
     assert_refused(recover(recovered, tmp_path / "no", "--watch", again), 2, "watch", "data trains on part of it")
     assert_refused(recover(recovered, tmp_path / "no", "--watch", str(short)), 4, str(short), "more text")
+    rows = [f"the fox number {i} jumps over {i * i} clouds and rests" for i in range(60)]
+    text, part = write_texts("rows.jsonl", rows), write_texts("part.jsonl", rows[:30])
+    result = recover(recovered, tmp_path / "no", "--data", str(text), "--watch", str(part))
+    assert_refused(result, 4, f"{text} trains on", f"held out of {part}", "--watch")
 
 
 def test_masks_of_a_recovered_model_cut_the_dense_one_as_before_recovery(

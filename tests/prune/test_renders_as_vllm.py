@@ -1,0 +1,309 @@
+"""The text of a conversation equals what vLLM's /v1/chat/completions renders of the same messages.
+
+vLLM is the oracle, with its own functions: what it renders is what the served model will read. Eight chat templates in
+the manner of published ones differ in what they read of a message; where vLLM rejects a request, nothing is compared.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import QWEN3
+from test_documents import document
+
+HERMES = (  # Qwen2.5: a system turn of its own, calls and tools as JSON
+    "{%- if tools %}{{- '<|im_start|>system\n' }}"
+    "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- else %}{{- 'You are Qwen.' }}"
+    "{%- endif %}"
+    "{{- '\n<tools>' }}{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}"
+    "{{- '\n</tools><|im_end|>\n' }}"
+    "{%- elif messages[0].role == 'system' %}"
+    "{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'user' or (m.role == 'system' and not loop.first) or "
+    "(m.role == 'assistant' and not m.tool_calls) %}"
+    "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{%- elif m.role == 'assistant' %}{{- '<|im_start|>assistant' }}"
+    "{%- if m.content %}{{- '\n' + m.content }}{%- endif %}"
+    "{%- for call in m.tool_calls %}{%- if call.function is defined %}{%- set call = call.function %}"
+    "{%- endif %}"
+    """{{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}"""
+    "{{- (call.arguments | tojson) + '}\n</tool_call>' }}"
+    "{%- endfor %}{{- '<|im_end|>\n' }}"
+    "{%- elif m.role == 'tool' %}"
+    "{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}"
+    "{%- endif %}"
+    "{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+ITEMS = (  # GLM-4.5: arguments one by one; a macro reads contents, also those of parts
+    "{%- macro visible(content) -%}{%- if content is string -%}{{- content }}"
+    "{%- elif content is iterable and content is not mapping -%}"
+    "{%- for item in content -%}{%- if item is mapping and item.type == 'text' -%}{{- item.text }}"
+    "{%- elif item is string -%}{{- item }}{%- endif -%}{%- endfor -%}{%- else -%}{{- content }}"
+    "{%- endif -%}{%- endmacro -%}"
+    "[gMASK]{%- if tools %}{%- for tool in tools %}{{- tool | tojson(ensure_ascii=False) }}"
+    "{%- endfor %}{%- endif %}"
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}"
+    "{%- endfor %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{- '<|user|>\n' }}{{- visible(m.content) }}"
+    "{%- elif m.role == 'assistant' %}{{- '<|assistant|>' }}{%- set thoughts = '' %}"
+    "{%- set content = visible(m.content) %}"
+    "{%- if m.reasoning_content is string %}{%- set thoughts = m.reasoning_content %}"
+    "{%- elif '</think>' in content %}"
+    "{%- set thoughts = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{%- if loop.index0 > ns.last and thoughts -%}{{- '\n<think>' + thoughts.strip() + '</think>' }}"
+    "{%- else -%}{{- '\n<think></think>' }}{%- endif -%}{%- if content.strip() -%}"
+    "{{- '\n' + content.strip() }}{%- endif -%}"
+    "{%- for call in m.tool_calls or [] %}{%- if call.function %}{%- set call = call.function %}{%- endif %}"
+    "{{- '\n<tool_call>' + call.name }}{%- for k, v in call.arguments.items() %}"
+    "{{- '\n<arg_key>' + k + '</arg_key>\n<arg_value>' }}{{- v | tojson if v is not string else v }}"
+    "{{- '</arg_value>' }}"
+    "{%- endfor %}{{- '\n</tool_call>' }}{%- endfor %}"
+    "{%- elif m.role == 'tool' %}{%- if m.content is string %}{{- '<|observation|>\n' + m.content }}"
+    "{%- else %}"
+    "{%- for part in m.content %}{{- part.output or part }}{%- endfor %}{%- endif %}"
+    "{%- elif m.role == 'system' %}{{- '<|system|>\n' + visible(m.content) }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+BRACES = (  # Gemma 4: calls in braces, thoughts of turns with calls, the developer is known
+    "{%- macro value(v) -%}{%- if v is string -%}{{- '<|\"|>' + v + '<|\"|>' }}{%- elif v is boolean -%}"
+    "{{- 'true' if v else 'false' }}{%- elif v is mapping -%}{{- '{' }}{%- for k, w in v | dictsort -%}"
+    "{{- k + ':' + value(w) }}{%- if not loop.last %},{%- endif -%}{%- endfor -%}{{- '}' }}"
+    "{%- elif v is iterable -%}"
+    "{{- '[' }}{%- for w in v -%}{{- value(w) }}{%- if not loop.last %},{%- endif -%}{%- endfor -%}{{- ']' }}"
+    "{%- else -%}{{- v }}{%- endif -%}{%- endmacro -%}"
+    "{%- if tools or messages[0].role in ['system', 'developer'] %}{{- '<|turn>system\n' }}"
+    "{%- if messages[0].role in ['system', 'developer'] %}{{- messages[0].content | trim }}{%- endif %}"
+    "{%- for tool in tools or [] %}"
+    "{{- '<|tool>' + tool.function.name + value(tool.function.parameters or {}) }}{%- endfor %}"
+    "{{- '<turn|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{%- if not (loop.first and m.role in ['system', 'developer']) %}"
+    "{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{%- set thoughts = m.reasoning or m.reasoning_content %}"
+    "{%- if thoughts and m.tool_calls %}{{- '<|channel>thought\n' + thoughts + '\n<channel|>' }}{%- endif %}"
+    "{%- for call in m.tool_calls or [] %}{{- '<|tool_call>call:' + call.function.name + '{' }}"
+    "{%- if call.function.arguments is mapping %}{%- for k, v in call.function.arguments | dictsort %}"
+    "{{- k + ':' + value(v) }}{%- if not loop.last %},{%- endif %}{%- endfor %}"
+    "{%- else %}{{- call.function.arguments }}{%- endif %}{{- '}<tool_call|>' }}{%- endfor %}"
+    "{%- if m.role == 'tool' %}"
+    "{{- '<|tool_response>' + (m.name or m.tool_call_id or 'unknown') + value(m.content) }}"
+    "{%- elif m.content is string %}{{- m.content | trim }}{%- endif %}{{- '<turn|>\n' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|turn>model\n' }}{%- endif %}"
+)
+LAST_THOUGHTS = QWEN3.replace(  # Qwen3 with its calls
+    "        {{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor %}",
+    "        {%- for call in message.tool_calls or [] %}\n"
+    '            {{- \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}\n'
+    "            {%- set given = call.function.arguments %}\n"
+    "            {{- given if given is string else given | tojson }}\n"
+    "            {{- '}\\n</tool_call>' }}\n        {%- endfor %}\n        {{- '<|im_end|>\\n' }}\n"
+    "    {%- elif message.role == 'tool' %}\n"
+    "        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}\n"
+    "    {%- endif %}\n{%- endfor %}",
+)
+ONE_CALL = (  # Llama-3.1: one call a turn, results under two roles
+    "{{- '<|begin_of_text|>' }}{%- if messages[0].role == 'system' %}"
+    "{%- set system = messages[0].content | trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\n' + system + '<|eot_id|>' }}"
+    "{%- for tool in tools or [] %}{{- tool | tojson(indent=4) + '\n\n' }}{%- endfor %}"
+    "{%- for m in messages %}{%- if not (m.role == 'ipython' or m.role == 'tool' or 'tool_calls' in m) %}"
+    "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + (m.content | trim) + '<|eot_id|>' }}"
+    "{%- elif 'tool_calls' in m %}{%- if not m.tool_calls | length == 1 %}"
+    "{{- raise_exception('single calls only') }}"
+    "{%- endif %}{%- set call = m.tool_calls[0].function %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    """{{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}<|eot_id|>' }}"""
+    "{%- else %}{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}"
+    "{%- if m.content is mapping or m.content is iterable %}{{- m.content | tojson }}{%- else %}"
+    "{{- m.content }}{%- endif %}"
+    "{{- '<|eot_id|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+STRICT = (  # Mistral-Nemo: roles alternate, calls with their identities instead of words
+    "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}"
+    "{%- set rest = messages[1:] %}"
+    "{%- else %}{%- set rest = messages %}{%- endif %}{%- set ns = namespace(n=0) %}"
+    "{%- for m in rest %}"
+    "{%- if m.role in ['user', 'assistant'] and (m.role == 'user' or m.tool_calls is undefined) %}"
+    "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must alternate') }}"
+    "{%- endif %}"
+    "{%- set ns.n = ns.n + 1 %}{%- endif %}{%- endfor %}{{- '<s>' }}"
+    "{%- for m in rest %}{%- if m.role == 'user' %}"
+    "{%- if tools is not none and loop.last %}"
+    "{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{{- '[INST]' }}{%- if loop.first and system is defined %}{{- system + '\n\n' }}{%- endif %}"
+    "{{- m.content + '[/INST]' }}"
+    "{%- elif m.tool_calls is defined and m.tool_calls is not none %}{{- '[TOOL_CALLS][' }}"
+    "{%- for call in m.tool_calls %}{%- set out = call.function | tojson %}{{- out[:-1] }}"
+    """{{- ', "id": "' + call.id + '"}' }}{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}"""
+    """{{- ']</s>' }}"""
+    "{%- elif m.role == 'assistant' %}{{- m.content + '</s>' }}"
+    """{%- elif m.role == 'tool' %}"""
+    """{{- '[TOOL_RESULTS]{"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}' }}"""
+    "{%- else %}{{- raise_exception('Only user, assistant and tool roles') }}{%- endif %}{%- endfor %}"
+)
+PARTS = (  # Kimi, Qwen3-VL: parts, each with its kind; words that stand alone are treated otherwise
+    "{%- for m in messages %}{{- '<|im_' + m.role + '|>' }}"
+    "{%- if m['content'] is string %}{{- m['content'].split('</think>')[-1] }}{%- else %}"
+    "{%- for part in m['content'] %}{{- '<' + part['type'] + '>' + part['text'] }}{%- endfor %}{%- endif %}"
+    "{%- if m.tool_calls %}{%- for call in m['tool_calls'] %}{{- '<|call|>' + (call | tojson) }}"
+    "{%- endfor %}{%- endif %}"
+    "{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+)
+TEMPLATES = {
+    "hermes": HERMES, "items": ITEMS, "braces": BRACES, "last thoughts": LAST_THOUGHTS, "one call": ONE_CALL,
+    "strict": STRICT, "parts": PARTS, "without tools": CHATML,
+}  # fmt: skip
+
+ARGUMENTS = {"city": 'Ålesund "north"', "days": 2, "deep": {"a": [1, None, True], "b": 1.5}}
+TEXT = json.dumps(ARGUMENTS)
+
+
+def user(content: Any = "weather in Oslo?") -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any = "It is 21 degrees.", **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def call(arguments: Any = TEXT, name: str = "get_weather", identity: str = "c00000001") -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(content: Any = "21", identity: str = "c00000001", **more: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": identity, "content": content, **more}
+
+
+def parts(*texts: str, kind: str = "text") -> list[dict[str, str]]:
+    return [{"type": kind, "text": text} for text in texts]
+
+
+def called(*calls: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    return [user(), {"role": "assistant", "content": None, "tool_calls": list(calls), **more}, result(), assistant()]
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+OTHER_CALL = call("", "other", "c")
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"name": "get_weather", "description": "look", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": TOOL}]
+AGENT = [
+    SYSTEM, user(), assistant("", reasoning="I need the tool.", tool_calls=[call()]), result("21"),
+    assistant("Now the other.", reasoning="One more.", tool_calls=[call('{"city": "Rome"}', identity="c00000002")]),
+    result("", "c00000002"), assistant(reasoning="Warm."), user("And Bergen?"), assistant("No idea.", reasoning="Hm."),
+]  # fmt: skip
+SAME: dict[str, Any] = {  # the messages of a row are those of the request
+    "plain": [user(), assistant()],
+    "several turns": [SYSTEM, user(), assistant(), user("why"), assistant("Because.")],
+    "two systems": [SYSTEM, user(), {"role": "system", "content": "Be long."}, assistant()],
+    "parts of text": [user(parts("a", "b")), assistant(parts("c", "d"))],
+    "system of parts": [{"role": "system", "content": parts("s", "t")}, user(), assistant()],
+    "a refusal": [user(), assistant([{"type": "refusal", "refusal": "No."}])],
+    "parts of thinking": [user(), assistant([{"type": "thinking", "thinking": "hm"}, *parts("b")])],
+    "reasoning": [user(), assistant(reasoning="Look.")],
+    "reasoning_content": [user(), assistant(reasoning_content="Look.")],
+    "both": [user(), assistant(reasoning="this", reasoning_content="that")],
+    "thoughts of every turn": [user(), assistant(reasoning="one"), user("why"), assistant("b", reasoning="two")],
+    "empty thoughts": [user(), assistant(reasoning="")],
+    "thoughts among words": [user(), assistant("<think>\none\n</think>\n\na"), user(), assistant("<think>2</think>b")],
+    "thoughts among parts": [user(), assistant(parts("<think>\none\n</think>\n\na")), user(), assistant(parts("b"))],
+    "a call": called(call()),
+    "a call without content": [user(), {"role": "assistant", "tool_calls": [call()]}, result(), assistant()],
+    "a call with words": [user(), assistant("I look.", tool_calls=[call()]), result(), assistant()],
+    "two calls": [user(), assistant(None, tool_calls=[call(), OTHER_CALL]), result(), result("b", "c"), assistant()],
+    "no arguments": called(call("")),
+    "broken arguments": called(call('{"city": "Os')),
+    "a list of arguments": called(call("[1]")),
+    "no calls": [user(), assistant(tool_calls=[])],
+    "an empty result": [user(), assistant("", tool_calls=[call()]), result(""), assistant()],
+    "a result of parts": [user(), assistant("", tool_calls=[call()]), result(parts("a", "b")), assistant()],
+    "a result with a name": [user(), assistant("", tool_calls=[call()]), result(name="get_weather"), assistant()],
+    "developer": [{"role": "developer", "content": "Be brief."}, user(), assistant()],
+    "developer later": [SYSTEM, user(), {"role": "developer", "content": "Be long."}, assistant()],
+    "unknown keys": [user(), assistant(weight=1, refusal=None, thought="x", metadata={"a": 1}, audio=None)],
+    "an agent": AGENT,
+}  # fmt: skip
+ASKED = {"messages": called(call())}
+BLOCKS = [
+    user(), assistant([{"type": "thinking", "thinking": "I need it.", "signature": "s"}, *parts("I look."),
+                       {"type": "tool_use", "id": "c00000001", "name": "get_weather", "input": ARGUMENTS}]),
+    user([{"type": "tool_result", "tool_use_id": "c00000001", "content": parts("21", "22")}, *parts("Go on.")]),
+    assistant(parts("It is 21 degrees.")),
+]  # fmt: skip
+RESPONSES = [user(parts("a", kind="input_text")), assistant([*parts("b", "c", kind="output_text"), "d"])]
+PACKED = json.dumps({"id": "c00000001", "name": "get_weather", "arguments": ARGUMENTS})
+TEXT_OF_ARGUMENTS = {"id": "c00000001", "name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
+SPOKEN = {"messages": [user(), assistant(None, tool_calls=[call()]), {"role": "tool", "content": "21"}, assistant()]}
+TOOL_OF_MESSAGES = [{"name": "get_weather", "input_schema": SCHEMA}]
+
+
+def share_gpt(words: str) -> dict[str, Any]:
+    speakers = {"human": "weather in Oslo?", "function_call": words, "observation": "21", "gpt": "It is 21 degrees."}
+    return {"conversations": [{"from": speaker, "value": value} for speaker, value in speakers.items()]}
+
+
+OTHER: dict[str, tuple[Any, dict[str, Any]]] = {  # a row, and the request of the same meaning
+    "arguments are an object": ({"messages": called(call(ARGUMENTS))}, ASKED),
+    "arguments are missing": ({"messages": called(call(None))}, {"messages": called(call(""))}),
+    "function_call": ({"messages": [user(), assistant(None, function_call=TEXT_OF_ARGUMENTS), *called()[2:]]}, ASKED),
+    "spoken call": (share_gpt(PACKED), SPOKEN),
+    "spoken call, its arguments are text": (share_gpt(json.dumps(TEXT_OF_ARGUMENTS)), SPOKEN),
+    "spoken calls on two lines": (share_gpt(f'{PACKED}\n{{"id": "c", "name": "other"}}'), {"messages": [
+        user(), assistant(None, tool_calls=[call(), OTHER_CALL]), {"role": "tool", "content": "21"}, assistant()]}),
+    "packed calls": ({"messages": [user(), assistant(None, tool_calls=json.dumps([call()])), *called()[2:]]}, ASKED),
+    "texts of calls": ({"messages": [user(), assistant(None, tool_calls=[json.dumps(call())]), *called()[2:]]}, ASKED),
+    "bare calls": ({"messages": called({"id": "c00000001", "name": "get_weather", "parameters": ARGUMENTS})}, ASKED),
+    "parts of responses": ({"messages": RESPONSES}, {"path": "LLM.chat", "messages": RESPONSES}),
+    "blocks": ({"messages": BLOCKS}, {"path": "/v1/messages", "messages": BLOCKS}),
+    "thinking": ({"messages": [user(), assistant(thinking="Look.")]}, {"messages": SAME["reasoning"]}),
+    "thinking_blocks": ({"messages": [user(), assistant(thinking_blocks=[{"type": "thinking", "thinking": "Look."}])]},
+                        {"messages": SAME["reasoning"]}),
+    "tools": ({"messages": AGENT, "tools": TOOLS}, {"messages": AGENT, "tools": TOOLS}),
+    "tools of one key": ({"messages": AGENT, "tools": [{"function": {"name": "f", "x": 1}, "z": 1}]},
+                         {"messages": AGENT, "tools": [{"function": {"name": "f", "x": 1}, "z": 1}]}),
+    "bare tools": ({"messages": AGENT, "tools": json.dumps([TOOL])}, {"messages": AGENT, "tools": TOOLS}),
+    "tools of messages": ({"system": parts("Be brief."), "messages": BLOCKS, "tools": TOOL_OF_MESSAGES},
+                          {"path": "/v1/messages", "system": parts("Be brief."), "messages": BLOCKS,
+                           "tools": TOOL_OF_MESSAGES}),
+    "columns": ({"system": "Be brief.", "history": [["weather in Oslo?", "It is 21 degrees."]], "prompt": "why",
+                 "response": "Because."}, {"messages": SAME["several turns"]}),
+}  # fmt: skip
+ROWS = {name: ({"messages": messages}, {"messages": messages}) for name, messages in SAME.items()} | OTHER
+
+
+@pytest.fixture(scope="module")
+def rendered(
+    run_in_vllm: Callable[..., str], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, str]:
+    """What vLLM renders, by template and conversation; null if it rejects the request."""
+    folder, script = tmp_path_factory.mktemp("rendered"), Path(__file__).with_name("render_in_vllm.py")
+    jobs = {(template, name): (TEMPLATES[template], ROWS[name][1]) for template in TEMPLATES for name in ROWS}
+    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
+    run_in_vllm(script, tiny_model, folder / "jobs.json", folder / "texts.json")
+    return dict(zip(jobs, json.loads((folder / "texts.json").read_text()), strict=True))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_renders_as_vllm(template: str, rendered: dict[Any, str | None], tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATES[template]
+    # a template without calls keeps those that ShareGPT has as words
+    names = [name for name in ROWS if template != "without tools" or not name.startswith("spoken")]
+    expected = {name: text for name in names if (text := rendered[template, name]) is not None}
+    assert len(expected) >= (30 if template in ("strict", "one call") else len(names))
+    assert {name: document(ROWS[name][0], tokenizer).text for name in expected} == expected
+    assert len(set(expected.values())) > len(expected) / 3, "the conversations are alike"
