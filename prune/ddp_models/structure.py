@@ -3,9 +3,11 @@ never by name.
 
 An MLP is a module of a decoder layer whose linear layers are one projection back to the hidden
 size, and one or two projections to its input: gate and up, both in one tensor, or one before an
-activation. Routed experts are modules of transformers' experts interface. Both are recognized by a
-trial: a copy with a few channels and random weights must compute the same with a channel masked as
-    with that channel cut out. Everything else of the model is left as it is.
+activation. MLPs of a layer with a block of routed experts are shared experts, which are left as
+they are. Routed experts that can be pruned are modules of transformers' experts interface. MLPs and
+experts are recognized by a trial: a copy with a few channels and random weights must compute the
+same with a channel masked as with that channel cut out. Everything else of the model is left as it
+is.
 
 Names on disk differ from those in transformers (towers of other modalities, one tensor per expert).
 transformers' own rules for loading give the one for the other.
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,18 +118,24 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with reading(folder, ModelError, AGAIN), torch.device("meta"):
         model: Any = auto_class(config).from_config(config, trust_remote_code=False)
+    if config.is_encoder_decoder or "decoder_input_ids" in signature(type(model).forward).parameters:
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder, and ddp-vllm prunes decoder-only models; choose one of them"
+        )
     prefix, layers = decoder_layers(model)
     hidden_size = config.get_text_config().hidden_size
     experts = [_find_experts(layer) for layer in layers]
-    mlps = [_find_mlp(layer, hidden_size) for layer in layers]
+    routed = [_expert_modules(layer, hidden_size) for layer in layers]
+    mlps, rest = _find_mlps(layers, hidden_size, routed)
     if not any(experts) and not any(mlps):
         modules = {
             f"{name} ({type(module).__name__})": module for part in layers for name, module in part.named_modules()
         }
         names = sorted(name for name, module in modules.items() if _multiplies(module))
+        noted = f" ({' and '.join(rest)} are left as they are)" if rest else ""
         raise ModelError(
-            f"no MLP and no routed experts that could be pruned were recognized in {type(model).__name__}; modules of "
-            f"its layers: {', '.join(names)}"
+            f"no MLP and no routed experts that could be pruned were recognized in {type(model).__name__}{noted}; "
+            f"modules of its layers: {', '.join(names)}"
         )
     stored = _stored_names(model, shapes)
     mlp, experts_block = _most_common(mlps), _most_common(experts)
@@ -153,13 +162,16 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         )
         for index in range(len(layers))
     ]
+    if any(routed) and not any(row.expert_intermediate_sizes for row in rows):
+        reason = "which are not stored one by one" if any(experts) else "whose form is not known"
+        rest.insert(0, f"routed experts, {reason}")
     text, parameters = config.get_text_config(), set(model.state_dict())
     return Structure(
         widths=ModuleWidths(layers_module=where, layers=tuple(rows), **blocks),
         tensors=TensorTable(projections=tuple(_projections(mlp))),
         experts=experts_block.module if experts_block else "",
         stacked=stacked,
-        left_alone=tuple(_left_alone(model, stored, rows, has_experts=any(experts))),
+        left_alone=("attention and other token mixers", *rest, *_left_alone(model, stored, rows)),
         loaded=frozenset(name for name, target in stored.items() if target in parameters),
         text={**text.to_dict(), "num_experts_per_tok": num_chosen_experts(config)},
     )
@@ -183,16 +195,8 @@ def _projections(mlp: Mlp | None) -> Iterator[Projection]:
         yield Projection(name=mlp.output, axis=1, units=("channel",))
 
 
-def _left_alone(
-    model: Any, stored: Mapping[str, str], rows: Sequence[LayerChannels], *, has_experts: bool
-) -> Iterator[str]:
-    """Yield in words what is not pruned."""
-    yield "attention and other token mixers"
-    if has_experts and not any(row.expert_intermediate_sizes for row in rows):
-        yield "routed experts, which are not stored one by one"
-    names = {name for name, _ in model.named_modules()}
-    if any(re.search(r"shared_(experts?|mlp)$", name) for name in names):
-        yield "shared experts"
+def _left_alone(model: Any, stored: Mapping[str, str], rows: Sequence[LayerChannels]) -> Iterator[str]:
+    """Yield in words which layers, heads and towers are not pruned."""
     pruned = {index for index, row in enumerate(rows) if row.to_json()}
     if others := [str(index) for index in range(len(rows)) if index not in pruned]:
         yield f"layers {', '.join(others)}, where no MLP or experts of that form were recognized"
@@ -204,19 +208,56 @@ def _left_alone(
         yield "towers of other modalities"
 
 
-def _find_mlp(layer: nn.Module, hidden_size: int) -> Mlp | None:
-    """Return the MLP of a layer; None if there is none, or more than one."""
-    modules = dict(layer.named_modules())
-    routed = [name.rpartition(".")[0] for name, module in modules.items() if _is_experts(module)]
-    recognized = []
-    for name, module in modules.items():
-        # shared experts
-        inside = any(part and f"{name}.".startswith(f"{part}.") for part in routed)
-        if name and not inside and (parts := _linear_parts(module, hidden_size)) and _masks_like_a_cut(module, parts):
-            recognized.append(
-                parts._replace(inputs=tuple(f"{name}.{part}" for part in parts.inputs), output=f"{name}.{parts.output}")
+def _find_mlps(
+    layers: Sequence[nn.Module], hidden_size: int, routed: Sequence[Sequence[str]]
+) -> tuple[list[Mlp | None], list[str]]:
+    """Return the MLP of each layer, None if there is none or more than one, and in words which MLPs
+    are left as they are.
+
+    routed: the `_expert_modules` of each layer. All MLPs of a layer with a block of routed experts
+        are shared experts, in the block or next to it. Gemma 4's experts are in no block: they have
+        norms of their own.
+    """
+    candidates = [list(_mlps_of(layer, hidden_size)) for layer in layers]
+    weights = [
+        [id(layer.get_submodule(mlp.output).weight) for mlp in mlps]
+        for layer, mlps in zip(layers, candidates, strict=True)
+    ]
+    uses = Counter(weight for numbers in weights for weight in numbers)
+    chosen, rest = list[Mlp | None](), dict[str, None]()
+    for mlps, numbers, modules in zip(candidates, weights, routed, strict=True):
+        is_beside_block, is_tied = any("." in name for name in modules), any(uses[number] > 1 for number in numbers)
+        if mlps and (is_beside_block or is_tied):
+            rest["shared experts" if is_beside_block else "MLPs that several layers share"] = None
+        chosen.append(mlps[0] if len(mlps) == 1 and not is_beside_block and not is_tied else None)
+    return chosen, list(rest)
+
+
+def _expert_modules(layer: nn.Module, hidden_size: int) -> list[str]:
+    """Return the modules of a layer that hold routed experts of any form: those of transformers'
+    interface, and those with a tensor [experts, …, …] where another module has a router, [experts,
+    hidden size]."""
+    matrices = [(name, *weight.shape) for name, weight in layer.named_parameters() if weight.dim() == 2]
+
+    def is_routed(name: str, weight: torch.Tensor) -> bool:
+        routers = [place for place, *shape in matrices if shape == [len(weight), hidden_size]]
+        return hidden_size in weight.shape[1:] and any(place.rpartition(".")[0] != name for place in routers)
+
+    return [
+        name
+        for name, module in layer.named_modules()
+        if _is_experts(module)
+        or any(weight.dim() == 3 and is_routed(name, weight) for weight in module.parameters(recurse=False))
+    ]
+
+
+def _mlps_of(layer: nn.Module, hidden_size: int) -> Iterator[Mlp]:
+    """Yield the MLPs of a layer, with the names of their projections relative to it."""
+    for name, module in layer.named_modules():
+        if name and (parts := _linear_parts(module, hidden_size)) and _masks_like_a_cut(module, parts):
+            yield parts._replace(
+                inputs=tuple(f"{name}.{part}" for part in parts.inputs), output=f"{name}.{parts.output}"
             )
-    return recognized[0] if len(recognized) == 1 else None
 
 
 def _linear_parts(module: nn.Module, hidden_size: int) -> Mlp | None:
@@ -411,7 +452,10 @@ def _experts_on_disk(
         written = list(revert_weight_conversion(model, {name: weight}))
         patterns = list(dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.{}.", name) for name in written))
         if len(patterns) != parts or "{}" not in patterns[0]:
-            raise ModelError(f"{name} is stored as {_listed(written)}, not as one tensor per expert; {AGAIN}")
+            raise ModelError(
+                f"{type(model).__name__} stores all experts of a layer in {_listed(written)}, and experts of different "
+                "widths require one tensor per expert; prune another model"
+            )
         single = tuple(_split(pattern, layer)[1].removesuffix(".weight") for pattern in patterns)
         if not tensors:
             raise ModelError(f"{name} is missing on disk; download the model again")
