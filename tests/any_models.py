@@ -128,6 +128,11 @@ MODELS: dict[str, Callable[[], Any]] = MIXTURES | {
         rotary_dim=16, use_routing_bias=True,
         scoring_func="softmax",  # vLLM 0.32 has no sigmoid without groups on a CPU
     ),
+    "exaone_moe": lambda: tiny_config(
+        "ExaoneMoeConfig", EXPERTS, head_dim=32, num_experts=NUM_EXPERTS, num_shared_experts=1, n_group=1, topk_group=1,
+        sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
     "hunyuan_v1_moe": lambda: tiny_config(
         "HunYuanMoEV1Config", intermediate_size=EXPERT, num_experts=NUM_EXPERTS, moe_topk=3, head_dim=32
     ),

@@ -33,6 +33,7 @@ from ddp_vllm.remote_code.module_widths import Block, LayerChannels, ModuleWidth
 from ddp_vllm.remote_code.tensors import Projection, TensorTable
 
 HIDDEN, CHANNELS, EXPERTS, TOKENS = 16, 6, 3, 5  # sizes of the copies that are tried
+MAGNITUDES = torch.logspace(-1, 3, TOKENS)[:, None]  # of their inputs: some reach every clamp
 SCALES = (0.7, 0.0, 1.3, 0.0, 1.0, 0.4)  # of the channels of a copy; two of them are removed
 AGAIN = "update transformers, or prune another model"
 
@@ -225,29 +226,38 @@ def _find_mlps(
     ]
     uses = Counter(weight for numbers in weights for weight in numbers)
     chosen, rest = list[Mlp | None](), dict[str, None]()
-    for mlps, numbers, modules in zip(candidates, weights, routed, strict=True):
-        is_beside_block, is_tied = any("." in name for name in modules), any(uses[number] > 1 for number in numbers)
-        if mlps and (is_beside_block or is_tied):
-            rest["shared experts" if is_beside_block else "MLPs that several layers share"] = None
-        chosen.append(mlps[0] if len(mlps) == 1 and not is_beside_block and not is_tied else None)
+    for layer, mlps, numbers, modules in zip(layers, candidates, weights, routed, strict=True):
+        is_tied = any(uses[number] > 1 for number in numbers)
+        has_block = any("." in name for name in modules)
+        others = [module for name, module in layer.named_modules() if name not in modules]
+        if has_block and (mlps or any(_stacks(module, hidden_size) for module in others)):
+            rest["shared experts"] = None
+        elif is_tied:
+            rest["MLPs that several layers share"] = None
+        chosen.append(mlps[0] if len(mlps) == 1 and not has_block and not is_tied else None)
     return chosen, list(rest)
+
+
+def _stacks(module: nn.Module, hidden_size: int) -> list[int]:
+    """Return how many matrices that read or write the hidden size each tensor of a module holds."""
+    weights = [weight for weight in module.parameters(recurse=False) if weight.dim() == 3 and len(weight) > 1]
+    return [len(weight) for weight in weights if hidden_size in weight.shape[1:]]
 
 
 def _expert_modules(layer: nn.Module, hidden_size: int) -> list[str]:
     """Return the modules of a layer that hold routed experts of any form: those of transformers'
-    interface, and those with a tensor [experts, …, …] where another module has a router, [experts,
+    interface, and those with tensors [experts, …, …] where another module has a router, [experts,
     hidden size]."""
-    matrices = [(name, *weight.shape) for name, weight in layer.named_parameters() if weight.dim() == 2]
-
-    def is_routed(name: str, weight: torch.Tensor) -> bool:
-        routers = [place for place, *shape in matrices if shape == [len(weight), hidden_size]]
-        return hidden_size in weight.shape[1:] and any(place.rpartition(".")[0] != name for place in routers)
-
+    routers = {
+        (name.rpartition(".")[0], len(weight))
+        for name, weight in layer.named_parameters()
+        if weight.dim() == 2 and weight.shape[1] == hidden_size
+    }
     return [
         name
         for name, module in layer.named_modules()
         if _is_experts(module)
-        or any(weight.dim() == 3 and is_routed(name, weight) for weight in module.parameters(recurse=False))
+        or any(number in _stacks(module, hidden_size) for router, number in routers if router != name)
     ]
 
 
@@ -286,7 +296,7 @@ def _masks_like_a_cut(module: nn.Module, parts: Mlp) -> bool:
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor(SCALES)
     kept = scales > 0
-    x = torch.randn(1, TOKENS, HIDDEN, generator=generator)
+    x = torch.randn(1, TOKENS, HIDDEN, generator=generator) * MAGNITUDES
     results = []
     # a module that takes other arguments, or has other parameters, is no MLP
     with suppress(Exception):
@@ -304,7 +314,7 @@ def _masks_like_a_cut(module: nn.Module, parts: Mlp) -> bool:
         linear[parts.output].weight.mul_(scales)
         _set_weight(linear[parts.output], kept, axis=1)
         results.append(mlp(x))
-        same = dense.shape == x.shape and torch.allclose(results[0], results[1], atol=1e-5)
+        same = dense.shape == x.shape and torch.allclose(results[0], results[1], atol=1e-5, rtol=1e-4)
         return same and not torch.allclose(dense, results[0], atol=1e-3)
     return False
 
@@ -367,7 +377,7 @@ def _gates_like_weights(module: Any) -> bool:
     effect."""
     generator = torch.Generator().manual_seed(0)
     masks_EC = torch.tensor(SCALES) * torch.tensor([[1.0], [0.5], [2.0]])
-    x_TH = torch.randn(TOKENS, HIDDEN, generator=generator)
+    x_TH = torch.randn(TOKENS, HIDDEN, generator=generator) * MAGNITUDES
     ids_TK = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0], [2, 1]])
     shares_TK = torch.rand(TOKENS, 2, generator=generator)
     gate_up = torch.randn(EXPERTS, 2 * CHANNELS, HIDDEN, generator=generator) * 0.4
@@ -386,7 +396,7 @@ def _gates_like_weights(module: Any) -> bool:
         is_closed = (masks_EC == 0).repeat(1, 2)[..., None]
         small.gate_up_proj = nn.Parameter(torch.where(is_closed, gate_up.flip(1), gate_up))
         small.down_proj = nn.Parameter(down * masks_EC[:, None])
-        return torch.allclose(small(x_TH, ids_TK, shares_TK), expected, atol=1e-5)
+        return torch.allclose(small(x_TH, ids_TK, shares_TK), expected, atol=1e-5, rtol=1e-4)
     return False
 
 

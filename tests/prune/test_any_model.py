@@ -53,6 +53,7 @@ ROUTED = {  # mixture of experts -> the same of one expert
     "deepseek_v3": ("model.layers", EXPERTS),
     "ernie4_5_moe": ("model.layers", EXPERTS),
     "minimax_m2": ("model.layers", tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+    "exaone_moe": ("model.layers", EXPERTS),
     "hunyuan_v1_moe": ("model.layers", EXPERTS),
     **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "deepseek", "deepseek_v2"), ("model.layers", EXPERTS)),
 }
