@@ -127,7 +127,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
     hidden_size = config.get_text_config().hidden_size
     experts = [_find_experts(layer) for layer in layers]
     routed = [_expert_modules(layer, hidden_size) for layer in layers]
-    mlps, rest = _find_mlps(layers, hidden_size, routed)
+    mlps, rest = _find_mlps(list(layers), hidden_size, routed)
     if not any(experts) and not any(mlps):
         modules = {
             f"{name} ({type(module).__name__})": module for part in layers for name, module in part.named_modules()
