@@ -147,6 +147,10 @@ UNSERVED: dict[str, Callable[[], Any]] = {
         "Gemma4TextConfig", GEMMA, pad_token_id=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
         moe_intermediate_size=32,
     ),
+    "granitemoehybrid": lambda: tiny_config(  # without experts; with them its MLPs are shared experts
+        "GraniteMoeHybridConfig", num_local_experts=0, shared_intermediate_size=INTERMEDIATE, logits_scaling=4.0,
+        mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, layer_types=["mamba", "attention", "mamba"],
+    ),
     "gemma4": lambda: _wrapper("Gemma4Config", tiny_config("Gemma4TextConfig", GEMMA, pad_token_id=0)),
 }  # fmt: skip
 
