@@ -41,6 +41,12 @@ GEMMA: dict[str, Any] = {
     "head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 8,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
+}  # fmt: skip
+MUP: dict[str, Any] = {  # numbers in the forward of MLPs and of the head, which published models have
+    "mlp_multipliers": [0.5, 2.0], "lm_head_multiplier": 0.05, "embedding_multiplier": 5.0,
+}  # fmt: skip
 VISION: dict[str, Any] = {  # its MLPs are as wide as the decoder's, so that a mix-up would show
     "hidden_size": 32, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 1, "depth": 1, "num_heads": 2,
     "num_attention_heads": 2, "patch_size": 4, "image_size": 32, "out_hidden_size": 64, "num_channels": 3,
@@ -83,6 +89,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     "deepseek_v2": lambda: tiny_config("DeepseekV2Config", SHARED, LATENT),
 }  # fmt: skip
 MODELS: dict[str, Callable[[], Any]] = MIXTURES | {
+    "falcon_h1": lambda: tiny_config("FalconH1Config", MUP, head_dim=32, **MAMBA),
     "olmo2": lambda: tiny_config("Olmo2Config"),
     "olmo3": lambda: tiny_config("Olmo3Config", sliding_window=8),
     "glm4": lambda: tiny_config("Glm4Config", head_dim=32),  # gate and up are one tensor
@@ -121,6 +128,11 @@ MODELS: dict[str, Callable[[], Any]] = MIXTURES | {
         rotary_dim=16, use_routing_bias=True,
         scoring_func="softmax",  # vLLM 0.32 has no sigmoid without groups on a CPU
     ),
+    "exaone_moe": lambda: tiny_config(
+        "ExaoneMoeConfig", EXPERTS, head_dim=32, num_experts=NUM_EXPERTS, num_shared_experts=1, n_group=1, topk_group=1,
+        sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
     "hunyuan_v1_moe": lambda: tiny_config(
         "HunYuanMoEV1Config", intermediate_size=EXPERT, num_experts=NUM_EXPERTS, moe_topk=3, head_dim=32
     ),
@@ -134,6 +146,10 @@ UNSERVED: dict[str, Callable[[], Any]] = {
     "gemma4_moe": lambda: tiny_config(  # an MLP and experts in every layer, the experts in one tensor
         "Gemma4TextConfig", GEMMA, pad_token_id=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
         moe_intermediate_size=32,
+    ),
+    "granitemoehybrid": lambda: tiny_config(  # without experts; with them its MLPs are shared experts
+        "GraniteMoeHybridConfig", num_local_experts=0, shared_intermediate_size=INTERMEDIATE, logits_scaling=4.0,
+        mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, layer_types=["mamba", "attention", "mamba"],
     ),
     "gemma4": lambda: _wrapper("Gemma4Config", tiny_config("Gemma4TextConfig", GEMMA, pad_token_id=0)),
 }  # fmt: skip

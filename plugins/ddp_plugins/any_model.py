@@ -8,13 +8,17 @@ that MLP's width and lets vLLM's own method do the rest; routed experts get
 narrowed instead.
 """
 
+import copy
 import re
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
@@ -31,6 +35,7 @@ from ddp_vllm.remote_code.module_widths import CONSTANT, METHOD, Block, ModuleWi
 
 Loader = Callable[..., None]
 logger = init_logger("vllm.ddp_plugins.any_model")  # vLLM prints only its own loggers' records
+SHARDED_STATE = "model-*rank-*-part-*.safetensors"  # as vLLM's ShardedStateLoader names its files
 _LAYER = re.compile(r".+?\.\d+(?=\.)")
 
 
@@ -67,9 +72,14 @@ class WidthsConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Check the tensors of a local folder before vLLM starts its workers.
-        Raises: WidthsError."""
+        Raises: WidthsError, SettingError."""
         warn_of_new_vllm()
         self.pad_channels_to = getattr(hf_config, "ddp_pad_channels_to", None)
+        if any(Path(model_name).glob(SHARDED_STATE)):
+            raise SettingError(
+                f"{model_name} holds weights for --load-format sharded_state under vLLM's names, which cannot be "
+                "compared with config.json; serve the pruned folder that they were made from"
+            )
         if any(Path(model_name).glob(WEIGHTS)):
             self.widths.check(checked_tensors(Path(model_name)))
 
@@ -215,12 +225,93 @@ def narrow(method: Any, block: Block, width: int, pad_to: int | None, *, is_outp
             weight_loader=padding(weight_loader, axis=int(is_output)),
         )
 
+        layer.ddp_channels = Channels(parts, own, padded, block.intermediate_size)
         if has_lora:
             layer.adapter_sizes = (width, output_size) if is_output else (input_size, parts * width)
 
     method.create_weights = create_weights
+    if is_output:
+        finish = method.process_weights_after_loading
+
+        def process_weights_after_loading(layer: Any) -> None:
+            fit_sizes(layer)
+            finish(layer)
+
+        method.process_weights_after_loading = process_weights_after_loading
     if has_lora:
         check_adapters()
+
+
+class Channels(NamedTuple):
+    """The channels of a narrowed linear layer."""
+
+    parts: int
+    """2 if the layer holds gate and up."""
+    width: int
+    """Of a part, on this rank."""
+    padded: int
+    """Of a part, on all ranks."""
+    dense: int
+    """Of a part in the dense model."""
+
+
+def _remember_parent(parent: torch.nn.Module, _: str, module: Any) -> None:
+    if hasattr(module, "ddp_channels"):
+        module.ddp_parent = weakref.ref(parent)
+
+
+register_module_module_registration_hook(_remember_parent)
+
+
+@torch.no_grad()
+def fit_sizes(output: Any) -> None:
+    """Let the MLP of this output projection compute at its width what it computes at the dense one.
+
+    Falcon-H1's class keeps the dense width and scales as many of its activations. In a trial,
+    functions take the place of the projections and return the same channels at both widths, and
+    zeros elsewhere. If the results differ, the attributes of the module that equal the dense width
+    become the narrow one.
+    Raises: CheckpointError if they still differ.
+    """
+    mlp, (_, width, padded, dense) = output.ddp_parent(), output.ddp_channels
+    on_rank = dense // (padded // width)
+    common = min(width, on_rank)
+    linear = {name: child for name, child in mlp.named_children() if hasattr(child, "ddp_channels")}
+    x = torch.ones(4, output.output_size, dtype=torch.float32, device=output.weight.device)
+
+    def hidden_channels(width: int, sizes: Mapping[str, int]) -> torch.Tensor | None:
+        """Return what the output projection reads; None of a module that is called otherwise."""
+        read = list[torch.Tensor]()
+
+        def project(layer: Any, x: torch.Tensor) -> Any:
+            if layer is output:
+                read.append(x[..., :common])
+                y = x.new_zeros(*x.shape[:-1], layer.output_size)
+            else:
+                generator = torch.Generator().manual_seed(0)
+                values = torch.randn(layer.ddp_channels.parts, common, generator=generator, dtype=x.dtype).to(x.device)
+                y = torch.nn.functional.pad(values, (0, width - common)).flatten().expand(len(x), -1).clone()
+            return (y, None) if layer.return_bias else y
+
+        trial = copy.copy(mlp)
+        trial._modules = mlp._modules | {name: partial(project, layer) for name, layer in linear.items()}
+        vars(trial).update(sizes)
+        with suppress(Exception):
+            trial.forward(x.clone())
+        return read[0] if read else None
+
+    expected = hidden_channels(on_rank, {})
+    narrow = {dense: padded, on_rank: width}
+    fitted = {name: narrow[value] for name, value in vars(mlp).items() if type(value) is int and value in narrow}
+    for sizes in ({}, fitted):
+        got = hidden_channels(width, sizes)
+        if expected is None or (got is not None and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)):
+            vars(mlp).update(sizes)
+            return
+    raise CheckpointError(
+        f"vLLM's {type(mlp).__name__} computes {padded:,} channels otherwise than the dense {dense:,}; serve it "
+        "with --model-impl transformers"
+    )
 
 
 def check_adapters() -> None:

@@ -37,6 +37,7 @@ def loop_over_experts(
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None,
+    limit: float | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. The sum over K is float32, rounded
@@ -59,6 +60,9 @@ def loop_over_experts(
             gate_scale, up_scale = scales[0][:, rows, None]
             x, gate, up = x.float(), gate.float() * gate_scale, up.float() * up_scale
             down = down.float() * scales[1][position]
-        hidden = F.silu(x @ gate.t()) * (x @ up.t())
+        gates, ups = x @ gate.t(), x @ up.t()
+        if limit is not None:
+            gates, ups = gates.clamp_(max=limit), ups.clamp_(-limit, limit)
+        hidden = F.silu(gates) * ups
         y_TH.index_add_(0, tokens, (hidden @ down) * topk_weights_TK[tokens, slots, None])
     return y_TH.to(x_TH.dtype)

@@ -96,18 +96,21 @@ inline __m512 exponential(__m512 x) {
   return _mm512_scalef_ps(sum, n);
 }
 
-// h[m][r] = silu(gate[r] · x[m]) · (up[r] · x[m]) for `count` rows, a multiple of 16
+// h[m][r] = silu(gate[r] · x[m]) · (up[r] · x[m]) for `count` rows, a multiple of 16; the first product is at most
+// `limit`, the second between -limit and limit
 template <int M>
-void hidden_activations(const bf16* gate, const bf16* up, const bf16* const* x, int64_t H, int64_t count, bf16* h,
-                        int64_t width) {
+void hidden_activations(const bf16* gate, const bf16* up, const bf16* const* x, int64_t H, int64_t count, float limit,
+                        bf16* h, int64_t width) {
   float g[M][kMaxRows], u[M][kMaxRows];
   dot_all<M>(gate, x, H, count, g[0]);
   dot_all<M>(up, x, H, count, u[0]);
   for (int m = 0; m < M; ++m)
     for (int64_t r = 0; r < count; r += 16) {
-      const __m512 value = _mm512_loadu_ps(g[m] + r);
+      const __m512 most = _mm512_set1_ps(limit);  // first: the minimum of it and NaN is NaN
+      const __m512 value = _mm512_min_ps(most, _mm512_loadu_ps(g[m] + r));
+      const __m512 clamped = _mm512_min_ps(most, _mm512_max_ps(_mm512_set1_ps(-limit), _mm512_loadu_ps(u[m] + r)));
       const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), value)));
-      const __m512 product = _mm512_mul_ps(_mm512_div_ps(value, below), _mm512_loadu_ps(u[m] + r));
+      const __m512 product = _mm512_mul_ps(_mm512_div_ps(value, below), clamped);
       _mm256_storeu_si256((__m256i*)(h + m * width + r), (__m256i)_mm512_cvtneps_pbh(product));
     }
 }
@@ -170,6 +173,7 @@ struct Experts {
   const int32_t *positions, *offsets, *widths;  // ExpertLayout.table
   const int32_t* expert_map;                 // or null
   int64_t num_ids;                           // upper bound of ids: the map's length, or E
+  float limit;                               // of gate x and up x; infinite without one
 };
 
 enum Outcome { kDone, kOutOfMemory, kNoSuchExpert };
@@ -246,7 +250,7 @@ Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_
       for (int64_t p = starts[e]; p < starts[e + 1]; p += kBlock)
         with_block(starts[e + 1] - p, [&](auto m) {
           hidden_activations<m()>(gate, gate + experts.S * H, plan.tokens.data() + p, H, row_pieces[i].count,
-                                  h.get() + h_starts[e] + (p - starts[e]) * width + r, width);
+                                  experts.limit, h.get() + h_starts[e] + (p - starts[e]) * width + r, width);
         });
     }
 #pragma omp for schedule(dynamic)
@@ -292,8 +296,9 @@ Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_
 // Returns an Outcome; y is complete only for kDone.
 extern "C" int ragged_moe(const bf16* x, int64_t stride, int64_t T, int64_t H, const bf16* w13, const bf16* w2,
                           int64_t S, const int32_t* layout, int64_t E, const float* weights, const int64_t* ids,
-                          int64_t K, const int32_t* expert_map, int64_t num_ids, int threads, bf16* y) {
-  const Experts experts{w13, w2, S, H, E, layout, layout + E, layout + 2 * E, expert_map, num_ids};
+                          int64_t K, const int32_t* expert_map, int64_t num_ids, float limit, int threads,
+                          bf16* y) {
+  const Experts experts{w13, w2, S, H, E, layout, layout + E, layout + 2 * E, expert_map, num_ids, limit};
   try {
     for (int64_t t = 0; t < T; t += kTokens) {
       const Outcome outcome = run_tokens(experts, x + t * stride, stride, std::min(kTokens, T - t), weights + t * K,

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import shlex
 import subprocess
@@ -31,7 +32,7 @@ FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 ARGUMENTS = (
     POINTER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, INTEGER, POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER,
-    INTEGER, ctypes.c_int, POINTER,
+    INTEGER, ctypes.c_float, ctypes.c_int, POINTER,
 )  # fmt: skip
 OUT_OF_MEMORY, NO_SUCH_EXPERT = 1, 2  # the kernel's error codes
 HIDDEN_ALIGNMENT = 32  # bfloat16 numbers per vector register
@@ -62,6 +63,7 @@ def ragged_moe(
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Return `y_TH`; arguments as in `moe_experts.ragged_moe`, packed rows for which `serves` is
     true.
@@ -80,7 +82,7 @@ def ragged_moe(
     failed = run(
         x_TH.data_ptr(), x_TH.stride(0), *x_TH.shape, w13.data_ptr(), w2.data_ptr(), len(w2),
         layout_3E.data_ptr(), num_experts, weights_TK.data_ptr(), ids_TK.data_ptr(), ids_TK.shape[1], map_pointer,
-        num_ids, torch.get_num_threads(), y_TH.data_ptr(),
+        num_ids, math.inf if limit is None else limit, torch.get_num_threads(), y_TH.data_ptr(),
     )  # fmt: skip
     if failed == NO_SUCH_EXPERT:
         raise IndexError(f"expert id {int(ids_TK.max())} is out of range: there are {num_ids} experts")

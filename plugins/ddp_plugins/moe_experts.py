@@ -167,6 +167,7 @@ def ragged_moe(
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Run the experts of each token: `y_TH` = Σ over its experts of weight · down(silu(gate x) · up
     x).
@@ -178,12 +179,14 @@ def ragged_moe(
     expert_map: int32 `[global experts]`, the id on this rank or -1; None: the ids are this rank's
         own.
     scales: of w13 and w2 in FP8, as from `quantize_weights`.
+    limit: clamps gate x from above and up x on both sides, as some models do; None: they are not
+        clamped.
     Matrix products and the sum over K are computed in float32. As in vLLM's own kernels, the terms
     of the sum over K are rounded to x's dtype; the kernel of `moe_cpu_rows` does not round them.
     """
     table = layout.table(x_TH.device)
     return torch.ops.ddp_vllm.ragged_moe(
-        x_TH, w13, w2, table, layout.max_width, topk_weights_TK, topk_ids_TK, expert_map, *scales
+        x_TH, w13, w2, table, layout.max_width, topk_weights_TK, topk_ids_TK, expert_map, *scales, limit
     )
 
 
@@ -198,6 +201,7 @@ def _launch(
     expert_map: torch.Tensor | None = None,
     w13_scale: torch.Tensor | None = None,
     w2_scale: torch.Tensor | None = None,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Check the kernels' assumptions and choose the implementation; arguments as in `ragged_moe`.
 
@@ -217,14 +221,14 @@ def _launch(
     assert expert_map is None or expert_map.dtype == torch.int32, expert_map.dtype
     assert {t.device for t in (w13, w2, layout_3E, topk_weights_TK, topk_ids_TK)} == {x_TH.device}
     if x_TH.device.type == "cpu":
+        arguments = (x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map, limit)
         if w13_scale is not None and w2_scale is not None:
-            scales = (w13_scale, w2_scale)
-            return moe_cpu.loop_over_experts(x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map, scales)
-        return moe_cpu.choose(w2)(x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map)
+            return moe_cpu.loop_over_experts(*arguments, (w13_scale, w2_scale))
+        return moe_cpu.choose(w2)(*arguments)
     from ddp_plugins import moe_kernel  # Triton is not installed with every CPU version of torch
 
     return moe_kernel.ragged_moe(
-        x_TH, w13, w2, layout_3E, max_width, topk_weights_TK, topk_ids_TK, expert_map, w13_scale, w2_scale
+        x_TH, w13, w2, layout_3E, max_width, topk_weights_TK, topk_ids_TK, expert_map, w13_scale, w2_scale, limit
     )
 
 

@@ -79,6 +79,7 @@ def gate_up_few(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     """Each program computes every n-th tile of pairs × channels; an expert's tiles end at its own
     width."""
@@ -96,7 +97,7 @@ def gate_up_few(
         has_column = column < tl.multiple_of(tl.load(width_ptr + mine), 16)
         value = multiply_gate_up(
             x_ptr, w13_ptr, w13_scale_ptr, pair // NUM_SLOTS, has_row, tl.load(offset_ptr + mine) + column, has_column,
-            num_rows, x_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST,
+            num_rows, x_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST, LIMIT,
         )  # fmt: skip
         out = hidden_ptr + pair.to(tl.int64)[:, None] * hidden_stride + column[None, :]
         tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])

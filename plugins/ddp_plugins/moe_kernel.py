@@ -190,6 +190,7 @@ def gate_up(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     """Each program computes every n-th tile of pairs × channels; an expert's tiles end at its own
     width."""
@@ -204,7 +205,7 @@ def gate_up(
         token = tl.load(order_ptr + slot, mask=has_row, other=0) // num_slots
         value = multiply_gate_up(
             x_ptr, w13_ptr, w13_scale_ptr, token, has_row, tl.load(offset_ptr + position) + column, has_column,
-            num_rows, x_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST,
+            num_rows, x_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST, LIMIT,
         )  # fmt: skip
         out = hidden_ptr + slot.to(tl.int64)[:, None] * hidden_stride + column[None, :]
         tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
@@ -288,6 +289,7 @@ def ragged_moe(
     expert_map: torch.Tensor | None,
     w13_scale_2S: torch.Tensor | None = None,
     w2_scale_EH: torch.Tensor | None = None,
+    limit: float | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. tiles: None for `choose_tiles`."""
@@ -324,7 +326,7 @@ def ragged_moe(
         few = constants | {"NUM_SLOTS": num_slots, "NUM_BLOCKS": num_blocks, "HAS_MAP": has_map, "MOST": MOST_PAIRS}
         gate_up_few[gate_up_grid](
             x_TH, w13_2SH, w13_scale_2S, hidden_PW, written, ids, position, mapping, offset, width, num_pairs,
-            w2_SH.shape[0], x_TH.stride(0), max_width, COLUMNS=tiles.columns, **few,
+            w2_SH.shape[0], x_TH.stride(0), max_width, COLUMNS=tiles.columns, LIMIT=limit, **few,
         )  # fmt: skip
         down_few[down_grid](
             hidden_PW, w2_SH, w2_scale_EH, terms_PH, y_TH, written, weights, ids, position, mapping, offset, width,
@@ -339,7 +341,7 @@ def ragged_moe(
     constants |= {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts)}
     gate_up[gate_up_grid](
         x_TH, w13_2SH, w13_scale_2S, hidden_PW, offset, width, order, first, count,
-        w2_SH.shape[0], x_TH.stride(0), max_width, num_slots, COLUMNS=tiles.columns, **constants,
+        w2_SH.shape[0], x_TH.stride(0), max_width, num_slots, COLUMNS=tiles.columns, LIMIT=limit, **constants,
     )  # fmt: skip
     down[down_grid](
         hidden_PW, w2_SH, w2_scale_EH, terms_PH, weights, offset, width, order, first, count, max_width,
@@ -360,6 +362,7 @@ def warm_up(
     num_slots: int,
     expert_map: torch.Tensor | None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    limit: float | None,
     dtype: torch.dtype,
 ) -> None:
     """Compile the kernels for batches of every size now, so that no later batch waits.
@@ -373,7 +376,9 @@ def warm_up(
         weights_TK = torch.zeros(num_tokens, num_slots, device=x_TH.device)
         ids_TK = torch.zeros_like(weights_TK, dtype=torch.int32)
         for tiles in every_tiles:
-            ragged_moe(x_TH, w13_2SH, w2_SH, layout_3E, max_width, weights_TK, ids_TK, expert_map, *scales, tiles)
+            ragged_moe(
+                x_TH, w13_2SH, w2_SH, layout_3E, max_width, weights_TK, ids_TK, expert_map, *scales, limit, tiles
+            )
 
 
 @cache

@@ -80,8 +80,20 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """Register packed weights on `layer`: w13 `[2, S, H]` and w2 `[S, H]`, zero where rows are
         padding."""
-        if layer.activation is not MoEActivation.SILU or layer.apply_router_weight_on_input:
-            raise CheckpointError(f"{layer.layer_name}: experts are served with hidden_act=silu only")
+        alpha, beta = getattr(layer, "swiglu_alpha", None), getattr(layer, "swiglu_beta", None)
+        foreign = {
+            f"activation {layer.activation.value}": layer.activation is not MoEActivation.SILU,
+            "apply_router_weight_on_input": layer.apply_router_weight_on_input,
+            "biases": self.moe.has_bias,
+            f"swiglu_alpha {alpha}": alpha not in (None, 1.0),
+            f"swiglu_beta {beta}": beta not in (None, 0.0),
+        }
+        if stated := [name for name, is_stated in foreign.items() if is_stated]:
+            raise CheckpointError(
+                f"{layer.layer_name}: experts of different widths are not served with {stated[0]}; run this model with "
+                "transformers"
+            )
+        self.limit = getattr(layer, "swiglu_limit", None)
         local = [expert for expert in range(len(self.widths)) if layer.expert_map_manager.is_local_expert(expert)]
         shares = share_channels([self.widths[e] for e in local], self.moe.tp_rank, self.moe.tp_size, ROW_ALIGNMENT)
         assert len(shares) == num_experts
@@ -169,7 +181,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
 
             num_slots = self.moe.experts_per_token
             shared = (w13, w2, layer.layout_3E, self.layout.max_width, num_slots, layer.expert_map)
-            warm_up(*shared, self._scales_of(layer), self.dtype)
+            warm_up(*shared, self._scales_of(layer), self.limit, self.dtype)
 
     def _scales_of(self, layer: RoutedExperts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return (layer.w13_weight_scale.data, layer.w2_weight_scale.data) if self.scales else (None, None)
@@ -200,6 +212,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
                 topk_ids,
                 layer.expert_map,
                 *self._scales_of(layer),
+                self.limit,
             )
         # the outputs of all ranks are added
         if not self.replaced or self.moe.tp_rank or self.moe.ep_rank:

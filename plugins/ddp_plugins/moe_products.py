@@ -62,8 +62,10 @@ def multiply_gate_up(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
+    LIMIT: tl.constexpr,  # or None
 ):
-    """silu(gate x) · up x of a tile, in float32."""
+    """silu(gate x) · up x of a tile, in float32; gate x is at most the limit, and up x between both
+    limits."""
     depth = tl.arange(0, DEPTH)
     up_start = num_rows.to(tl.int64) * H
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
@@ -79,6 +81,8 @@ def multiply_gate_up(
     if w13_scale_ptr is not None:
         gate *= tl.load(w13_scale_ptr + weight_row, mask=has_column, other=0.0)[None, :]
         up *= tl.load(w13_scale_ptr + num_rows + weight_row, mask=has_column, other=0.0)[None, :]
+    if LIMIT is not None:
+        gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
     return gate * tl.sigmoid(gate) * up
 
 

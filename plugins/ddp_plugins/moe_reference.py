@@ -27,10 +27,16 @@ def round_to_fp8(matrix: torch.Tensor, *, per_tensor: bool) -> torch.Tensor:
 
 
 def ragged_moe_reference(
-    x_TH: torch.Tensor, experts: Sequence[Expert], topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
+    x_TH: torch.Tensor,
+    experts: Sequence[Expert],
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Return Σ_k weight · down(silu(gate x) · up x) for each token, in float64 for inputs of any
     dtype.
+
+    limit: of gate x from above, and of up x from both sides.
 
     An id of -1 or an expert of width 0 adds nothing (Eq. 18, arXiv:2603.08065, with the gates
     folded in).
@@ -39,7 +45,10 @@ def ragged_moe_reference(
     y_TH = torch.zeros_like(x)
     for expert, (gate, up, down) in enumerate(experts):
         tokens, slots = (topk_ids_TK == expert).nonzero(as_tuple=True)
-        hidden = F.silu(x[tokens] @ gate.double().t()) * (x[tokens] @ up.double().t())
+        gates, ups = x[tokens] @ gate.double().t(), x[tokens] @ up.double().t()
+        if limit is not None:
+            gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
+        hidden = F.silu(gates) * ups
         terms = hidden @ down.double().t() * topk_weights_TK[tokens, slots, None].double()
         y_TH.index_add_(0, tokens, terms)
     return y_TH

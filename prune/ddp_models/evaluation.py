@@ -3,6 +3,7 @@ fixed prompts."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -69,7 +70,11 @@ class Evaluation:
         if model._supports_sdpa and not model.config.get_text_config().to_dict().get("attn_logit_softcapping"):
             model.set_attn_implementation("sdpa")
         self.evaluate_texts(who, model)
-        self.answers[who] = sample(model, self.tokenizer)
+        try:
+            self.answers[who] = sample(model, self.tokenizer)
+        except Exception as error:  # answers illustrate the report: a model that cannot generate is pruned without
+            reason = shorten(f"{type(error).__name__}: {error}", 200)
+            self.print_line(f"the report will lack answers of the {who} model, which cannot generate ({reason})")
 
     @torch.no_grad()
     def evaluate_texts(self, who: str, model: Any) -> None:
@@ -110,7 +115,7 @@ class Evaluation:
 
     def samples(self) -> dict[str, Any]:
         """Return the prompts, and the answers of each model."""
-        return {"prompts": list(PROMPTS), "answers": self.answers}
+        return {"prompts": list(PROMPTS) if self.answers else [], "answers": self.answers}
 
     def summary(self, text: str) -> str:
         """Return a line with the perplexity of each model on a text."""

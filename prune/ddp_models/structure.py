@@ -3,9 +3,11 @@ never by name.
 
 An MLP is a module of a decoder layer whose linear layers are one projection back to the hidden
 size, and one or two projections to its input: gate and up, both in one tensor, or one before an
-activation. Routed experts are modules of transformers' experts interface. Both are recognized by a
-trial: a copy with a few channels and random weights must compute the same with a channel masked as
-    with that channel cut out. Everything else of the model is left as it is.
+activation. MLPs of a layer with a block of routed experts are shared experts, which are left as
+they are. Routed experts that can be pruned are modules of transformers' experts interface. MLPs and
+experts are recognized by a trial: a copy with a few channels and random weights must compute the
+same with a channel masked as with that channel cut out. Everything else of the model is left as it
+is.
 
 Names on disk differ from those in transformers (towers of other modalities, one tensor per expert).
 transformers' own rules for loading give the one for the other.
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +33,7 @@ from ddp_vllm.remote_code.module_widths import Block, LayerChannels, ModuleWidth
 from ddp_vllm.remote_code.tensors import Projection, TensorTable
 
 HIDDEN, CHANNELS, EXPERTS, TOKENS = 16, 6, 3, 5  # sizes of the copies that are tried
+MAGNITUDES = torch.logspace(-1, 3, TOKENS)[:, None]  # of their inputs: some reach every clamp
 SCALES = (0.7, 0.0, 1.3, 0.0, 1.0, 0.4)  # of the channels of a copy; two of them are removed
 AGAIN = "update transformers, or prune another model"
 
@@ -115,18 +119,24 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with reading(folder, ModelError, AGAIN), torch.device("meta"):
         model: Any = auto_class(config).from_config(config, trust_remote_code=False)
+    if config.is_encoder_decoder or "decoder_input_ids" in signature(type(model).forward).parameters:
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder, and ddp-vllm prunes decoder-only models; choose one of them"
+        )
     prefix, layers = decoder_layers(model)
     hidden_size = config.get_text_config().hidden_size
     experts = [_find_experts(layer) for layer in layers]
-    mlps = [_find_mlp(layer, hidden_size) for layer in layers]
+    routed = [_expert_modules(layer, hidden_size) for layer in layers]
+    mlps, rest = _find_mlps(list(layers), hidden_size, routed)
     if not any(experts) and not any(mlps):
         modules = {
             f"{name} ({type(module).__name__})": module for part in layers for name, module in part.named_modules()
         }
         names = sorted(name for name, module in modules.items() if _multiplies(module))
+        noted = f" ({' and '.join(rest)} are left as they are)" if rest else ""
         raise ModelError(
-            f"no MLP and no routed experts that could be pruned were recognized in {type(model).__name__}; modules of "
-            f"its layers: {', '.join(names)}"
+            f"no MLP and no routed experts that could be pruned were recognized in {type(model).__name__}{noted}; "
+            f"modules of its layers: {', '.join(names)}"
         )
     stored = _stored_names(model, shapes)
     mlp, experts_block = _most_common(mlps), _most_common(experts)
@@ -153,13 +163,16 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         )
         for index in range(len(layers))
     ]
+    if any(routed) and not any(row.expert_intermediate_sizes for row in rows):
+        reason = "which are not stored one by one" if any(experts) else "whose form is not known"
+        rest.insert(0, f"routed experts, {reason}")
     text, parameters = config.get_text_config(), set(model.state_dict())
     return Structure(
         widths=ModuleWidths(layers_module=where, layers=tuple(rows), **blocks),
         tensors=TensorTable(projections=tuple(_projections(mlp))),
         experts=experts_block.module if experts_block else "",
         stacked=stacked,
-        left_alone=tuple(_left_alone(model, stored, rows, has_experts=any(experts))),
+        left_alone=("attention and other token mixers", *rest, *_left_alone(model, stored, rows)),
         loaded=frozenset(name for name, target in stored.items() if target in parameters),
         text={**text.to_dict(), "num_experts_per_tok": num_chosen_experts(config)},
     )
@@ -183,16 +196,8 @@ def _projections(mlp: Mlp | None) -> Iterator[Projection]:
         yield Projection(name=mlp.output, axis=1, units=("channel",))
 
 
-def _left_alone(
-    model: Any, stored: Mapping[str, str], rows: Sequence[LayerChannels], *, has_experts: bool
-) -> Iterator[str]:
-    """Yield in words what is not pruned."""
-    yield "attention and other token mixers"
-    if has_experts and not any(row.expert_intermediate_sizes for row in rows):
-        yield "routed experts, which are not stored one by one"
-    names = {name for name, _ in model.named_modules()}
-    if any(re.search(r"shared_(experts?|mlp)$", name) for name in names):
-        yield "shared experts"
+def _left_alone(model: Any, stored: Mapping[str, str], rows: Sequence[LayerChannels]) -> Iterator[str]:
+    """Yield in words which layers, heads and towers are not pruned."""
     pruned = {index for index, row in enumerate(rows) if row.to_json()}
     if others := [str(index) for index in range(len(rows)) if index not in pruned]:
         yield f"layers {', '.join(others)}, where no MLP or experts of that form were recognized"
@@ -204,19 +209,66 @@ def _left_alone(
         yield "towers of other modalities"
 
 
-def _find_mlp(layer: nn.Module, hidden_size: int) -> Mlp | None:
-    """Return the MLP of a layer; None if there is none, or more than one."""
-    modules = dict(layer.named_modules())
-    routed = [name.rpartition(".")[0] for name, module in modules.items() if _is_experts(module)]
-    recognized = []
-    for name, module in modules.items():
-        # shared experts
-        inside = any(part and f"{name}.".startswith(f"{part}.") for part in routed)
-        if name and not inside and (parts := _linear_parts(module, hidden_size)) and _masks_like_a_cut(module, parts):
-            recognized.append(
-                parts._replace(inputs=tuple(f"{name}.{part}" for part in parts.inputs), output=f"{name}.{parts.output}")
+def _find_mlps(
+    layers: Sequence[nn.Module], hidden_size: int, routed: Sequence[Sequence[str]]
+) -> tuple[list[Mlp | None], list[str]]:
+    """Return the MLP of each layer, None if there is none or more than one, and in words which MLPs
+    are left as they are.
+
+    routed: the `_expert_modules` of each layer. All MLPs of a layer with a block of routed experts
+        are shared experts, in the block or next to it. Gemma 4's experts are in no block: they have
+        norms of their own.
+    """
+    candidates = [list(_mlps_of(layer, hidden_size)) for layer in layers]
+    weights = [
+        [id(layer.get_submodule(mlp.output).weight) for mlp in mlps]
+        for layer, mlps in zip(layers, candidates, strict=True)
+    ]
+    uses = Counter(weight for numbers in weights for weight in numbers)
+    chosen, rest = list[Mlp | None](), dict[str, None]()
+    for layer, mlps, numbers, modules in zip(layers, candidates, weights, routed, strict=True):
+        is_tied = any(uses[number] > 1 for number in numbers)
+        # a block holds more than the experts, such as their router
+        has_block = any("." in name or any(map(_multiplies, layer.get_submodule(name).children())) for name in modules)
+        others = [module for name, module in layer.named_modules() if name not in modules]
+        if has_block and (mlps or any(_stacks(module, hidden_size) for module in others)):
+            rest["shared experts"] = None
+        elif is_tied:
+            rest["MLPs that several layers share"] = None
+        chosen.append(mlps[0] if len(mlps) == 1 and not has_block and not is_tied else None)
+    return chosen, list(rest)
+
+
+def _stacks(module: nn.Module, hidden_size: int) -> list[int]:
+    """Return how many matrices that read or write the hidden size each tensor of a module holds."""
+    weights = [weight for weight in module.parameters(recurse=False) if weight.dim() == 3 and len(weight) > 1]
+    return [len(weight) for weight in weights if hidden_size in weight.shape[1:]]
+
+
+def _expert_modules(layer: nn.Module, hidden_size: int) -> list[str]:
+    """Return the modules of a layer that hold routed experts of any form: those of transformers'
+    interface, and those with tensors [experts, …, …] where another module has a router, [experts,
+    hidden size]."""
+    routers = {
+        (name.rpartition(".")[0], len(weight))
+        for name, weight in layer.named_parameters()
+        if weight.dim() == 2 and weight.shape[1] == hidden_size
+    }
+    return [
+        name
+        for name, module in layer.named_modules()
+        if _is_experts(module)
+        or any(number in _stacks(module, hidden_size) for router, number in routers if router != name)
+    ]
+
+
+def _mlps_of(layer: nn.Module, hidden_size: int) -> Iterator[Mlp]:
+    """Yield the MLPs of a layer, with the names of their projections relative to it."""
+    for name, module in layer.named_modules():
+        if name and (parts := _linear_parts(module, hidden_size)) and _masks_like_a_cut(module, parts):
+            yield parts._replace(
+                inputs=tuple(f"{name}.{part}" for part in parts.inputs), output=f"{name}.{parts.output}"
             )
-    return recognized[0] if len(recognized) == 1 else None
 
 
 def _linear_parts(module: nn.Module, hidden_size: int) -> Mlp | None:
@@ -245,7 +297,7 @@ def _masks_like_a_cut(module: nn.Module, parts: Mlp) -> bool:
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor(SCALES)
     kept = scales > 0
-    x = torch.randn(1, TOKENS, HIDDEN, generator=generator)
+    x = torch.randn(1, TOKENS, HIDDEN, generator=generator) * MAGNITUDES
     results = []
     # a module that takes other arguments, or has other parameters, is no MLP
     with suppress(Exception):
@@ -263,9 +315,14 @@ def _masks_like_a_cut(module: nn.Module, parts: Mlp) -> bool:
         linear[parts.output].weight.mul_(scales)
         _set_weight(linear[parts.output], kept, axis=1)
         results.append(mlp(x))
-        same = dense.shape == x.shape and torch.allclose(results[0], results[1], atol=1e-5)
+        same = dense.shape == x.shape and _agree(results[0], results[1])
         return same and not torch.allclose(dense, results[0], atol=1e-3)
     return False
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two results are the same up to the rounding of each token's largest number."""
+    return bool(((one - other).abs() <= 1e-5 + 1e-5 * other.abs().amax(-1, keepdim=True)).all())
 
 
 def _small_copy(linear: nn.Linear, is_output: bool, rows: int, generator: torch.Generator) -> nn.Linear:
@@ -326,7 +383,7 @@ def _gates_like_weights(module: Any) -> bool:
     effect."""
     generator = torch.Generator().manual_seed(0)
     masks_EC = torch.tensor(SCALES) * torch.tensor([[1.0], [0.5], [2.0]])
-    x_TH = torch.randn(TOKENS, HIDDEN, generator=generator)
+    x_TH = torch.randn(TOKENS, HIDDEN, generator=generator) * MAGNITUDES
     ids_TK = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0], [2, 1]])
     shares_TK = torch.rand(TOKENS, 2, generator=generator)
     gate_up = torch.randn(EXPERTS, 2 * CHANNELS, HIDDEN, generator=generator) * 0.4
@@ -345,7 +402,7 @@ def _gates_like_weights(module: Any) -> bool:
         is_closed = (masks_EC == 0).repeat(1, 2)[..., None]
         small.gate_up_proj = nn.Parameter(torch.where(is_closed, gate_up.flip(1), gate_up))
         small.down_proj = nn.Parameter(down * masks_EC[:, None])
-        return torch.allclose(small(x_TH, ids_TK, shares_TK), expected, atol=1e-5)
+        return _agree(small(x_TH, ids_TK, shares_TK), expected)
     return False
 
 
@@ -411,7 +468,10 @@ def _experts_on_disk(
         written = list(revert_weight_conversion(model, {name: weight}))
         patterns = list(dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.{}.", name) for name in written))
         if len(patterns) != parts or "{}" not in patterns[0]:
-            raise ModelError(f"{name} is stored as {_listed(written)}, not as one tensor per expert; {AGAIN}")
+            raise ModelError(
+                f"{type(model).__name__} stores all experts of a layer in {_listed(written)}, and experts of different "
+                "widths require one tensor per expert; prune another model"
+            )
         single = tuple(_split(pattern, layer)[1].removesuffix(".weight") for pattern in patterns)
         if not tensors:
             raise ModelError(f"{name} is missing on disk; download the model again")

@@ -28,7 +28,8 @@ class OutputHead:
     weight: torch.Tensor
     """[V, H], the output embedding."""
     divisor: float = 1.0
-    """d: Granite's `logits_scaling`, or the inverse of Cohere's `logit_scale`."""
+    """d: Granite's `logits_scaling`, or the inverse of Cohere's `logit_scale` and Falcon-H1's
+    `lm_head_multiplier`."""
     cap: float | None = None
     """c: Gemma's `final_logit_softcapping`."""
     bias: torch.Tensor | None = None
@@ -40,7 +41,7 @@ class OutputHead:
     def of(cls, model: Any) -> "OutputHead":
         """Read the head of a stock transformers model."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
-        scale = getattr(config, "logit_scale", None)
+        scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
         return cls(
             weight=head.weight,
             divisor=getattr(config, "logits_scaling", None) or (1.0 / scale if scale else 1.0),

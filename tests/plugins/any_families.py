@@ -20,12 +20,15 @@ WITHOUT_TRANSFORMERS: dict[str, dict[str, Any]] = {  # family whose dense model 
     "qwen3_5": {"dtype": "bfloat16"},
     "qwen3_5_moe": {"dtype": "bfloat16"},
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"enable_prefix_caching": False},  # vLLM 0.32 cannot keep Mamba's states on a CPU
+}
 WRAPPERS = ("mistral3", "qwen3_5", "qwen3_5_moe")
 WIDTHS = (33, INTERMEDIATE, 1)  # of the MLPs: odd, dense, a single channel
 EXPERT_WIDTHS = (0, 1, 2, 17, 31, 33, 48, EXPERT)  # of a layer's experts, turned from layer to layer
 _INPUTS = "gate_proj|up_proj|gate_up_proj|c_fc|fc1|dense_h_to_4h"
 _OUTPUTS = "down_proj|c_proj|fc2|dense_4h_to_h|w2"
-_MLP = re.compile(rf"(.*\blayers)\.(\d+)\.(mlp)\.({_INPUTS}|{_OUTPUTS})\.(weight|bias)")
+_MLP = re.compile(rf"(.*\blayers)\.(\d+)\.(mlp|feed_forward)\.({_INPUTS}|{_OUTPUTS})\.(weight|bias)")
 _EXPERT = re.compile(r"(.*\blayers)\.(\d+)\.(\w+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 
 

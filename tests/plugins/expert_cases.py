@@ -25,6 +25,8 @@ class Case:
     """Fraction of ids that are -1."""
     mapped: bool = False
     """Ids are those of twice as many experts on two ranks; this rank has the odd ones."""
+    limit: float | None = None
+    """Of the products with gate and up, which are around 1."""
 
 
 RAGGED = (0, 1, 17, 48, 16, 33, 5, 100)
@@ -45,6 +47,7 @@ CASES = {
     "ids of -1": Case(widths=RAGGED, num_tokens=17, absent=0.4),
     "experts of another rank": Case(widths=RAGGED, num_tokens=17, mapped=True),
     "no token at all": Case(widths=RAGGED, num_tokens=0),
+    "products that are clamped": Case(widths=RAGGED, num_tokens=21, limit=0.5),
 }
 
 
@@ -63,6 +66,7 @@ class Problem:
     exact: torch.Tensor
     scales: Any = (None, None)
     """Of w13 and w2, which then are FP8."""
+    limit: float | None = None
 
     def finished(self) -> tuple[torch.Tensor, torch.Tensor]:
         return finish_weights(self.layout, self.w13, self.w2)
@@ -103,14 +107,14 @@ def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, fp8
     weights, ids = scores.softmax(-1).topk(case.num_slots)
     ids = torch.where(torch.rand(ids.shape, generator=generator) < case.absent, -1, ids)
     x = normal(case.num_tokens, hidden).to(dtype)
-    exact = ragged_moe_reference(x, experts, weights, ids)
+    exact = ragged_moe_reference(x, experts, weights, ids, case.limit)
     expert_map = None
     if case.mapped:
         expert_map = torch.full((2 * len(widths),), -1, dtype=torch.int32)
         expert_map[1::2] = torch.arange(len(widths), dtype=torch.int32)
         ids[:, 0] = 2 * ids[:, 0]  # the first slot goes to the other rank
         ids[:, 1:] = 2 * ids[:, 1:] + 1
-        exact = ragged_moe_reference(x, experts, weights[:, 1:], ids[:, 1:] // 2)
+        exact = ragged_moe_reference(x, experts, weights[:, 1:], ids[:, 1:] // 2, case.limit)
         expert_map = expert_map.to(device)
     return Problem(
         layout=layout,
@@ -123,6 +127,7 @@ def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, fp8
         expert_map=expert_map,
         exact=exact,
         scales=tuple(scales),
+        limit=case.limit,
     )
 
 

@@ -20,11 +20,14 @@ SMALL = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=1, stages=1
 def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
     experts = (problem.w13, problem.w2, problem.layout.table(problem.x.device), problem.layout.max_width)
     with poisoned():
-        batch = (problem.weights, problem.ids, problem.expert_map, *problem.scales)
+        batch = (problem.weights, problem.ids, problem.expert_map, *problem.scales, problem.limit)
         return moe_kernel.ragged_moe(problem.x, *experts, *batch, tiles)
 
 
-FEW_PAIRS = ("one token", "widths 0, 1 and no block multiple", "ids of -1", "experts of another rank")
+FEW_PAIRS = (
+    *("one token", "widths 0, 1 and no block multiple", "ids of -1", "experts of another rank"),
+    "products that are clamped",
+)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +74,14 @@ def test_warming_up_launches_every_tile_and_both_sorts(fp8: str, monkeypatch: py
     real = moe_kernel.ragged_moe
 
     def note(*arguments: Any) -> torch.Tensor:
-        launched.append((arguments[10], arguments[6].numel() > moe_kernel.SORT_BLOCK))
+        launched.append((arguments[11], arguments[6].numel() > moe_kernel.SORT_BLOCK))
         return real(*arguments)
 
     monkeypatch.setattr(moe_kernel, "ragged_moe", note)
     monkeypatch.setattr(moe_kernel, "SORT_BLOCK", 16)  # the interpreter is slow
     layout, num_slots = problem.layout, problem.ids.shape[1]
     experts = (problem.w13, problem.w2, layout.table(problem.x.device), layout.max_width)
-    moe_kernel.warm_up(*experts, num_slots, None, problem.scales, torch.bfloat16)
+    moe_kernel.warm_up(*experts, num_slots, None, problem.scales, None, torch.bfloat16)
     few = (FOR_FP8[NARROW], FOR_FP8[FEW]) if fp8 else (NARROW, FEW)
     assert set(launched) == {(tiles, wide) for tiles in (*few, SOME, MANY) for wide in (False, True)}
 

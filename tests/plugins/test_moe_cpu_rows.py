@@ -34,7 +34,8 @@ def _run(problem: Problem) -> torch.Tensor:
     w13, w2 = problem.finished()
     assert w13.shape == problem.w13.shape and serves(w2)
     with poisoned():
-        return ragged_moe(problem.x, w13, w2, problem.layout, problem.weights, problem.ids, problem.expert_map)
+        batch = (problem.weights, problem.ids, problem.expert_map)
+        return ragged_moe(problem.x, w13, w2, problem.layout, *batch, limit=problem.limit)
 
 
 @pytest.mark.parametrize("name", SERVED)

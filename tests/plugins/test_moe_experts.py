@@ -55,7 +55,7 @@ def test_rows_that_pad_an_expert_end_as_zeros() -> None:
 def test_the_loop_over_experts(name: str, dtype: torch.dtype, fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_cpu_rows, "serves", lambda _: False)
     problem = draw(CASES[name], dtype, fp8=fp8)
-    batch = (problem.weights, problem.ids, problem.expert_map, problem.scales)
+    batch = (problem.weights, problem.ids, problem.expert_map, problem.scales, problem.limit)
     with poisoned():
         y = ragged_moe(problem.x, *problem.finished(), problem.layout, *batch)
     problem.check(y)

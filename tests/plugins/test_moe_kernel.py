@@ -66,7 +66,7 @@ def _compile(
     known = {"H": 2048, "NUM_EXPERTS": 128, "EXPERTS": 128, "UPCAST": False, "HAS_MAP": False, "NUM_SLOTS": 8}
     known |= {"PAIRS": tiles.pairs, "DEPTH": tiles.depth, "MOST": 64, "NUM_BLOCKS": 2048 // tiles.down_columns}
     known["COLUMNS"] = tiles.down_columns if kernel.__name__.startswith("down") else tiles.columns
-    known["DEPENDENT"] = capability >= 90
+    known |= {"DEPENDENT": capability >= 90, "LIMIT": 10.0 if capability == 90 else None}
     known |= {} if fp8 else {"w13_scale_ptr": None, "w2_scale_ptr": None}
     constants = {name: value for name, value in (known | constants).items() if name in kernel.arg_names}
     floats = dict.fromkeys(("x_ptr", "w13_ptr", "w2_ptr", "hidden_ptr", "terms_ptr", "y_ptr"), "bf16") | {
@@ -185,7 +185,7 @@ def test_every_case_on_the_gpu(name: str, fp8: str, dtype: torch.dtype) -> None:
     if fp8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("a GPU without FP8")
     problem = draw(CASES[name], dtype, device="cuda", fp8=fp8)
-    batch = (problem.weights, problem.ids, problem.expert_map, problem.scales)
+    batch = (problem.weights, problem.ids, problem.expert_map, problem.scales, problem.limit)
     with poisoned():
         y = ragged_moe(problem.x, *problem.finished(), problem.layout, *batch)
     problem.check(y)

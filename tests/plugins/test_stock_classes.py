@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_families import WITHOUT_TRANSFORMERS, WRAPPERS, load
+from any_families import OPTIONS, WITHOUT_TRANSFORMERS, WRAPPERS, load
 from any_models import ALONE, MODELS
 from safetensors.torch import load_file
 from serving import UPDATES, Serve, assert_same, assert_same_outputs, job
@@ -29,7 +29,8 @@ from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.module_widths import ModuleWidths
 
-FAST = ("glm4", "olmo2", "starcoder2", "glm4_moe")  # fused on disk; the Transformers backend; no gate; experts
+# fused on disk; the Transformers backend; no gate; experts; a forward that uses the dense width
+FAST = ("glm4", "olmo2", "starcoder2", "glm4_moe", "falcon_h1")
 TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 BFLOAT16_TOLERANCE = 0.05
 
@@ -43,7 +44,7 @@ def cases(families: Any = MODELS) -> list[Any]:
 
 
 def options(family: str) -> dict[str, Any]:
-    return (TEXT_ONLY if family in WRAPPERS else {}) | WITHOUT_TRANSFORMERS.get(family, {})
+    return (TEXT_ONLY if family in WRAPPERS else {}) | WITHOUT_TRANSFORMERS.get(family, {}) | OPTIONS.get(family, {})
 
 
 @pytest.mark.parametrize("family", cases())
@@ -108,6 +109,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # how else a family is served
     "two ranks of the Transformers backend": ("olmo2", {"tensor_parallel_size": 2}),
     "two ranks, fused on disk": ("glm4", {"tensor_parallel_size": 2}),
     "two ranks, with biases": ("starcoder2", {"tensor_parallel_size": 2}),
+    "two ranks, with multipliers": ("falcon_h1", {"tensor_parallel_size": 2, "enable_prefix_caching": False}),
     # vLLM 0.32 on CPU makes the tensors between the stages in a warm-up that it skips in eager mode; mode 1 has it
     "two pipeline stages": (
         "glm4_moe",
@@ -172,6 +174,12 @@ BROKEN: dict[str, tuple[str, Any, dict[str, Any], str]] = {  # family, how to br
         lambda folder: None,
         {"quantization": "fp8"},
         r"--quantization fp8 requires a checkpoint in that format; .*fp8_per_channel",
+    ),
+    "weights in vLLM's own form": (
+        "falcon_h1",
+        lambda folder: (folder / "model.safetensors").rename(folder / "model-rank-0-part-0.safetensors"),
+        {"load_format": "sharded_state"},
+        r"holds weights for --load-format sharded_state .*; serve the pruned folder",
     ),
     "adapters of experts": (
         "glm4_moe",
@@ -281,6 +289,64 @@ places = ("language_model.model.layers.1.mlp.experts", "language_model.model.lay
           "language_model.model.layers.2.mlp.experts", "mtp.layers.1.mlp.experts")
 print([config._expert_sizes(place) for place in places])
 """
+
+
+FITTED = """
+import torch
+from torch import nn
+from types import SimpleNamespace
+from ddp_plugins.any_model import Channels, fit_sizes
+DENSE, HIDDEN = 96, 96  # as wide as each other: attributes cannot be told apart by their values alone
+
+class Linear(nn.Module):
+    def __init__(self, parts, width):
+        super().__init__()
+        self.ddp_channels, self.output_size, self.return_bias = Channels(parts, width, width, DENSE), HIDDEN, True
+        self.weight = torch.zeros(0)
+
+class Mlp(nn.Module):
+    def __init__(self, width, form):
+        super().__init__()
+        self.inner, self.form = DENSE, form
+        self.gate_up, self.down = Linear(2, width), Linear(1, width)
+
+    def forward(self, x):
+        y, _ = self.gate_up(x)
+        if self.form == "attribute":
+            y[:, :self.inner] *= 0.5
+        if self.form == "written out":
+            y[:, :96] *= 0.5
+        if self.form == "mean":
+            y = y / y.mean(-1, keepdim=True)
+        if self.form == "multiplier of 1":
+            y[:, :96] *= 1.0
+        gate, up = y.chunk(2, -1)
+        return self.down(gate.sigmoid() * up)
+
+for form in ("plain", "attribute", "written out", "mean", "multiplier of 1"):
+    for width in (33, 96, 128):
+        mlp = Mlp(width, form)
+        try:
+            fit_sizes(mlp.down)
+            print(form, width, mlp.inner)
+        except Exception as error:
+            print(form, width, type(error).__name__, error)
+"""
+
+
+@pytest.mark.vllm
+def test_a_forward_that_uses_the_dense_width_is_fitted_or_refused(run_in_vllm: Callable[..., str]) -> None:
+    lines = run_in_vllm(FITTED).splitlines()
+    refused = [line for line in lines if "CheckpointError" in line]
+    assert [line for line in lines if line not in refused] == [
+        *("plain 33 96", "plain 96 96", "plain 128 96", "attribute 33 33", "attribute 96 96", "attribute 128 96"),
+        *("written out 96 96", "written out 128 96", "mean 96 96"),
+        *("multiplier of 1 33 96", "multiplier of 1 96 96", "multiplier of 1 128 96"),
+    ]
+    assert [line.partition(" C")[0] for line in refused] == [
+        *("written out 33", "mean 33", "mean 128"),
+    ]
+    assert "vLLM's Mlp computes 33 channels otherwise than the dense 96; serve it with --model-impl" in refused[0]
 
 
 @pytest.mark.vllm
