@@ -16,7 +16,6 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.conversion.any_model import COUNTS, describe
 from ddp_vllm.conversion.shapes import AGAIN, check_constants, read_layers, with_biases, zeros
@@ -32,12 +31,12 @@ from ddp_vllm.families import (
     text_config,
 )
 from ddp_vllm.formats import FORMATS, SUBBLOCKS, base_type, dense_config, enclosing, grown, is_leftover, stated_layers
-from ddp_vllm.masks import MASKS_FILE, masks_metadata
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import known_folder
 from ddp_vllm.model_files import state_tokenizer_class, write_json, write_model_files
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.provenance import is_hub_name, published, remember
+from ddp_vllm.provenance import is_hub_name, write_provenance
 from ddp_vllm.remote_code.files import (
     INDEX_FILE,
     WEIGHTS,
@@ -113,7 +112,7 @@ def convert(
         write_weights(writing, plan)
         if "ddp_layers" in plan.config:
             state_tokenizer_class(plan.sources[0], writing)
-        _write_provenance(writing / MASKS_FILE, plan.provenance)
+        write_provenance(writing / MASKS_FILE, plan.provenance)
         return write_card(writing, target)
 
 
@@ -416,13 +415,3 @@ def _copy(stored: Stored | None, size: int, out: BinaryIO) -> None:
                 raise OSError(f"{stored.file} became shorter while it was read")
             out.write(piece)
             size -= len(piece)
-
-
-def _write_provenance(path: Path, provenance: Mapping[str, Any]) -> None:
-    """Write a masks file without masks: which units were removed is not known, only how many are
-    left."""
-    from safetensors.numpy import save_file
-
-    header = {"ddp_vllm": __version__, **published(provenance)}
-    save_file({}, path, masks_metadata(header, {}))
-    remember(path, provenance)

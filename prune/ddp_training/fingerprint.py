@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddp_vllm.manifest import sha256
+from ddp_vllm.cache import sha256
 
 PAGE = 4096  # bytes of a tensor that a fingerprint reads
 
