@@ -70,7 +70,7 @@ def test_greedy_tokens_are_those_of_the_tools_own_forward_pass(tool: str, conver
             assert model(before).logits[0, -1].argmax().item() == token
 
 
-IN_PLACE = ("Puzzletron", "Puzzletron, older", "Puzzletron, typed", "Nemotron-NAS", "AnyModel", "LLM-Drop", "RTP-LLM")
+IN_PLACE = ("Puzzletron", "Puzzletron, older", "Puzzletron, typed", "Nemotron-NAS", "AnyModel", "LLM-Drop")
 
 
 @pytest.fixture(scope="session")
@@ -223,9 +223,6 @@ WHOLE, NO_ATTENTION, NO_MLP = (12, 4, 64), (0, 0, 64), (12, 4, 0)
         ({"drop_mlp_list": [1], "drop_attn_list": None}, NO_MLP),
         ({"drop_attn_list": [1], "per_layer_config": {"1": {"skip": ["mlp"]}}}, (0, 0, 0)),
         ({"drop_attn_list": [False] * 4, "drop_mlp_list": [False] * 4}, None),
-        ({"layer_inter_size": [64, 0, 64, 64]}, NO_MLP),
-        ({"layer_head_num": [12, 0, 12, 12], "layer_inter_size": [64] * 4}, NO_ATTENTION),
-        ({"layer_head_num": [12, 6, 12, 12], "layer_num": 4}, (6, 2, 64)),  # KV heads go with their query heads
         ({"per_layer_config": {"1": {"num_attention_heads": 3}}, "model_type": "gemma4_text"}, None),
         ({"block_configs": [{"mamba": {}}], "model_type": "nemotron_h"}, None),
     ],
@@ -253,17 +250,6 @@ def test_widths_that_a_config_states(keys: dict[str, Any], layer: tuple[int, int
 def test_what_a_block_states_otherwise_is_refused(part: dict[str, Any], word: str) -> None:
     with pytest.raises(ModelError, match=f"layer 1 .*{word}"):
         _opened(block_configs=[{}, part, {}, {}])
-
-
-def test_lists_of_rtp_llm(tmp_path: Path) -> None:
-    pruned(tmp_path / "tool")
-    edit_config(tmp_path / "tool", lambda config: config.update(layer_inter_size=[64, 40, 64, 64]))
-    assert "from layer_inter_size in config.json" in output_of("convert", tmp_path / "tool", "-o", tmp_path / "out")
-    assert [layer.intermediate_size for layer in read_checkpoint(tmp_path / "out").layers] == [64, 40, 64, 64]
-    with pytest.raises(ModelError, match="layer_head_num has 3 entries for 4 layers"):
-        _opened(layer_head_num=[12, 6, 12])
-    with pytest.raises(ModelError, match="7 query heads for 2 KV heads"):
-        _opened(layer_head_num=[12, 7, 12, 12])
 
 
 def test_a_dense_verb_takes_no_model_that_another_tool_pruned(converted: Any, tmp_path: Path) -> None:
