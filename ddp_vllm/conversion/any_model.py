@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ddp_vllm.errors import ModelError
 from ddp_vllm.families import text_config
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.remote_code.module_widths import APPROXIMATE, Block, LayerChannels, ModuleWidths, approximate_experts
+from ddp_vllm.remote_code.module_widths import Block, LayerChannels, ModuleWidths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS
 
 Shapes = Mapping[str, list[int]]
@@ -39,14 +39,12 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
     """Return the config with the dense sizes, and the widths of its MLPs and experts.
 
     shapes: of all tensors on disk.
-    Raises: ModelError for tensors that fit no such widths, or if no block is narrower; WidthsError
-        for `approximate_experts` that cannot be read.
+    Raises: ModelError for tensors that fit no such widths, or if no block is narrower.
     """
     text = text_config(config)
     hidden, number, width = (_size(text, key) for key in ("hidden_size", "num_hidden_layers", WIDTH))
     where, layers = _decoder_layers(shapes, number)
     count = next((text[key] for key in COUNTS if text.get(key)), 0)
-    replaced = approximate_experts(config)
     mlps = [dict(_mlps(layer, hidden)) for layer in layers]
     experts = [dict(_experts(layer, hidden)) for layer in layers]
     mlp = _narrow_mlp(mlps, width)
@@ -68,9 +66,7 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
         width = max(width, *(row[mlp] for row in mlps if mlp in row))
         blocks["mlp"] = Block(**mlp._asdict(), intermediate_size=width)
     if form:
-        blocks["experts"] = Block(
-            **form._asdict(), intermediate_size=expert_width, num_experts=count, constants=bool(replaced)
-        )
+        blocks["experts"] = Block(**form._asdict(), intermediate_size=expert_width, num_experts=count)
     described = [
         LayerChannels(intermediate_size=row[mlp] if mlp and mlp in row else None, expert_intermediate_sizes=rows[index])
         for index, row in enumerate(mlps)
@@ -84,7 +80,6 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
         key: max(int(text[key]), size) for key, size in ((WIDTH, width), (EXPERT_WIDTH, expert_width)) if text.get(key)
     }
     widths = ModuleWidths(layers_module=where, layers=tuple(described), **blocks)
-    _check_replaced(replaced, widths, count)
     if text is config:
         return {**config, **sizes}, widths
     return {**config, "text_config": {**text, **sizes}}, widths
@@ -193,21 +188,3 @@ def _check_the_rest(text: Mapping[str, Any], layers: list[dict[str, list[int]]],
                     f"{module} has shape {shape} in layer {index} and {expected} in layer {other}, but of this "
                     "architecture only MLPs and experts may be narrower; prune these alone"
                 )
-
-
-def _check_replaced(replaced: Mapping[str, list[int]], widths: ModuleWidths, count: int) -> None:
-    """Refuse experts that `approximate_experts` names but that do not exist, or that are on disk.
-    Raises: ModelError."""
-    for layer, ids in replaced.items():
-        sizes = widths.layers[int(layer)].expert_intermediate_sizes if int(layer) < len(widths.layers) else None
-        if sizes is None or max(ids) >= count:
-            raise ModelError(
-                f"config.json: {APPROXIMATE} names experts {short(ids)} of layer {layer}, but the model has {count} in "
-                f"{sum(row.expert_intermediate_sizes is not None for row in widths.layers)} layers"
-            )
-        if kept := [expert for expert in ids if sizes[expert]]:
-            raise ModelError(f"config.json: {APPROXIMATE} names expert {kept[0]} of layer {layer}, which has weights")
-    if replaced and widths.approximate_experts != replaced:
-        raise ModelError(
-            f"the folder lacks experts {short(widths.approximate_experts)}, but {APPROXIMATE} names {short(replaced)}"
-        )

@@ -47,7 +47,7 @@ from ddp_vllm.remote_code.files import (
     read_json,
     short,
 )
-from ddp_vllm.remote_code.module_widths import APPROXIMATE, ModuleWidths, approximate_experts, states_widths
+from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
 
 PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.pkl")
@@ -124,7 +124,7 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     if "ddp_layers" in config or states_widths(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     stored, dense_folder = stored_tensors(folder), _folder_of(dense_model)
-    if approximate_experts(config) or base_type(config) not in FAMILIES | MIXTURES:
+    if base_type(config) not in FAMILIES | MIXTURES:
         return _plan_of_any(folder, config, stored, dense_model, dense_folder)
     own = dense_config(config)
     dense = _with_dense_sizes(own, read_config(dense_folder), dense_folder) if dense_folder else own
@@ -185,9 +185,9 @@ def _plan_of_any(
     widths.check((name, each.shape, each.dtype) for name, each in stored.items())
     pruned = described_config(sized, widths)
     notes = [f"widths of {len(widths.layers)} layers read from the shapes of tensors; the class is the stock one"]
-    notes += _removed(described_layers(pruned), stated=bool(widths.approximate_experts))
-    form = APPROXIMATE if widths.approximate_experts else "tensors"
-    return _finished(Plan(config=pruned, stored=stored, zeros={}, notes=notes), folder, form, dense_model, dense_folder)
+    notes += _removed(described_layers(pruned), stated=False)
+    plan = Plan(config=pruned, stored=stored, zeros={}, notes=notes)
+    return _finished(plan, folder, "tensors", dense_model, dense_folder)
 
 
 def _finished(plan: Plan, folder: Path, form: str, dense_model: str | None, dense_folder: Path | None) -> Plan:

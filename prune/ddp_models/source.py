@@ -248,13 +248,12 @@ def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
     model."""
     assert dense.structure
     widths, stated = ModuleWidths.of(checkpoint.config), dense.structure.widths
-    experts = replace(widths.experts, constants=False) if widths.experts else None
     pairs = {
         "model_type": (checkpoint.config.get("model_type"), dense.config.get("model_type")),
         "vocab_size": tuple(text_config(config).get("vocab_size") for config in (checkpoint.config, dense.config)),
         "number of layers": (len(widths.layers), len(stated.layers)),
         "MLP": (widths.mlp or stated.mlp, stated.mlp),
-        "form of experts": (experts or stated.experts, stated.experts),
+        "form of experts": (widths.experts or stated.experts, stated.experts),
     }
     if different := [name for name, (one, other) in pairs.items() if one is not None and one != other]:
         raise ModelError(

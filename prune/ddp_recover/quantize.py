@@ -88,8 +88,6 @@ def _open(folder: Path) -> Checkpoint:
             f"It is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "
             f"vllm serve {folder} --quantization fp8_per_tensor"
         )
-    if checkpoint.has_constants:
-        raise SettingError(f"{folder} has constant vectors in place of experts, which vLLM serves unquantized only")
     if states_widths(checkpoint.config):
         raise SettingError(
             f"{folder} has MLPs or experts of different widths in a stock class, which vLLM quantizes when it loads "
