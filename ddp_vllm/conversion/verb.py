@@ -5,16 +5,13 @@ Weights are copied file by file in pieces, so memory holds none of them. Nothing
 """
 
 import json
-import pickletools
 import re
 import struct
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.conversion.any_model import COUNTS, describe
@@ -50,9 +47,6 @@ from ddp_vllm.remote_code.files import (
 from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
 
-PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.pkl")
-# other pickles of a training run
-_NO_MODEL = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)\b.*")
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 PIECE = 1 << 24  # bytes copied at once
@@ -119,7 +113,6 @@ def convert(
 def plan_of(folder: Path, dense_model: str | None) -> Plan:
     """Read what a folder holds, from its config and the headers of its weights. Raises: ModelError,
     WidthsError."""
-    _refuse_pickles(folder)
     config = read_config(folder)
     if "ddp_layers" in config or states_widths(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
@@ -272,7 +265,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if paths:
         checked_tensors(folder)
     elif not (paths := sorted((folder / SUBBLOCKS).glob("*.safetensors"))):
-        raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained")
+        raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained, because pickles are not opened")
     _check_shards([path.name for path in paths])
     found: dict[str, Stored] = {}
     for path in paths:
@@ -299,54 +292,6 @@ def _check_shards(names: Sequence[str]) -> None:
         if missing := {*range(1, min(int(number), 100_000) + 1)} - present:
             digits = len(number)
             raise ModelError(f"{stem}-{min(missing):0{digits}}-of-{number}.safetensors is missing; {AGAIN}")
-
-
-def _refuse_pickles(folder: Path) -> None:
-    """Raises: ModelError, with the line that writes safetensors, if the folder has only pickles."""
-    if any(folder.glob(WEIGHTS)) or (folder / SUBBLOCKS).exists():
-        return
-    paths = (path for pattern in PICKLES for path in sorted(folder.glob(pattern)))
-    if pickle := next((path for path in paths if not _NO_MODEL.fullmatch(path.name)), None):
-        name = short(pickle.name).strip("'")
-        if _has_only_tensors(pickle):
-            pattern = PICKLES[0] if pickle.match(PICKLES[0]) else name
-            line = (
-                f"import glob, torch; from safetensors.torch import save_file; files = sorted(glob.glob('{pattern}')); "
-                "read = lambda f: torch.load(f, weights_only=True, map_location='cpu'); "
-                "inner = lambda d: d.get('state_dict', d.get('model', d)); "
-                "[save_file({k: v.clone().contiguous() for k, v in inner(read(f)).items()}, "
-                "f'model-{i:05}-of-{len(files):05}.safetensors', {'format': 'pt'}) for i, f in enumerate(files, 1)]"
-            )
-            where, then = "in that folder", "convert it again"
-        else:
-            line = (
-                f"import torch; found = torch.load('{name}', weights_only=False, map_location='cpu'); "
-                "parts = found.values() if isinstance(found, dict) else [found]; "
-                "[part.save_pretrained('pruned') for part in parts if hasattr(part, 'save_pretrained')]"
-            )
-            where, then = "in the environment of the tool that wrote it", "convert that folder"
-        raise ModelError(
-            f"it has only pickles ({name}), which can run any code and are not opened; {where} run: "
-            f'python -c "{line}", and {then}'
-        )
-
-
-def _has_only_tensors(pickle: Path) -> bool:
-    """Tell whether a pickle has tensors by name, as `torch.save(model.state_dict())` writes them,
-    and no module.
-
-    The names of classes in it decide, which are read without loading it.
-    """
-    classes: set[str] = set()
-    with suppress(OSError, ValueError, StopIteration), ExitStack() as stack:
-        file: IO[bytes] = stack.enter_context(open(pickle, "rb"))
-        if zipfile.is_zipfile(pickle):
-            archive = stack.enter_context(zipfile.ZipFile(pickle))
-            file = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-        # torch's older format has three before the model's
-        for _ in range(1 if zipfile.is_zipfile(pickle) else 4):
-            classes |= {str(argument) for step, argument, _ in pickletools.genops(file) if "GLOBAL" in step.name}
-    return all(name.split()[0] in ("collections", "torch", "torch._utils") for name in classes)
 
 
 def _positions(path: Path) -> Iterator[tuple[str, Stored]]:
