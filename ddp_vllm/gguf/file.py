@@ -32,10 +32,9 @@ from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
 from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, ModelWidths
 from ddp_vllm.schema import NAME, Number, SchemaError, check
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-"""The types that the package gguf can write; llama.cpp's own tool makes the others from F16."""
+TYPES = ("F32", "F16", "BF16", "Q8_0")
 BLOCK = 32
-"""Numbers of a row that share a scale, in all quantized types of `TYPES`."""
+"""Numbers of a row that share a scale in Q8_0."""
 _SIZE, _FACTOR = Number(1, 1e12, whole=True), Number(1e-9, 1e12)
 ROPE = dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _FACTOR)
 _STATED = {"rope_theta?": _FACTOR, "rope_type?": NAME, "type?": NAME, "partial_rotary_factor?": Number(0, 1)}
@@ -70,10 +69,9 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
         would compute differently, CheckpointError, OutputError.
     """
     if type_name not in TYPES:
-        f16 = output.with_name(f"{output.stem}-F16.gguf")
         raise SettingError(
-            f"--outtype {type_name.lower()} is none of {', '.join(TYPES).lower()}, but llama.cpp may make it from F16: "
-            f"ddp-vllm export {folder} --outtype f16 -o {f16} && llama-quantize {f16} {output} {type_name}"
+            f"--outtype {type_name.lower()} is none of {', '.join(TYPES).lower()}; export f16, from which "
+            "llama-quantize makes other types"
         )
     check_file(output, overwrite=overwrite)
     checkpoint = read_checkpoint(folder, dense=True)
@@ -213,7 +211,7 @@ def _tensors(
         if expected := widths.expected(name):
             axis, length = expected
             shape = (*shape[:axis], length, *shape[axis + 1 :])
-        yield _Tensor(name=name, gguf_name=gguf_name, shape=shape, type=_type_of(gguf_name, shape, kind))
+        yield _Tensor(name=name, gguf_name=gguf_name, shape=shape, type=_type_of(shape, kind))
 
 
 def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int, ...]]:
@@ -230,20 +228,12 @@ def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int
     return shapes
 
 
-def _type_of(gguf_name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    """Return the type of a tensor: the requested one, except for vectors, rows of broken blocks,
-    and embeddings.
-
-    Embeddings are often the output head too, and llama.cpp's own tool also gives them more bits
-    than the layers.
-    """
+def _type_of(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
+    """Return the type of a tensor: the requested one, except for vectors and rows of broken
+    blocks."""
     if len(shape) == 1:
         return gguf.GGMLQuantizationType.F32
-    if gguf.GGML_QUANT_SIZES[kind][0] == 1:
-        return kind
-    if shape[-1] % BLOCK:
-        return gguf.GGMLQuantizationType.F16
-    return kind if gguf_name.startswith("blk.") else gguf.GGMLQuantizationType.Q8_0
+    return gguf.GGMLQuantizationType.F16 if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
 
 
 def _arrays(
