@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddp_vllm.checkpoint import Checkpoint, read_config
-from ddp_vllm.conversion.any_model import COUNTS, describe
 from ddp_vllm.conversion.shapes import AGAIN, check_constants, read_layers, with_biases, zeros
+from ddp_vllm.conversion.stock import describe
 from ddp_vllm.errors import ModelError, OutputError, line_printer
 from ddp_vllm.families import (
     FAMILIES,
-    MIXTURES,
+    KNOWN,
+    check_dense,
     dense_layers,
     described_config,
     described_layers,
@@ -27,7 +28,17 @@ from ddp_vllm.families import (
     pruned_config,
     text_config,
 )
-from ddp_vllm.formats import FORMATS, SUBBLOCKS, base_type, dense_config, enclosing, grown, is_leftover, stated_layers
+from ddp_vllm.formats import (
+    DROPPED,
+    FORMATS,
+    SUBBLOCKS,
+    base_type,
+    dense_config,
+    enclosing,
+    grown,
+    is_leftover,
+    stated_layers,
+)
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import known_folder
 from ddp_vllm.model_files import state_tokenizer_class, write_json, write_model_files
@@ -50,7 +61,10 @@ from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWid
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 PIECE = 1 << 24  # bytes copied at once
-SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
+SIZES = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size"),
+    *(*EXPERT_COUNT_KEYS, "moe_num_experts"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,38 +131,46 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     if "ddp_layers" in config or states_widths(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     stored, dense_folder = stored_tensors(folder), _folder_of(dense_model)
-    if base_type(config) not in FAMILIES | MIXTURES:
-        return _plan_of_any(folder, config, stored, dense_model, dense_folder)
-    own = dense_config(config)
+    own = _dense_config(config)
     dense = _with_dense_sizes(own, read_config(dense_folder), dense_folder) if dense_folder else own
-    if stated := stated_layers(config, own):  # tensors of blocks that it removes may still be there
-        widths = _widths_of(pruned_config(enclosing(own, stated), stated))
-        stored = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
+    stated = stated_layers(config, own) if own.get("model_type") in KNOWN else None
+    if stated:  # tensors of blocks that it removes may still be there
+        leftover = _widths_of(pruned_config(enclosing(own, stated), stated))
+        stored = {name: each for name, each in stored.items() if not is_leftover(leftover, name, each.shape)}
     shapes = {name: each.shape for name, each in stored.items()}
-    sized, layers = read_layers(dense, shapes, sizes_known=dense_folder is not None)
-    _check_stated(stated, layers)
-    whole = enclosing(sized, layers)
-    biased = with_biases(whole, shapes)
-    pruned = pruned_config(biased, layers)
-    widths, added = _widths_of(pruned), dict[str, str]()
+    added, code = dict[str, str](), foreign_code(config)
+    if own.get("model_type") in FAMILIES:
+        sized, layers = read_layers(dense, shapes, sizes_known=dense_folder is not None)
+        whole = enclosing(sized, layers)
+        biased = with_biases(whole, shapes)
+        pruned, is_dense = pruned_config(biased, layers), layers == dense_layers(dense) and biased == whole
+    else:
+        whole, described = describe(dense, shapes)
+        pruned, is_dense = described_config(whole, described), not (described.mlp or described.experts)
+        layers = list(described_layers(pruned))
+    if not is_dense:
+        _check_stated(stated, layers)
+    widths = _widths_of(pruned)
     kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
-    tensors = ((name, each.shape, each.dtype) for name, each in kept.items())
+    tensors = [(name, each.shape, each.dtype) for name, each in kept.items()]
     if isinstance(widths, ModuleWidths):
         widths.check(tensors)
     else:
         check_constants(layers, widths.table, shapes)
-        added = {bias: weight for bias, weight in zeros(widths, shapes) if weight in kept}
+        added = {bias: weight for bias, weight in zeros(widths, dense, shapes) if weight in kept}
         widths.check_complete([*widths.checked(tensors), *added])
-    code = foreign_code(config)
-    if layers == dense_layers(dense) and biased == whole and all(each.file.parent == folder for each in kept.values()):
+    if is_dense and all(each.file.parent == folder for each in kept.values()):
         raise ModelError(
-            "no layer is narrower than another or than config.json says, so vLLM serves it as it is"
+            "no block is narrower than another or than config.json says, so vLLM serves it as it is"
             + f"; but {code}" * bool(code)
         )
-    form = next((key for key in FORMATS if config.get(key)), "tensors")
+    form = next((key for key in FORMATS if config.get(key)), "tensors") if stated else "tensors"
     notes = [f"widths of {len(layers)} layers read from the shapes of tensors"]
     notes[0] += f" and from {form} in config.json" if stated else ""
-    notes += [*_removed(layers, stated=bool(stated)), *grown(dense, whole)]
+    notes += [
+        *_removed(layers, stated=bool(stated), has_table=isinstance(widths, ModelWidths)),
+        *grown(text_config(dense), text_config(whole)),
+    ]
     notes += [f"{len(added)} biases of zeros added: the class has one on every projection of a block"] * bool(added)
     notes += [code] * bool(code)
     return _finished(
@@ -156,31 +178,23 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     )
 
 
-def _plan_of_any(
-    folder: Path,
-    config: Mapping[str, Any],
-    stored: dict[str, Stored],
-    dense_model: str | None,
-    dense_folder: Path | None,
-) -> Plan:
-    """Return what a folder of any architecture holds: the stock class with narrower MLPs or
-    experts. Raises: ModelError, WidthsError."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if config.get("model_type") not in CONFIG_MAPPING_NAMES:
-        raise ModelError(f"transformers has no class for model_type {short(config.get('model_type'))}; update it")
-    own = {key: value for key, value in config.items() if key not in FORMATS}
-    if dense_folder:
-        text, dense_text = text_config(own), text_config(read_config(dense_folder))
-        sizes = {key: dense_text[key] for key in (*SIZES, *COUNTS) if dense_text.get(key)}
-        own |= sizes if text is own else {"text_config": {**text, **sizes}}
-    sized, widths = describe(own, {name: each.shape for name, each in stored.items()})
-    widths.check((name, each.shape, each.dtype) for name, each in stored.items())
-    pruned = described_config(sized, widths)
-    notes = [f"widths of {len(widths.layers)} layers read from the shapes of tensors; the class is the stock one"]
-    notes += _removed(described_layers(pruned), stated=False)
-    plan = Plan(config=pruned, stored=stored, zeros={}, notes=notes)
-    return _finished(plan, folder, "tensors", dense_model, dense_folder)
+def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the model that a tool pruned, without the tool's keys. Raises:
+    ModelError."""
+    if base_type(config) in KNOWN:
+        return dense_config(config)
+    check_dense(config)
+    dense = {key: value for key, value in config.items() if key not in (*DROPPED, "block_configs")}
+    layers = config.get("per_layer_config") or {}  # transformers writes it too, for heads of Gemma 4 for example
+    if removed := next((key for key in DROPPED if config.get(key)), "skip" if "skip" in str(layers) else ""):
+        raise ModelError(f"{removed} removes whole blocks, which no stock class can lack; prune channels instead")
+    if layers:  # the widths in it are those of the tensors
+        own = {
+            index: {key: value for key, value in entry.items() if not key.endswith("intermediate_size")}
+            for index, entry in layers.items()
+        }
+        dense["per_layer_config"] = {index: entry for index, entry in own.items() if entry}
+    return dense
 
 
 def _finished(plan: Plan, folder: Path, form: str, dense_model: str | None, dense_folder: Path | None) -> Plan:
@@ -222,21 +236,22 @@ def _folder_of(dense_model: str | None) -> Path | None:
 def _with_dense_sizes(own: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a pruned model's config with the sizes of its dense model's. Raises: ModelError if
     they do not match."""
-    dense = dense_config(config)
+    dense, text = text_config(_dense_config(config)), text_config(own)
     for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
-        if own.get(key) != dense.get(key):
-            raise ModelError(f"{key} is {own.get(key)}, and {dense.get(key)} in --dense {folder}; leave --dense out")
-    sizes = {key: dense[key] for key in (*SIZES, *EXPERT_COUNT_KEYS) if dense.get(key)}
-    return {**own, **sizes, **({} if dense.get("kv_lora_rank") else {"head_dim": head_dim(dense)})}
+        if text.get(key) != dense.get(key):
+            raise ModelError(f"{key} is {text.get(key)}, and {dense.get(key)} in --dense {folder}; leave --dense out")
+    sizes = {key: dense[key] for key in SIZES if dense.get(key)}
+    if own.get("model_type") in FAMILIES:
+        sizes["head_dim"] = head_dim(dense)
+    return {**own, "text_config": {**text, **sizes}} if text is not own else {**own, **sizes}
 
 
-def _removed(layers: Sequence[LayerWidths], *, stated: bool) -> Iterator[str]:
+def _removed(layers: Sequence[LayerWidths], *, stated: bool, has_table: bool) -> Iterator[str]:
     """Yield a line per kind of removed block: without a statement in config.json, missing tensors
     look the same."""
-    states_experts = any(layer.expert_intermediate_sizes is not None for layer in layers)
     removed = {
-        "attention": [index for index, layer in enumerate(layers) if not layer.num_kv_heads],
-        "MLP": [index for index, layer in enumerate(layers) if not layer.intermediate_size and not states_experts],
+        "attention": [index for index, layer in enumerate(layers) if not layer.num_kv_heads and has_table],
+        "MLP": [index for index, layer in enumerate(layers) if not layer.intermediate_size and has_table],
         "some experts": [index for index, layer in enumerate(layers) if 0 in (layer.expert_intermediate_sizes or ())],
     }
     why = "as config.json states" if stated else "because the folder has no tensors of it"

@@ -137,7 +137,6 @@ def test_tensors_are_copied_and_other_verbs_read_the_folder(tool: str, converted
     assert json.loads(output_of("inspect", folder, "--json"))["recipe"] is None
     card = (folder / "README.md").read_text()
     assert f"converted its folder {tool} and" in card and "masks" not in card.partition("## Load")[0]
-    passed(invoke("push", folder, "me/x", "--dry-run"))
     assert "masks" not in Path(output_of("report", folder, "-o", tmp_path).split()[-1]).read_text()
     result = invoke("apply", source, "--masks", folder / "ddp_masks.safetensors", "-o", tmp_path / "applied")
     assert_refused(result, result.exit_code)

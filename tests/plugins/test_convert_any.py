@@ -91,9 +91,9 @@ O_PROJ, DOWN = "model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.dow
 TOOL = ("olmo2", "tool")
 BROKEN: dict[str, tuple[tuple[str, str], Callable[[Path], Any], str]] = {  # folder, how to break it, words
     "a narrower attention": (TOOL, _tensor(O_PROJ, lambda x: x[:32].contiguous()), "only MLPs and experts may be"),
-    "an MLP without its output": (TOOL, _tensor(DOWN, None), "layer 1 has no"),
+    "an MLP without its output": (TOOL, _tensor(DOWN, None), f"tensor {DOWN} of shape [64, 96] is missing"),
     "a dense model": (
-        ("olmo2", "dense"), lambda folder: None, "no MLP and no expert is narrower"
+        ("olmo2", "dense"), lambda folder: None, "no block is narrower than"
     ),
     "an unknown architecture": (
         TOOL, lambda folder: edit_config(folder, lambda config: config.update(model_type="own")),
