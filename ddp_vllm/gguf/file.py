@@ -20,10 +20,10 @@ import gguf
 import numpy as np
 from gguf.utility import LocalTensor, SafetensorsLocal
 
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.gguf.graphs import missing_parts
+from ddp_vllm.gguf.graphs import MISSING_PARTS, missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import WEIGHTS
@@ -74,8 +74,11 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
             "llama-quantize makes other types"
         )
     check_file(output, overwrite=overwrite)
-    checkpoint = read_checkpoint(folder, dense=True)
-    if reason := _unfit(checkpoint):
+    # first, because the rest reads what those graphs need
+    if not (reason := _without_graph(read_config(folder))):
+        checkpoint = read_checkpoint(folder, dense=True)
+        reason = _unfit(checkpoint)
+    if reason:
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
     widths = replace(
@@ -104,6 +107,16 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     return notes + _notes(checkpoint.layers, widths.layers, tensors, kind)
 
 
+def _without_graph(config: Mapping[str, Any]) -> str | None:
+    """Return why neither graph is of this architecture; None if one is."""
+    model_type = dense_type(config)
+    if states_widths(config):
+        return f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
+    if model_type not in MISSING_PARTS:
+        return f"it is a stock {model_type} checkpoint, which llama.cpp's own convert_hf_to_gguf.py converts"
+    return None
+
+
 def _unfit(checkpoint: Checkpoint) -> str | None:
     """Return why the graphs `deci` and `llama` would not compute this model exactly; None if they
     do."""
@@ -114,13 +127,6 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     except SchemaError as error:
         return f"{error}; download the model again"
     model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
-    if checkpoint.stock:
-        return (
-            f"export writes models without routed experts alone; this is a stock {model_type} checkpoint, which "
-            "llama.cpp's own convert_hf_to_gguf.py converts"
-        )
-    if states_widths(config):
-        return f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
     if config.get("quantization_config"):
         return "it is quantized already; export the folder it was made from"
     lacks = None

@@ -166,6 +166,9 @@ def test_roles_are_those_of_the_class(case: str, dense: Callable[[str], Path], t
     ]
     assert stated == [{key: value for key, value in entry.items() if value} for entry in expected]
     assert 0 < read_checkpoint(tmp_path / "out").removed < 1
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    assert_refused(invoke("export", tmp_path / "out", "-o", tmp_path / "x.gguf"), 3, f"no graph of {model_type} with")
+    assert_refused(invoke("export", folder, "-o", tmp_path / "x.gguf"), 3, f"it is a stock {model_type} checkpoint")
     register_widths()
     ids = torch.tensor([PROMPTS[0]])
     with torch.no_grad():
