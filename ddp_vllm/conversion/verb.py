@@ -41,7 +41,7 @@ from ddp_vllm.formats import (
 )
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import known_folder
-from ddp_vllm.model_files import state_tokenizer_class, write_json, write_model_files
+from ddp_vllm.model_files import has_tokenizer, state_tokenizer_class, write_json, write_model_files
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import is_hub_name, write_provenance
@@ -59,7 +59,6 @@ from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 PIECE = 1 << 24  # bytes copied at once
 SIZES = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size"),
@@ -206,9 +205,9 @@ def _finished(plan: Plan, folder: Path, form: str, dense_model: str | None, dens
             f"hf download {dense_model} --include '*.json'"
         )
     sources = [folder]
-    if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
+    if not has_tokenizer(folder):
         notes.append("the folder has no tokenizer; ")
-        if dense_folder and any(any(dense_folder.glob(pattern)) for pattern in TOKENIZERS):
+        if dense_folder and has_tokenizer(dense_folder):
             sources = [dense_folder, folder]
             notes[-1] += f"that of {dense_folder} is copied"
         else:

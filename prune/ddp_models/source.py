@@ -4,7 +4,7 @@ of a hub name.
 The model is dense or, for recovery, a pruned one.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from ddp_vllm.families import (
 )
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
-from ddp_vllm.model_files import TOKENIZER_AND_CONFIG_FILES
+from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
 from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
@@ -38,12 +38,8 @@ from ddp_vllm.remote_code.widths import ModelWidths
 if TYPE_CHECKING:  # which imports torch
     from ddp_models.structure import Structure
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken", "tekken.json", "merges*")
 FORMATS = ("BF16", "F16", "F32")
 AGAIN = "download the model again, or update transformers"
-# further copies of the weights, in the publisher's own format
-COPIES = ["consolidated*", "original/*"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +125,7 @@ def check_model(model: str, *, with_tokenizer: bool = True) -> Source | None:
     """
     if Path(model).is_dir():
         source = read_source(model)
-        if with_tokenizer and not any(any(source.folder.glob(pattern)) for pattern in TOKENIZERS):
+        if with_tokenizer and not has_tokenizer(source.folder):
             raise ModelError(f"{model} has no tokenizer; put tokenizer.json into the model's folder")
         return source
     _check_hub_name(model)
@@ -155,7 +151,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
         unsupported family.
     """
     is_local = Path(model).is_dir()
-    folder = Path(model) if is_local else _download(model, WEIGHTS if load else ())
+    folder = Path(model) if is_local else _download(model, load=load)
     config = read_config(folder)
     headers = _headers(folder) if is_local or load else _hub_headers(model)
     try:
@@ -369,13 +365,12 @@ def _check_hub_name(model: str) -> None:
         raise ModelError(f"{model} is neither a folder nor a hub name (owner/name); check the path")
 
 
-def _download(model: str, weights: Sequence[str]) -> Path:
+def _download(model: str, *, load: bool) -> Path:
     _check_hub_name(model)
     from huggingface_hub import snapshot_download
 
     with _downloading(model):
-        patterns = [*TOKENIZER_AND_CONFIG_FILES, *weights]
-        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=COPIES))
+        return Path(snapshot_download(model, ignore_patterns=[*NOT_COPIED, *(() if load else WEIGHTS)]))
 
 
 @contextmanager
