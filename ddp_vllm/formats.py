@@ -18,7 +18,7 @@ from typing import Any
 
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import FAMILIES, MIXTURES, dense_layers, family_of, pruned_config
+from ddp_vllm.families import KNOWN, MIXTURES, dense_layers, family_of, pruned_config
 from ddp_vllm.remote_code.files import WidthsError, short
 from ddp_vllm.remote_code.module_widths import ModuleWidths
 from ddp_vllm.remote_code.widths import (
@@ -78,8 +78,7 @@ _NO_FIELDS = (
 def base_type(config: Mapping[str, Any]) -> str:
     """Return the model type of the dense model that a tool pruned."""
     base = str(config.get("base_architecture") or "").removesuffix("ForCausalLM")
-    families = {**FAMILIES, **MIXTURES}
-    model_type = next((kind for kind, name in families.items() if name == base), str(config.get("model_type")))
+    model_type = next((kind for kind, name in KNOWN.items() if name == base), str(config.get("model_type")))
     return "llama" if model_type == NEMOTRON_NAS else model_type
 
 
@@ -294,7 +293,7 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     None if it states none, if all layers are alike, if ddp-vllm wrote it, or for another family,
     which is vLLM's own business. Raises: ModelError.
     """
-    if not any(config.get(key) for key in FORMATS) or base_type(config) not in {**FAMILIES, **MIXTURES}:
+    if "ddp_layers" in config or not any(config.get(key) for key in FORMATS) or base_type(config) not in KNOWN:
         return None
     # vLLM's classes load them
     quantized = {key: config[key] for key in ("quantization_config",) if config.get(key)}

@@ -54,6 +54,7 @@ from ddp_vllm.remote_code.files import (
     parse_json,
     read_json,
     short,
+    weight_files,
 )
 from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
@@ -273,20 +274,20 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder, in its own safetensors files or in Puzzletron's.
     Raises: ModelError, WidthsError.
 
-    Every tensor must be in one file, and the index, if any, must name them all.
+    Each is that of the file that the index names; without an index it must be in one file.
     """
-    paths = sorted(folder.glob(WEIGHTS))
-    if paths:
+    if any(folder.glob(WEIGHTS)):
         checked_tensors(folder)
+        paths = weight_files(folder)
     elif not (paths := sorted((folder / SUBBLOCKS).glob("*.safetensors"))):
         raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained, because pickles are not opened")
     _check_shards([path.name for path in paths])
     found: dict[str, Stored] = {}
     for path in paths:
         for name, stored in _positions(path):
-            if name in found:
+            if name in found and path.parent != folder:
                 raise ModelError(f"tensor {short(name)} is in {found[name].file.name} and {path.name}; remove one")
-            found[name] = stored
+            found[name] = stored  # of several copies the last one counts, which the index names
     if (index := folder / INDEX_FILE).exists():
         try:
             names = read_json(index)["weight_map"].keys()

@@ -26,7 +26,7 @@ from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.gguf.graphs import MISSING_PARTS, missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
-from ddp_vllm.remote_code.files import WEIGHTS
+from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
 from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, ModelWidths
@@ -84,7 +84,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     widths = replace(
         checkpoint.family_widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers))
     )
-    files = sorted(folder.glob(WEIGHTS))
+    files = weight_files(folder)  # of several copies the last one counts, as everywhere
     stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
     tensors = list(_tensors(checkpoint, widths, stored, kind))
     graph = "llama" if len(set(widths.layers)) == 1 else "deci"

@@ -55,7 +55,9 @@ class WidthsQuantizer(HfQuantizer):
         """Raises: WidthsError if the tensors on disk, or the modules of the model, do not fit the
         widths."""
         widths = self.quantization_config.widths
-        widths.check(chain.from_iterable(file_tensors(Path(path)) for path in checkpoint_files or ()))
+        files = (file_tensors(Path(path)) for path in checkpoint_files or ())
+        # of an overlay, as transformers reads them, the last copy counts
+        widths.check({tensor[0]: tensor for tensor in chain.from_iterable(files)}.values())
         conversions, present = get_model_conversion_mapping(model), model.state_dict()
         renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]

@@ -30,7 +30,7 @@ from ddp_vllm.families import (
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
-from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
+from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, index_map, indexed_tensors, short
 from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import ModelWidths
@@ -281,15 +281,25 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a dense checkpoint that transformers reads.
     Raises: ModelError.
 
-    `model.safetensors` has precedence over the files in the index; without either, all files are
-    returned.
+    They are those of the index, or model.safetensors; without either, all files are returned.
     """
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if not (folder / INDEX_FILE).exists():
-        return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    index, single = _index_of(folder), folder / "model.safetensors"
+    if single.is_file() and {*index.values()} - {single.name}:
+        raise ModelError(
+            f"{folder} holds model.safetensors and {INDEX_FILE}, which names other files; transformers reads the one "
+            "and vLLM the others: remove the wrong one"
+        )
+    if index:
+        return [folder / name for name in sorted(set(index.values()))]
+    if single.is_file():
+        return [single]
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def _index_of(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, {} without an index. Raises: ModelError."""
     try:
-        return [folder / name for name in sorted(set(index_map(folder / INDEX_FILE).values()))]
+        return index_map(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
     except WidthsError as error:
         raise ModelError(str(error)) from error
 
@@ -301,12 +311,12 @@ Header = tuple[Path | str, list[tuple[str, list[int], str]]]
 def _headers(folder: Path) -> Iterator[Header]:
     """Yield the header of every weight file. Raises: ModelError if one cannot be read, or if there
     is none."""
-    files = weight_files(folder)
+    files, index = weight_files(folder), _index_of(folder)
     if not files:
         raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
     for path in files:
         try:
-            yield path, list(file_tensors(path))
+            yield path, list(indexed_tensors(path, index))
         except (WidthsError, OSError) as error:
             raise ModelError(f"{path} cannot be read ({error}); download the model again") from error
 
