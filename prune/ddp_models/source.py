@@ -314,11 +314,22 @@ def _headers(folder: Path) -> Iterator[Header]:
     files, index = weight_files(folder), _index_of(folder)
     if not files:
         raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
-    for path in files:
+    # without an index vLLM reads every file, except those in Mistral's own format
+    strays = set() if index else {*folder.glob("*.safetensors")} - {*files, *folder.glob("consolidated*")}
+    names = set[str]()
+    for path in (*files, *sorted(strays)):
         try:
-            yield path, list(indexed_tensors(path, index))
+            header = list(indexed_tensors(path, index))
         except (WidthsError, OSError) as error:
             raise ModelError(f"{path} cannot be read ({error}); download the model again") from error
+        if path not in strays:
+            names |= {name for name, _, _ in header}
+            yield path, header
+        elif twice := names & {name for name, _, _ in header}:
+            raise ModelError(
+                f"{path} holds {short(min(twice))} too, which transformers reads from {files[-1].name} and vLLM from "
+                "the last file; remove the wrong one"
+            )
 
 
 def _hub_headers(model: str) -> Iterator[Header]:
