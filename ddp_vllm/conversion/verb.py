@@ -153,12 +153,15 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     widths = _widths_of(pruned)
     kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
     tensors = [(name, each.shape, each.dtype) for name, each in kept.items()]
-    if isinstance(widths, ModuleWidths):
-        widths.check(tensors)
-    else:
-        check_constants(layers, widths.table, shapes)
-        added = {bias: weight for bias, weight in zeros(widths, dense, shapes) if weight in kept}
-        widths.check_complete([*widths.checked(tensors), *added])
+    try:
+        if isinstance(widths, ModuleWidths):
+            widths.check(tensors)
+        else:
+            check_constants(layers, widths.table, shapes)
+            added = {bias: weight for bias, weight in zeros(widths, dense, shapes) if weight in kept}
+            widths.check_complete([*widths.checked(tensors), *added])
+    except WidthsError as error:  # whose remedy is for folders of ours
+        raise ModelError(f"{str(error).partition(';')[0]}; {AGAIN}") from error
     if is_dense and all(each.file.parent == folder for each in kept.values()):
         raise ModelError(
             "no block is narrower than another or than config.json says, so vLLM serves it as it is"

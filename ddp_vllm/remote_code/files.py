@@ -1,7 +1,8 @@
 """Reads the files of a checkpoint strictly: JSON, the index, and the headers of safetensors files.
 
 Programs interpret a duplicate name, a tensor in two files, or a wrong index differently. This
-file refuses all of them, so every program loads exactly the files that were checked.
+file refuses all of them, except copies before the one that the index names, so every program loads
+exactly the tensors that were checked.
 
 This file is part of every checkpoint and imports only the standard library.
 """

@@ -30,6 +30,7 @@ DERIVED: dict[str, Callable[[], Any]] = {  # the class derives the width from co
     "gemma4_wide": lambda: tiny_config(
         "Gemma4TextConfig", GEMMA, WIDE, pad_token_id=0, use_double_wide_mlp=True
     ),
+    "qwen2": lambda: tiny_config("Qwen2Config"),  # with a table
     "phimoe": lambda: tiny_config("PhimoeConfig", num_local_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
 Edit = Callable[[dict[str, torch.Tensor]], Any]
@@ -92,6 +93,11 @@ REFUSED: dict[str, tuple[str, Edit | dict[str, Any], tuple[str, ...]]] = {  # fa
     "the hidden size": ("olmo2", {"hidden_size": 128}, ("[320, 64], but Olmo2ForCausalLM has [320, 128]", "--dense")),
     "all heads": ("olmo2", cut("q_proj", "k_proj", "v_proj", to=32), ("q_proj.weight has shape [32, 64]", "alone")),
     "a bias of the class": ("starcoder2", drop("0.self_attn.k_proj.bias"), ("0.self_attn.k_proj.bias of shape [32]",)),
+    "a bias of a class with a table": (
+        "qwen2", drop("0.self_attn.k_proj.bias"), ("the tensors of self_attn.k_proj.bias", "copy the whole folder"),
+    ),
+    "the head of a class with a table": ("qwen2", drop("lm_head"), ("lm_head.weight is missing", "copy the whole")),
+    "rows of a class with a table": ("qwen2", cut("embed_tokens", to=310), ("has shape [310, 64], but", "[320, 64]")),
     "a bias too many": (
         "olmo2", lambda weights: weights.update({"model.layers.1.mlp.down_proj.bias": torch.ones(64)}),
         ("mlp.down_proj.bias' of shape [64] is none that Olmo2ForCausalLM has", "without adding tensors"),
