@@ -9,8 +9,7 @@ rename.
 | `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, in later writers |
 | `NAME.run` | the state of an interrupted run (`ddp_training.run_folder`) | the run, at the end of its command |
 
-No link is followed, and only folders of ours (`manifest.is_ours`) are removed. Nothing here imports
-torch.
+No link is followed, and only folders of ours (`is_ours`) are removed. Nothing here imports torch.
 """
 
 import errno
@@ -26,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddp_vllm.errors import OutputError, is_utf8
-from ddp_vllm.manifest import MANIFEST, is_ours, manifest_of
+from ddp_vllm.masks import MASKS_FILE
 
 LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
 # on some network file systems; filelock itself handles ENOSYS
@@ -44,6 +43,14 @@ def writing(output: Path) -> Iterator[None]:
         is_full = error.errno in FULL or "requested and" in str(error)
         remedy = "make room there, or choose another output" if is_full else "choose another output"
         raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
+
+
+def is_ours(folder: Path) -> bool:
+    """Tell whether ddp-vllm wrote a folder, which then has a masks file, or the folder is empty."""
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return not names or MASKS_FILE in names
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
@@ -136,8 +143,8 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder in the same parent, which becomes `output` when the block ends
     without an error.
 
-    Files are synced before the rename, so a crash leaves the old folder or the new one. The
-    manifest is written last.
+    Files are synced before the rename, so a crash leaves the old folder or the new one. The block
+    writes the masks file, by which the folder can be replaced later.
     Raises: OutputError as `check_output`, if another process writes the same output, if a link or
         files of others have the name of the temporary folder, and for any OSError of the block.
     """
@@ -148,10 +155,11 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     with writing(output), locked(lock, f"another process writes {output}; wait for it, or choose another folder"):
         _clear(output, temporary, old)
         temporary.mkdir()
-        (temporary / MANIFEST).touch()
+        (temporary / MASKS_FILE).touch()  # if it is killed, the folder is still known as ours
         try:
             yield temporary
-            (temporary / MANIFEST).write_text(manifest_of(temporary), encoding="utf-8")
+            if not (temporary / MASKS_FILE).stat().st_size:
+                (temporary / MASKS_FILE).unlink()
             for path in temporary.rglob("*"):
                 if path.is_file():
                     # safetensors writes files for their owner alone

@@ -75,7 +75,7 @@ def ask(folder: str, questions: list[str]) -> list[str]:
     """Return the greedy answers of a model in plain transformers; vLLM would be faster."""
     # A pruned folder has Python files of ddp-vllm, which trust_remote_code allows. Do not pass it
     # for unknown folders.
-    trusted = {"trust_remote_code": (Path(folder) / "ddp_manifest.json").exists()}
+    trusted = {"trust_remote_code": (Path(folder) / "ddp_masks.safetensors").exists()}
     tokenizer = AutoTokenizer.from_pretrained(folder, **trusted)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **trusted)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

@@ -41,7 +41,6 @@ from safetensors import safe_open
 
 from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_vllm.cli import main
-from ddp_vllm.manifest import MANIFEST, differences
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.page import Picture
 
@@ -225,11 +224,6 @@ def contents(folder: Path) -> dict[str, str]:
 def _content(path: Path) -> str:
     if path.is_symlink() or path.is_dir():
         return "a link" if path.is_symlink() else "a folder"
-    if path.name == MANIFEST:
-        try:
-            return "; ".join(differences(path.parent)) or "true"
-        except ValueError as error:
-            return str(error)
     if path.name == MASKS_FILE:
         with safe_open(path, framework="numpy") as file:
             provenance = json.loads((file.metadata() or {}).get("ddp", "{}")) | {"checksums": None}

@@ -14,6 +14,8 @@ from markupsafe import Markup
 
 from ddp_vllm.errors import printable
 
+REPORT_FILE, PICTURE_FOLDER = "report.html", "report"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Table:

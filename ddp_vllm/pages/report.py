@@ -14,11 +14,10 @@ import numpy as np
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.families import dimensions_of
-from ddp_vllm.manifest import PICTURE_FOLDER, REPORT_FILE
 from ddp_vllm.output import write_files
 from ddp_vllm.pages import pictures
 from ddp_vllm.pages.metrics import Metrics, expert_use, expert_widths, gather
-from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
+from ddp_vllm.pages.page import PICTURE_FOLDER, REPORT_FILE, Page, Picture, Section, Table, to_html
 from ddp_vllm.pages.summary import answers, dense_name, lead, sections
 from ddp_vllm.provenance import bare_name
 from ddp_vllm.remote_code.widths import dense_kv_heads

@@ -165,7 +165,7 @@ def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> 
     name: of the model. blocks: held-out text, int64 [num_blocks, seq_len]; with and without BOS,
     the same tokens are predicted.
     """
-    bos = model.config.get_text_config().bos_token_id
+    bos = getattr(model.config.get_text_config(), "bos_token_id", None)
     head, kept = OutputHead.of(model), blocks[:BOS_BLOCKS, :-1]
     if type(bos) is not int or not 0 <= bos < len(head.weight) or leading_bos(tokenizer) or not kept[:, 1:].numel():
         return ""

@@ -20,9 +20,7 @@ from ddp_models.source import AGAIN, Source, weight_files
 from ddp_training.decoder import auto_class, decoder_layers, decoder_of
 from ddp_training.loss import OutputHead, final_hidden
 from ddp_training.settings import TrainingSettings
-from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.families import narrowing
 
 
 def check_sharding(recipe: TrainingSettings, num_processes: int) -> None:
@@ -103,7 +101,7 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
         number_format = torch.bfloat16
     if dtype == "auto" and number_format == torch.bfloat16 and not (device is None or has_bfloat16(device)):
         number_format = torch.float32
-    options: dict[str, Any] = {"dtype": number_format} | narrowing(read_config(source.folder))
+    options: dict[str, Any] = {"dtype": number_format}
     if source.text_config.get("attn_logit_softcapping"):
         options["attn_implementation"] = "eager"
     if source.structure is None and source.config.get("quantization_config"):

@@ -4,7 +4,7 @@ of a hub name.
 The model is dense or, for recovery, a pruned one.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +29,8 @@ from ddp_vllm.families import (
 )
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
-from ddp_vllm.model_files import TOKENIZER_AND_CONFIG_FILES
-from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
+from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
+from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, index_map, indexed_tensors, short
 from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import ModelWidths
@@ -38,12 +38,8 @@ from ddp_vllm.remote_code.widths import ModelWidths
 if TYPE_CHECKING:  # which imports torch
     from ddp_models.structure import Structure
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken", "tekken.json", "merges*")
 FORMATS = ("BF16", "F16", "F32")
 AGAIN = "download the model again, or update transformers"
-# further copies of the weights, in the publisher's own format
-COPIES = ["consolidated*", "original/*"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +125,7 @@ def check_model(model: str, *, with_tokenizer: bool = True) -> Source | None:
     """
     if Path(model).is_dir():
         source = read_source(model)
-        if with_tokenizer and not any(any(source.folder.glob(pattern)) for pattern in TOKENIZERS):
+        if with_tokenizer and not has_tokenizer(source.folder):
             raise ModelError(f"{model} has no tokenizer; put tokenizer.json into the model's folder")
         return source
     _check_hub_name(model)
@@ -155,7 +151,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
         unsupported family.
     """
     is_local = Path(model).is_dir()
-    folder = Path(model) if is_local else _download(model, WEIGHTS if load else ())
+    folder = Path(model) if is_local else _download(model, load=load)
     config = read_config(folder)
     headers = _headers(folder) if is_local or load else _hub_headers(model)
     try:
@@ -248,13 +244,12 @@ def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
     model."""
     assert dense.structure
     widths, stated = ModuleWidths.of(checkpoint.config), dense.structure.widths
-    experts = replace(widths.experts, constants=False) if widths.experts else None
     pairs = {
         "model_type": (checkpoint.config.get("model_type"), dense.config.get("model_type")),
         "vocab_size": tuple(text_config(config).get("vocab_size") for config in (checkpoint.config, dense.config)),
         "number of layers": (len(widths.layers), len(stated.layers)),
         "MLP": (widths.mlp or stated.mlp, stated.mlp),
-        "form of experts": (experts or stated.experts, stated.experts),
+        "form of experts": (widths.experts or stated.experts, stated.experts),
     }
     if different := [name for name, (one, other) in pairs.items() if one is not None and one != other]:
         raise ModelError(
@@ -286,15 +281,25 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a dense checkpoint that transformers reads.
     Raises: ModelError.
 
-    `model.safetensors` has precedence over the files in the index; without either, all files are
-    returned.
+    They are those of the index, or model.safetensors; without either, all files are returned.
     """
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if not (folder / INDEX_FILE).exists():
-        return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    index, single = _index_of(folder), folder / "model.safetensors"
+    if single.is_file() and {*index.values()} - {single.name}:
+        raise ModelError(
+            f"{folder} holds model.safetensors and {INDEX_FILE}, which names other files; transformers reads the one "
+            "and vLLM the others: remove the wrong one"
+        )
+    if index:
+        return [folder / name for name in sorted(set(index.values()))]
+    if single.is_file():
+        return [single]
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def _index_of(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, {} without an index. Raises: ModelError."""
     try:
-        return [folder / name for name in sorted(set(index_map(folder / INDEX_FILE).values()))]
+        return index_map(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
     except WidthsError as error:
         raise ModelError(str(error)) from error
 
@@ -306,14 +311,25 @@ Header = tuple[Path | str, list[tuple[str, list[int], str]]]
 def _headers(folder: Path) -> Iterator[Header]:
     """Yield the header of every weight file. Raises: ModelError if one cannot be read, or if there
     is none."""
-    files = weight_files(folder)
+    files, index = weight_files(folder), _index_of(folder)
     if not files:
         raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
-    for path in files:
+    # without an index vLLM reads every file, except those in Mistral's own format
+    strays = set() if index else {*folder.glob("*.safetensors")} - {*files, *folder.glob("consolidated*")}
+    names = set[str]()
+    for path in (*files, *sorted(strays)):
         try:
-            yield path, list(file_tensors(path))
+            header = list(indexed_tensors(path, index))
         except (WidthsError, OSError) as error:
             raise ModelError(f"{path} cannot be read ({error}); download the model again") from error
+        if path not in strays:
+            names |= {name for name, _, _ in header}
+            yield path, header
+        elif twice := names & {name for name, _, _ in header}:
+            raise ModelError(
+                f"{path} holds {short(min(twice))} too, which transformers reads from {files[-1].name} and vLLM from "
+                "the last file; remove the wrong one"
+            )
 
 
 def _hub_headers(model: str) -> Iterator[Header]:
@@ -370,13 +386,12 @@ def _check_hub_name(model: str) -> None:
         raise ModelError(f"{model} is neither a folder nor a hub name (owner/name); check the path")
 
 
-def _download(model: str, weights: Sequence[str]) -> Path:
+def _download(model: str, *, load: bool) -> Path:
     _check_hub_name(model)
     from huggingface_hub import snapshot_download
 
     with _downloading(model):
-        patterns = [*TOKENIZER_AND_CONFIG_FILES, *weights]
-        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=COPIES))
+        return Path(snapshot_download(model, ignore_patterns=[*NOT_COPIED, *(() if load else WEIGHTS)]))
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from ddp_text.blocks import check_vocabulary, load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_training.memory import explained
 from ddp_training.processes import describe_device, make_accelerator
+from ddp_vllm.cache import sha256
 from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError, SettingError, TextError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import hardware, today, versions
-from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
 from ddp_vllm.provenance import bare_name, local_provenance

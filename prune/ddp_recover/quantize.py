@@ -26,6 +26,7 @@ from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.pages.summary import trained_together
+from ddp_vllm.provenance import write_provenance
 from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 
@@ -184,3 +185,5 @@ def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path) -> No
             if (source / file).exists():
                 shutil.copyfile(source / file, folder / file)
         write_card(folder, output)
+    else:
+        write_provenance(folder / MASKS_FILE, {})

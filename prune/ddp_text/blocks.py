@@ -27,9 +27,8 @@ from ddp_text.messages import Notes
 from ddp_text.rows import open_rows, reading_text, sources_of
 from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import Tokens, leading_bos, pack
-from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
+from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
-from ddp_vllm.manifest import sha256
 from ddp_vllm.output import atomic_file
 from ddp_vllm.remote_code.files import read_bytes
 

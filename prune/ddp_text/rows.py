@@ -20,10 +20,9 @@ from typing import IO, Any
 
 from ddp_text.conversations import COLUMNS, RowParser
 from ddp_text.messages import Notes, are_turns
-from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
+from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
 from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub import hub_fault
-from ddp_vllm.manifest import sha256
 from ddp_vllm.output import FULL, atomic_file
 from ddp_vllm.provenance import split_sources
 

@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from ddp_models.source import open_source
 from ddp_prune import train
 from ddp_prune.export import export
-from ddp_vllm.manifest import MANIFEST
 from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -159,8 +158,8 @@ def test_outputs_that_exist_or_cannot_be_written(
 
 
 def test_the_dense_model_is_no_output(pruned: Path, model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Not even where ddp-vllm wrote it, as `fetch` does."""
-    (model / MANIFEST).touch()
+    """Not even where ddp-vllm wrote it, as `quantize` does."""
+    (model / MASKS_FILE).touch()
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     for output in (model, tmp_path / "." / "model"):
         assert_refused(prune(model, tiny_text, output, "--overwrite"), 5, "dense model", "choose another folder")

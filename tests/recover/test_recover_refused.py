@@ -9,7 +9,7 @@ from commands import assert_refused, passed
 from runs import recover
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ddp_vllm.manifest import MANIFEST
+from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -60,7 +60,7 @@ def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp
     assert_refused(recover(pruned, tiny_model, "--overwrite"), 5, "leaves it alone")
     inside = tmp_path / "models" / "pruned"
     shutil.copytree(pruned, inside)
-    (inside.parent / MANIFEST).touch()
+    (inside.parent / MASKS_FILE).touch()
     assert_refused(recover(inside, inside.parent, "--overwrite"), 5, "is the pruned model, or one is inside the other")
     assert_refused(recover(pruned, pruned / "report" / "out"), 5, "is the pruned model, or one is inside the other")
     assert_refused(recover(pruned, pruned, "--overwrite"), 5, "is the pruned model, or one is inside the other")
