@@ -15,9 +15,9 @@ from typing import Any
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import (
+    EXPERT_COUNT_KEYS,
     dense_layers,
     described,
-    described_layers,
     dimensions_of,
     family_of,
     pruned_config,
@@ -27,8 +27,7 @@ from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
-from ddp_vllm.remote_code.module_widths import LayerChannels, ModuleWidths, states_widths
-from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, check_sizes
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, check_sizes, states_widths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +40,8 @@ class Checkpoint:
     the dense model's config, which describes the kept experts."""
     layers: tuple[LayerWidths, ...]
     """The kept widths of each decoder layer."""
-    widths: ModelWidths | ModuleWidths
-    """The widths with the names of the tensors; `ModuleWidths` for models of a stock class."""
+    widths: Widths
+    """The widths with the names of the tensors."""
     shapes: Mapping[str, list[int]]
     """Shape of every weight on disk; of a quantized weight the shape before quantization, without
     its scales."""
@@ -86,12 +85,6 @@ class Checkpoint:
         return (
             f"Checkpoint({str(self.folder)!r}, {self.num_parameters:,} parameters, {self.removed:.1%} removed{ratio})"
         )
-
-    @property
-    def family_widths(self) -> ModelWidths:
-        """The widths of a model with a class of ours, which the caller has made sure of."""
-        assert isinstance(self.widths, ModelWidths)
-        return self.widths
 
     @property
     def has_experts(self) -> bool:
@@ -172,9 +165,8 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         raise CheckpointError(f"{folder} is not a pruned checkpoint: its config.json has no ddp_layers; prune it first")
     try:
         check_sizes(config, "hidden_size")
-        widths = ModelWidths.of(config)
-        tensors = checked_tensors(folder)
-        widths.check_complete(widths.checked(tensors))
+        widths, tensors = Widths.of(config), checked_tensors(folder)
+        widths.check(tensors)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     shapes = unpacked({name: shape for name, shape, _ in tensors}, config)
@@ -189,18 +181,18 @@ def _read_described(
     """Read a model of a stock class. stock: its config.json if that describes nothing.
     Raises: CheckpointError."""
     try:
-        widths, tensors = ModuleWidths.of(config), checked_tensors(folder)
+        widths, tensors = Widths.of(config), checked_tensors(folder)
         widths.check(tensors)
         if stock and "experts" in provenance:
             config = _with_removed_experts(config, widths, provenance["experts"])
-            widths = ModuleWidths.of(config)
+            widths = Widths.of(config)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _check_routing(provenance.get("routing", {}).get("chosen", {}), widths, folder / MASKS_FILE)
     return Checkpoint(
         folder=folder,
         config=config,
-        layers=described_layers(config),
+        layers=widths.layers,
         widths=widths,
         shapes={name: shape for name, shape, _ in tensors},
         provenance=provenance,
@@ -219,12 +211,9 @@ def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
     warn_of_foreign_code(folder, config)
 
 
-def _with_removed_experts(
-    config: Mapping[str, Any], widths: ModuleWidths, experts: Mapping[str, Any]
-) -> dict[str, Any]:
+def _with_removed_experts(config: Mapping[str, Any], widths: Widths, experts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dense model's config with the widths of all its experts, 0 if removed.
     Raises: WidthsError."""
-    assert widths.experts
     layers = []
     for index, layer in enumerate(widths.layers):
         if (sizes := layer.expert_intermediate_sizes) is not None:
@@ -232,9 +221,10 @@ def _with_removed_experts(
             if len({*kept}) != len(sizes) or max(kept) >= experts["of"]:
                 raise WidthsError(f"{MASKS_FILE} and config.json keep other experts of layer {index}; copy both again")
             dense_sizes = tuple(sizes[0] if expert in kept else 0 for expert in range(experts["of"]))
-            layer = LayerChannels(expert_intermediate_sizes=dense_sizes)
+            layer = replace(layer, expert_intermediate_sizes=dense_sizes)
         layers.append(layer)
-    dense = replace(widths, layers=tuple(layers), experts=replace(widths.experts, num_experts=experts["of"]))
+    sizes = (widths.dense.expert_intermediate_sizes or ())[:1] * experts["of"]
+    dense = replace(widths, layers=tuple(layers), dense=replace(widths.dense, expert_intermediate_sizes=sizes))
     numbers = {key: experts["of"] for key in EXPERT_COUNT_KEYS if config.get(key)}
     return {**config, **numbers, "quantization_config": dense.to_json()}
 
@@ -257,7 +247,7 @@ def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict
     return plain
 
 
-def _check_routing(chosen: Mapping[str, list[float]], widths: ModuleWidths, path: Path) -> None:
+def _check_routing(chosen: Mapping[str, list[float]], widths: Widths, path: Path) -> None:
     """Refuse routing counts that do not fit the experts of their layer. Raises: CheckpointError."""
     experts = {str(index): len(layer.expert_intermediate_sizes or ()) for index, layer in enumerate(widths.layers)}
     if wrong := [layer for layer, counts in chosen.items() if not counts or len(counts) != experts.get(layer)]:

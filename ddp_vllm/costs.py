@@ -13,9 +13,8 @@ from typing import Any
 
 from ddp_vllm.errors import CheckpointError, SettingError, reading
 from ddp_vllm.families import described, text_config
-from ddp_vllm.remote_code.module_widths import Block, ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import BLOCK_OF, TABLES, dense_type
-from ddp_vllm.remote_code.widths import LayerWidths, head_dim
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, states_widths
 
 KV_ELEMENT_BYTES = 2
 # one tensor per expert on disk, stacked in memory
@@ -80,11 +79,11 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
 
 def _described_prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> list[Prices]:
     """Return the prices of every layer of a model whose config describes its MLPs or experts."""
-    widths, per_weight = ModuleWidths.of(config), {"params": 1.0, "flops": 2.0, "kv-bytes": 0.0}[budget]
+    widths, per_weight = Widths.of(config), {"params": 1.0, "flops": 2.0, "kv-bytes": 0.0}[budget]
     share = _share_of_experts(config) if budget == "flops" else 1.0
     channel, expert_channel = (
         per_weight * _channel_weights(config, widths, block, shapes, with_biases=budget == "params")
-        for block in (widths.mlp, widths.experts)
+        for block in ("mlp", "experts")
     )
     return [
         Prices(
@@ -97,24 +96,26 @@ def _described_prices(budget: str, config: Mapping[str, Any], shapes: Mapping[st
 
 def _channel_weights(
     config: Mapping[str, Any],
-    widths: ModuleWidths,
-    block: Block | None,
+    widths: Widths,
+    block: str,
     shapes: Mapping[str, Sequence[int]],
     *,
     with_biases: bool,
 ) -> float:
     """Return the weights of one channel: a row of each input projection, or two if it is fused, and
     a column."""
-    if block is None:
+    if block not in widths.blocks:
         return 0.0
-    output = (f"{widths.layers_module}.{index}.{block.output.format(0)}.weight" for index in range(len(widths.layers)))
-    stored = next((shapes[name] for name in output if name in shapes), None)
+    inputs, output = widths.table.inputs(block), widths.table.output(block).name.format(0)
+    names = (f"{widths.layers_module}.{index}.{output}.weight" for index in range(len(widths.layers)))
+    stored = next((shapes[name] for name in names if name in shapes), None)
     hidden_size = stored[0] if stored else text_config(config).get("hidden_size") or 0
-    biases = tuple(f".{module}.bias" for module in block.inputs)
+    rows = sum(len(projection.units) for projection in inputs)
+    biases = tuple(f".{projection.name}.bias" for projection in inputs)
     biased = [name for name in shapes if name.startswith(widths.layers_module) and name.endswith(biases)]
-    num_layers = sum(layer.intermediate_size is not None for layer in widths.layers)
+    num_layers = sum(layer.intermediate_size > 0 for layer in widths.layers)
     num_biases = with_biases * len(biased) // max(1, num_layers)
-    return float(hidden_size * (1 + block.rows_per_channel * len(block.inputs)) + block.rows_per_channel * num_biases)
+    return float(hidden_size * (1 + rows) + rows // len(inputs) * num_biases)
 
 
 def whole_model(
@@ -148,13 +149,12 @@ def _described_flops(config: Mapping[str, Any], shapes: Mapping[str, Sequence[in
 
     Towers of other modalities and heads that predict further tokens are left out.
     """
-    widths, text = ModuleWidths.of(config), text_config(config)
-    layer = re.compile(rf"{re.escape(widths.layers_module)}\.(\d+)\.")
+    widths, text = Widths.of(config), text_config(config)
     heads = [name for name in shapes if name.endswith(("lm_head.weight", "embed_out.weight"))]
     heads = heads or [name for name in shapes if _EMBEDDING.search(name)]
     weights = float(sum(prod(shapes[name]) for name in heads))
     for name, shape in shapes.items():
-        if len(shape) >= 2 and (match := layer.match(name)) and int(match[1]) < len(widths.layers):
+        if len(shape) >= 2 and (place := widths.split(name)) and place[0] < len(widths.layers):
             weights += prod(shape) * (_share_of_experts(config) if _EXPERT.search(name) else 1.0)
     queries = int(text.get("num_attention_heads") or 0)
     size = 2 * int(text.get("head_dim") or (text.get("hidden_size") or 0) // max(queries, 1))
@@ -197,5 +197,5 @@ def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 def _share_of_experts(config: Mapping[str, Any]) -> float:
     """Return the share of the routed experts of a layer that a token is sent to."""
-    experts = ModuleWidths.of(config).experts
-    return (text_config(config).get("num_experts_per_tok") or 1) / experts.num_experts if experts else 0.0
+    number = Widths.of(config).num_experts
+    return (text_config(config).get("num_experts_per_tok") or 1) / number if number else 0.0

@@ -7,7 +7,7 @@ the projections that compute it and its columns of the projection that writes it
 (`remote_code/tensors.py`). How to add a family: docs/families.md.
 
 Of a model without a row here, the MLPs or routed experts are pruned, which
-`ddp_models/structure.py` finds. Its config then describes them (`remote_code/module_widths.py`).
+`ddp_models/structure.py` finds. Its config then describes them (`remote_code/widths.py`).
 For a few mixtures of experts `described` derives that description from the stock config alone.
 """
 
@@ -21,25 +21,19 @@ from typing import Any
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.remote_code import DEEPSEEK
 from ddp_vllm.remote_code.files import WidthsError, short
-from ddp_vllm.remote_code.module_widths import (
-    Block,
-    LayerChannels,
-    ModuleWidths,
-    states_widths,
-)
-from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
+from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
-    EXPERT_COUNT_KEYS,
     LayerWidths,
+    Widths,
+    block_table,
     check_sizes,
-    count_experts,
-    dense_expert_size,
     dense_kv_heads,
     head_dim,
-    is_routed,
+    states_widths,
 )
 from ddp_vllm.schema import NAME, SchemaError, check
 
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # transformers' module of routed experts in a decoder layer; names on disk differ
 EXPERTS = "mlp.experts"
 ROUTER = "mlp.gate"  # transformers' module of the router
@@ -184,10 +178,8 @@ def pruned_config(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> d
     """Return the config of the pruned model: the dense config with widths, and of a family with
     classes of ours with its model type and classes."""
     if config.get("model_type") in MIXTURES:
-        widths = ModuleWidths.of(described(config))
-        pruned = [LayerChannels(expert_intermediate_sizes=layer.expert_intermediate_sizes) for layer in layers]
         stock = {"architectures": [f"{MIXTURES[config['model_type']]}ForCausalLM"]}
-        return described_config(stock | dict(config), replace(widths, layers=tuple(pruned)))
+        return described_config(stock | dict(config), replace(Widths.of(described(config)), layers=tuple(layers)))
     family = family_of(config)
     head = {
         "architectures": [family.pruned_architecture],
@@ -218,19 +210,40 @@ def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
     names = [f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")]
     if config["model_type"] == "mixtral":
         names = [f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")]
-    number, width = count_experts(config), dense_expert_size(config)
-    dense = LayerChannels(expert_intermediate_sizes=(width,) * number)
-    widths = ModuleWidths(
-        layers_module=LAYERS,
-        experts=Block(inputs=(names[0], names[1]), output=names[2], intermediate_size=width, num_experts=number),
+    dense = LayerWidths(expert_intermediate_sizes=(dense_expert_size(config),) * count_experts(config))
+    widths = Widths(
+        table=TensorTable(projections=block_table("experts", names[:2], names[2])),
+        dense=dense,
         layers=tuple(
-            dense if is_routed(config, index) else LayerChannels() for index in range(config["num_hidden_layers"])
+            dense if is_routed(config, index) else LayerWidths() for index in range(config["num_hidden_layers"])
         ),
+        is_family=False,
     )
     return {**config, "quantization_config": widths.to_json()}
 
 
-def described_config(config: Mapping[str, Any], widths: ModuleWidths) -> dict[str, Any]:
+def count_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
+    return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
+
+
+def dense_expert_size(config: Mapping[str, Any]) -> int:
+    """Return the number of channels of a dense routed expert."""
+    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
+
+
+def is_routed(config: Mapping[str, Any], index: int) -> bool:
+    """Return whether layer `index` has routed experts; each family uses some of these keys."""
+    return (
+        count_experts(config) > 0
+        and index not in (config.get("mlp_only_layers") or ())
+        and (index + 1) % (config.get("decoder_sparse_step") or 1) == 0
+        and index >= (config.get("first_k_dense_replace") or 0)
+        and index % (config.get("moe_layer_freq") or 1) == 0
+    )
+
+
+def described_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
     """Return the config of a pruned model of the stock class: the dense config, and the widths of
     its modules."""
     dropped = ("auto_map", "_name_or_path", "quantization_config")
@@ -378,24 +391,23 @@ def _described_dimensions(config: Mapping[str, Any]) -> Dimensions:
     Raises: ModelError."""
     text = text_config(config)
     try:
-        widths = ModuleWidths.of(config)
+        widths = Widths.of(config)
     except WidthsError as error:
         raise ModelError(str(error)) from None
-    heads = int(text.get("num_attention_heads") or 1)
-    mlp, experts = widths.mlp, widths.experts
+    heads, dense = int(text.get("num_attention_heads") or 1), widths.dense
     layers = list(enumerate(widths.layers))
     return Dimensions(
         num_layers=len(layers),
         num_query_heads=heads,
         num_kv_heads=int(text.get("num_key_value_heads") or heads),
         head_dim=int(text.get("head_dim") or (text.get("hidden_size") or 0) // heads),
-        intermediate_size=mlp.intermediate_size if mlp else int(text.get("intermediate_size") or 0),
+        intermediate_size=dense.intermediate_size or int(text.get("intermediate_size") or 0),
         hidden_size=int(text.get("hidden_size") or 0),
-        num_experts=experts.num_experts if experts else 0,
-        expert_intermediate_size=experts.intermediate_size if experts else 0,
-        routed_layers=tuple(index for index, layer in layers if layer.expert_intermediate_sizes is not None),
-        mlp_layers=tuple(index for index, layer in layers if layer.intermediate_size is not None),
-        blocks=tuple(name for name, block in (("mlp", mlp), ("experts", experts)) if block),
+        num_experts=widths.num_experts,
+        expert_intermediate_size=max(dense.expert_intermediate_sizes or (0,)),
+        routed_layers=tuple(index for index, layer in layers if widths.states("experts", layer)),
+        mlp_layers=tuple(index for index, layer in layers if widths.states("mlp", layer)),
+        blocks=widths.blocks,
     )
 
 
@@ -428,32 +440,8 @@ def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]
 def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
     """Return the widths of the dense model from its config."""
     if states_widths(config := described(config)):
-        sizes = dimensions_of(config)
-        dense_experts = (sizes.expert_intermediate_size,) * sizes.num_experts
-        return [
-            replace(
-                layer,
-                intermediate_size=layer.intermediate_size and sizes.intermediate_size,
-                expert_intermediate_sizes=layer.expert_intermediate_sizes and dense_experts,
-            )
-            for layer in described_layers(config)
-        ]
+        return list(Widths.of(config).dense_layers)
     heads, kv_heads = config["num_attention_heads"], dense_kv_heads(config)
     queries = (heads // kv_heads,) * kv_heads
     dense = LayerWidths(query_heads_per_kv_head=queries, intermediate_size=config["intermediate_size"])
     return [dense] * config["num_hidden_layers"]
-
-
-def described_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
-    """Return the widths of the blocks that a config describes; blocks without a description have
-    width 0."""
-    sizes = dimensions_of(config)
-    heads = (sizes.queries_per_kv,) * sizes.num_kv_heads
-    return tuple(
-        LayerWidths(
-            query_heads_per_kv_head=heads,
-            intermediate_size=layer.intermediate_size or 0,
-            expert_intermediate_sizes=layer.expert_intermediate_sizes,
-        )
-        for layer in ModuleWidths.of(config).layers
-    )

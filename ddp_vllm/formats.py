@@ -10,7 +10,6 @@ An entry becomes the fields of config.json that a layer has for itself, and from
 NVIDIA's tools also write keys that they do not use, as null, false, or an object of these.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
@@ -18,20 +17,19 @@ from typing import Any
 
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import KNOWN, MIXTURES, dense_layers, family_of, pruned_config
-from ddp_vllm.remote_code.files import WidthsError, short
-from ddp_vllm.remote_code.module_widths import ModuleWidths
-from ddp_vllm.remote_code.widths import (
+from ddp_vllm.families import (
     EXPERT_COUNT_KEYS,
-    LayerWidths,
-    ModelWidths,
-    check_sizes,
+    KNOWN,
+    MIXTURES,
     count_experts,
     dense_expert_size,
-    dense_kv_heads,
-    head_dim,
+    dense_layers,
+    family_of,
     is_routed,
+    pruned_config,
 )
+from ddp_vllm.remote_code.files import WidthsError, short
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, check_sizes, dense_kv_heads, head_dim
 from ddp_vllm.schema import ANY, NAME, Number, SchemaError, check
 
 # LLM-Drop's keys -> the blocks that they remove
@@ -61,8 +59,6 @@ _FORM = {
     **dict.fromkeys((f"{key}?" for key in DROPPED), (None, [(bool, Number(0, 100_000, whole=True)), 10_000])),
 }  # fmt: skip
 _SKIPPED = {"attention": "attn", "self_attn": "attn", "mla": "attn", "mlp": "mlp", "ffn": "mlp", "moe": "mlp"}
-_TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.\w+")
-_MODULES = {"attn": "self_attn", "mlp": "mlp"}  # block -> the module that holds its tensors
 _RENAMED = {  # field of a block's part -> field of config.json
     "num_query_heads": HEADS, "num_kv_heads": KV_HEADS, "qk_head_dim": "head_dim", "v_head_dim": "head_dim",
     "num_heads": HEADS, "top_k": "num_experts_per_tok",
@@ -305,18 +301,10 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if layers == dense_layers(enclosed) else pruned_config(enclosed, layers) | quantized | {IN_PLACE: True}
 
 
-def is_leftover(widths: ModelWidths | ModuleWidths, name: str, shape: Sequence[int]) -> bool:
+def is_leftover(widths: Widths, name: str, shape: Sequence[int]) -> bool:
     """Return whether a tensor is left out: one of a removed block, such as its norm, or a matrix of
     length 0."""
-    if isinstance(widths, ModuleWidths):
-        return 0 in shape
-    match = _TENSOR.fullmatch(name)
-    layer = widths.layers[int(match[1])] if match and int(match[1]) < len(widths.layers) else None
-    if match is None or layer is None:
-        return False
-    counts = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
-    parts = [(*norms, f"{_MODULES[block]}.") for block, norms in widths.table.norms.items() if not counts[block]]
-    return any(match[2].startswith(part) for part in parts) or 0 in shape
+    return 0 in shape or widths.is_removed(name)
 
 
 def check_states_no_widths(config: Mapping[str, Any]) -> None:

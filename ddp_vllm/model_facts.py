@@ -18,8 +18,7 @@ from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, is_leftover, opened_in_place
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
-from ddp_vllm.remote_code.module_widths import states_widths
-from ddp_vllm.remote_code.widths import ModelWidths, head_dim
+from ddp_vllm.remote_code.widths import Widths, head_dim, states_widths
 from ddp_vllm.schema import COUNT, NAME, TEXT, Number, SchemaError, check
 
 FACTS = {  # the schema of a `ModelFacts` in a results file
@@ -91,7 +90,7 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
         warn(
             f"{model}: another tool pruned it; vLLM with ddp-vllm opens it as it is, for transformers convert it first"
         )
-        widths = ModelWidths.of(opened)
+        widths = Widths.of(opened)
         kv_heads = [layer.num_kv_heads for layer in widths.layers]
         parameters = _num_parameters(files, lambda name, shape: not is_leftover(widths, name, shape))
     else:

@@ -60,9 +60,26 @@ def _reason(num_ranks: int, config: Mapping[str, Any], layers: Layers, expert_pa
     if experts and not expert_parallel and sizes.expert_intermediate_size % num_ranks:
         return f"does not divide the {sizes.expert_intermediate_size:,} channels of a dense expert, as vLLM requires"
     for index, layer in enumerate(layers(num_ranks) if callable(layers) else layers):
-        if not layer.splits_over(num_ranks):
+        if not splits(layer, num_ranks):
             return (
                 f"does not split layer {index} without padding ({layer.num_kv_heads} KV heads for "
                 f"{list(layer.query_heads_per_kv_head)} query heads, {layer.intermediate_size:,} channels)"
             )
     return None
+
+
+def splits(widths: LayerWidths, num_ranks: int) -> bool:
+    """Return whether a layer requires no padding on `num_ranks` devices.
+
+    Then every device has the same number of channels and of whole KV heads, each with the same
+    number of query heads; or devices share one KV head and divide its query heads. Experts may have
+    any width. One device supports all widths.
+    """
+    if num_ranks == 1 or widths.num_kv_heads == 0:
+        return widths.intermediate_size % num_ranks == 0
+    queries, copies = widths.query_heads_per_kv_head[0], num_ranks // widths.num_kv_heads
+    if widths.num_kv_heads >= num_ranks:
+        split = widths.num_kv_heads % num_ranks == 0
+    else:
+        split = num_ranks % widths.num_kv_heads == 0 and queries % copies == 0
+    return split and len(set(widths.query_heads_per_kv_head)) == 1 and widths.intermediate_size % num_ranks == 0

@@ -100,8 +100,8 @@ UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is broken, what the line must name
     "negative width": (_first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
-    "too many query heads": (_first("query_heads_per_kv_head", [4, 1]), ["5 query heads", "dense model 4"]),
-    "widths of another checkpoint": (_first("intermediate_size", 8), ["layers.0.mlp", "7", "requires 8"]),
+    "too many query heads": (_first("query_heads_per_kv_head", [4, 1]), ["5 query heads", "4 dense ones"]),
+    "widths of another checkpoint": (_first("intermediate_size", 8), ["layers.0.mlp", "7", "require 8"]),
     "tensor of a removed block": (
         _weights(lambda w: w.update({"model.layers.1.mlp.up_proj.weight": np.zeros((3, 16), np.float32)})),
         ["layers.1.mlp.up_proj", "removes"],

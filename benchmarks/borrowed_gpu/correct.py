@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddp_vllm.families import dense_layers, pruned_config
-from ddp_vllm.remote_code.module_widths import ModuleWidths
+from ddp_vllm.remote_code.widths import Widths
 from lease import DEVICE, DRY, WORK, Results, is_over, wait_for
 
 LAYERS = [  # unequal KV heads, removed attention, a removed MLP, odd widths
@@ -134,7 +134,7 @@ def narrow_experts(folder: Path) -> None:
         for turn, layer in enumerate(dense_layers(config))
     ]
     pruned = pruned_config(config, layers)
-    widths, kept = ModuleWidths.of(pruned), {}
+    widths, kept = Widths.of(pruned), {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         axis, length = widths.expected(name) or (0, tensor.shape[0])
         if length:

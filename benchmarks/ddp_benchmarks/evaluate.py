@@ -32,7 +32,7 @@ from ddp_vllm.hub import hub_fault
 from ddp_vllm.machine import versions
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, model_id, weight_files
 from ddp_vllm.remote_code.files import read_json
-from ddp_vllm.remote_code.module_widths import states_widths
+from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.results import write_new_results, write_results
 from ddp_vllm.schema import ANY, NUMBER, check
 

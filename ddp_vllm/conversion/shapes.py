@@ -6,7 +6,6 @@ without tensors is a removed one. Biases that only the pruner added are kept; a 
 bias on all projections of a block or on none, so the others get zeros.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +15,9 @@ from ddp_vllm.families import dense_layers
 from ddp_vllm.formats import groups
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable
-from ddp_vllm.remote_code.widths import (
-    LayerWidths,
-    ModelWidths,
-    head_dim,
-)
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, split
 
 Shapes = Mapping[str, list[int]]
-_TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 _BIASED = {"attn": ("attention_bias", ("llama", "granite", "smollm3", "gemma2", "gemma3_text")),
            "mlp": ("mlp_bias", ("llama", "granite", "smollm3"))}  # fmt: skip
 """Block -> the flag that gives all its projections a bias, and the families that have it in
@@ -45,10 +39,11 @@ class Layer:
         layers."""
         layers: list[tuple[dict[str, list[int]], dict[str, list[int]]]] = [({}, {}) for _ in range(number)]
         for name, shape in shapes.items():
-            if match := _TENSOR.fullmatch(name):
-                if int(match[1]) >= number:
-                    raise ModelError(f"tensor {name} is of layer {match[1]}, but config.json has {number} layers")
-                layers[int(match[1])][match[3] == "bias"][match[2]] = shape
+            layer, module, kind = split(name) or (0, "", "")
+            if kind in ("weight", "bias"):
+                if layer >= number:
+                    raise ModelError(f"tensor {name} is of layer {layer}, but config.json has {number} layers")
+                layers[layer][kind == "bias"][module] = shape
         return [cls(index=index, weights=parts[0], biases=parts[1]) for index, parts in enumerate(layers)]
 
 
@@ -158,10 +153,10 @@ def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
 
 def _biased(dense: Mapping[str, Any]) -> Collection[str]:
     """Return the modules that have a bias by the dense model's config."""
-    return ModelWidths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
+    return Widths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
 
 
-def zeros(widths: ModelWidths, dense: Mapping[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]]:
+def zeros(widths: Widths, dense: Mapping[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]]:
     """Yield each bias of zeros to add, with the weight whose rows and dtype it has.
 
     A block gets them only if the pruner added some bias to such blocks; those of the dense class

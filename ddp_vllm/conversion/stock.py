@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import register_pruned, text_config
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.remote_code.module_widths import Block, LayerChannels, ModuleWidths
-from ddp_vllm.remote_code.tensors import LAYERS
+from ddp_vllm.remote_code.tensors import LAYERS, Projection, TensorTable
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table
 
 Shapes = Mapping[str, list[int]]
 WIDTH, EXPERT_WIDTH = "intermediate_size", "moe_intermediate_size"
@@ -173,10 +173,10 @@ class Width(NamedTuple):
     dense: int
 
 
-Widths = Mapping[int, Mapping[int, Width]]  # layer -> expert, or 0 -> its width
+Rows = Mapping[int, Mapping[int, Width]]  # layer -> expert, or 0 -> its width
 
 
-def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], ModuleWidths]:
+def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], Widths]:
     """Return the config with the dense sizes, and the widths of its MLPs and experts, of those
     kinds of which one is narrower.
 
@@ -224,7 +224,7 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
     return {"architectures": [stock.name], **config}, _described(stock, narrow)
 
 
-def _all(layers: Widths) -> list[Width]:
+def _all(layers: Rows) -> list[Width]:
     return [width for row in layers.values() for width in row.values()]
 
 
@@ -290,23 +290,26 @@ def _grown(config: Mapping[str, Any], larger: Mapping[Form, Width]) -> dict[str,
     return {**config, "text_config": text} if text_config(config) is not config else text
 
 
-def _described(stock: Stock, narrow: Mapping[Form, Widths]) -> ModuleWidths:
+def _described(stock: Stock, narrow: Mapping[Form, Rows]) -> Widths:
     """Return the description of the blocks that are narrower. Raises: ModelError if there are too
     many kinds of them."""
-    blocks: dict[str, Block] = {}
-    layers = [LayerChannels() for _ in range(stock.num_layers)]
-    for form, rows in narrow.items():
-        name = "experts" if form.stack else "mlp"
+    projections, whole = list[Projection](), LayerWidths()
+    layers = [LayerWidths() for _ in range(stock.num_layers)]
+    for form, rows in sorted(narrow.items(), key=lambda pair: bool(pair[0].stack)):  # MLPs first
+        block = "experts" if form.stack else "mlp"
         # all experts, because transformers stacks them in every layer or in none
         cut = {index: row for index, row in rows.items() if form.stack or any(k < d for k, d in row.values())}
         sizes = {(width.dense, len(row)) for row in cut.values() for width in row.values()}
-        if name in blocks or len(sizes) > 1:
+        if any(part.block == block for part in projections) or len(sizes) > 1:
             kinds = " and ".join(sorted(other.output for other in narrow if bool(other.stack) == bool(form.stack)))
             widths = f" with {' and '.join(str(dense) for dense, _ in sorted(sizes))} channels" * (len(sizes) > 1)
             raise ModelError(f"{kinds}{widths} are narrower, but only one kind per model may be; prune one of them")
         ((dense, number),) = sizes
-        more = {"num_experts": number} if form.stack else {}
-        blocks[name] = Block(inputs=form.inputs, output=form.output, fused=form.fused, intermediate_size=dense, **more)
+        projections += block_table(block, form.inputs, form.output, fused=bool(form.fused))
+        if form.stack:
+            whole = replace(whole, expert_intermediate_sizes=(dense,) * number)
+        else:
+            whole = replace(whole, intermediate_size=dense)
         for index, row in rows.items():
             kept = tuple(row[expert].kept for expert in sorted(row))
             if form.stack:
@@ -317,4 +320,5 @@ def _described(stock: Stock, narrow: Mapping[Form, Widths]) -> ModuleWidths:
         raise ModelError(
             f"layers are in {short(' and '.join(sorted(modules)))}; only those of one list may be narrower"
         )
-    return ModuleWidths(layers_module=modules.pop(), layers=tuple(layers), **blocks)
+    table = TensorTable(projections=tuple(projections))
+    return Widths(table=table, layers=tuple(layers), dense=whole, layers_module=modules.pop(), is_family=False)

@@ -18,12 +18,12 @@ from ddp_vllm.conversion.shapes import AGAIN, check_constants, read_layers, with
 from ddp_vllm.conversion.stock import describe
 from ddp_vllm.errors import ModelError, OutputError, line_printer
 from ddp_vllm.families import (
+    EXPERT_COUNT_KEYS,
     FAMILIES,
     KNOWN,
     check_dense,
     dense_layers,
     described_config,
-    described_layers,
     foreign_code,
     pruned_config,
     text_config,
@@ -56,8 +56,7 @@ from ddp_vllm.remote_code.files import (
     short,
     weight_files,
 )
-from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
-from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, states_widths
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 PIECE = 1 << 24  # bytes copied at once
@@ -135,7 +134,7 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     dense = _with_dense_sizes(own, read_config(dense_folder), dense_folder) if dense_folder else own
     stated = stated_layers(config, own) if own.get("model_type") in KNOWN else None
     if stated:  # tensors of blocks that it removes may still be there
-        leftover = _widths_of(pruned_config(enclosing(own, stated), stated))
+        leftover = Widths.of(pruned_config(enclosing(own, stated), stated))
         stored = {name: each for name, each in stored.items() if not is_leftover(leftover, name, each.shape)}
     shapes = {name: each.shape for name, each in stored.items()}
     added, code = dict[str, str](), foreign_code(config)
@@ -146,20 +145,18 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
         pruned, is_dense = pruned_config(biased, layers), layers == dense_layers(dense) and biased == whole
     else:
         whole, described = describe(dense, shapes)
-        pruned, is_dense = described_config(whole, described), not (described.mlp or described.experts)
-        layers = list(described_layers(pruned))
+        pruned, is_dense = described_config(whole, described), not described.blocks
+        layers = list(Widths.of(pruned).layers)
     if not is_dense:
         _check_stated(stated, layers)
-    widths = _widths_of(pruned)
+    widths = Widths.of(pruned)
     kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
     tensors = [(name, each.shape, each.dtype) for name, each in kept.items()]
     try:
-        if isinstance(widths, ModuleWidths):
-            widths.check(tensors)
-        else:
+        if widths.is_family:
             check_constants(layers, widths.table, shapes)
             added = {bias: weight for bias, weight in zeros(widths, dense, shapes) if weight in kept}
-            widths.check_complete([*widths.checked(tensors), *added])
+        widths.check_complete([*widths.checked(tensors), *added])
     except WidthsError as error:  # whose remedy is for folders of ours
         raise ModelError(f"{str(error).partition(';')[0]}; {AGAIN}") from error
     if is_dense and all(each.file.parent == folder for each in kept.values()):
@@ -171,7 +168,7 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     notes = [f"widths of {len(layers)} layers read from the shapes of tensors"]
     notes[0] += f" and from {form} in config.json" if stated else ""
     notes += [
-        *_removed(layers, stated=bool(stated), has_table=isinstance(widths, ModelWidths)),
+        *_removed(layers, stated=bool(stated), has_table=widths.is_family),
         *grown(text_config(dense), text_config(whole)),
     ]
     notes += [f"{len(added)} biases of zeros added: the class has one on every projection of a block"] * bool(added)
@@ -219,10 +216,6 @@ def _finished(plan: Plan, folder: Path, form: str, dense_model: str | None, dens
     provenance: dict[str, Any] = {"converted": {"from": folder.resolve().name, "format": form}}
     provenance |= {"applied_to": dense_model} if dense_model else {}
     return replace(plan, notes=notes, sources=sources, provenance=provenance)
-
-
-def _widths_of(config: Mapping[str, Any]) -> ModelWidths | ModuleWidths:
-    return ModuleWidths.of(config) if states_widths(config) else ModelWidths.of(config)
 
 
 def _folder_of(dense_model: str | None) -> Path | None:

@@ -27,9 +27,8 @@ from ddp_vllm.gguf.graphs import MISSING_PARTS, missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import weight_files
-from ddp_vllm.remote_code.module_widths import states_widths
-from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
-from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, ModelWidths
+from ddp_vllm.remote_code.tensors import LAYERS, dense_type
+from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, Widths, states_widths
 from ddp_vllm.schema import NAME, Number, SchemaError, check
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
@@ -81,9 +80,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     if reason:
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
-    widths = replace(
-        checkpoint.family_widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers))
-    )
+    widths = replace(checkpoint.widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers)))
     files = weight_files(folder)  # of several copies the last one counts, as everywhere
     stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
     tensors = list(_tensors(checkpoint, widths, stored, kind))
@@ -164,7 +161,7 @@ def _padded(index: int, layer: LayerWidths) -> LayerWidths:
     )
 
 
-def _add_sizes(writer: gguf.GGUFWriter, checkpoint: Checkpoint, widths: ModelWidths) -> None:
+def _add_sizes(writer: gguf.GGUFWriter, checkpoint: Checkpoint, widths: Widths) -> None:
     config, layers = checkpoint.config, widths.layers
 
     def counts(numbers: Iterator[int]) -> int | list[int]:
@@ -199,7 +196,7 @@ def _is_copy(head: LocalTensor | None, embedding: LocalTensor) -> bool:
 
 
 def _tensors(
-    checkpoint: Checkpoint, widths: ModelWidths, stored: Mapping[str, LocalTensor], kind: gguf.GGMLQuantizationType
+    checkpoint: Checkpoint, widths: Widths, stored: Mapping[str, LocalTensor], kind: gguf.GGMLQuantizationType
 ) -> Iterator[_Tensor]:
     """Yield the tensors of the file, in order. Raises: ModelError for a tensor that llama.cpp has
     no place for."""
@@ -220,14 +217,13 @@ def _tensors(
         yield _Tensor(name=name, gguf_name=gguf_name, shape=shape, type=_type_of(shape, kind))
 
 
-def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int, ...]]:
+def _missing(checkpoint: Checkpoint, widths: Widths) -> dict[str, tuple[int, ...]]:
     """Return the weights of padded blocks that the folder does not have; their shapes still lack
     the widths."""
     hidden: int = checkpoint.config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {}
-    for index, layer in enumerate(widths.layers):
-        blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
-        for module in layer_modules(widths.table, blocks):
+    for index in range(len(widths.layers)):
+        for module in widths.modules(index):
             name = f"{LAYERS}.{index}.{module}.weight"
             if name not in checkpoint.shapes:
                 shapes[name] = (hidden, hidden) if widths.table.find(module) else (hidden,)
@@ -243,7 +239,7 @@ def _type_of(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GG
 
 
 def _arrays(
-    checkpoint: Checkpoint, widths: ModelWidths, stored: Mapping[str, LocalTensor], tensors: list[_Tensor]
+    checkpoint: Checkpoint, widths: Widths, stored: Mapping[str, LocalTensor], tensors: list[_Tensor]
 ) -> Iterator[np.ndarray]:
     """Yield each tensor in its type; one is in memory at a time."""
     for tensor in tensors:
@@ -251,7 +247,7 @@ def _arrays(
         if tensor.name == FACTORS:
             array[:] = _rope_factors(_rope(checkpoint.config), widths.head_dim)
         elif tensor.name in stored:
-            array[_positions(tensor.name, checkpoint.family_widths, widths)] = _read(stored[tensor.name])
+            array[_positions(tensor.name, checkpoint.widths, widths)] = _read(stored[tensor.name])
         if ".attn_q." in tensor.gguf_name or ".attn_k." in tensor.gguf_name:
             array = _rotated_pairs_adjacent(array, widths.head_dim)
         yield gguf.quantize(array, tensor.type)
@@ -269,15 +265,12 @@ def _read(tensor: LocalTensor) -> np.ndarray:
     return array.reshape(tensor.shape)
 
 
-def _positions(name: str, before: ModelWidths, after: ModelWidths) -> Any:
+def _positions(name: str, before: Widths, after: Widths) -> Any:
     """Return the positions of the folder's tensor in the file's, which is zero elsewhere."""
-    expected = after.expected(name)
-    if expected is None:
+    place, expected = after.find(name), after.expected(name)
+    if place is None or expected is None:
         return ...
-    axis, length = expected
-    index, _, module = name.removeprefix(f"{LAYERS}.").partition(".")
-    projection, layer = after.table.find(module.rpartition(".")[0]), before.layers[int(index)]
-    assert projection is not None
+    (axis, length), projection, layer = expected, place.projection, before.layers[place.layer]
     if projection.units == ("query_head",):
         groups = np.array(layer.query_heads_per_kv_head)
         taken = (np.arange(groups.max()) < groups[:, None]).repeat(before.head_dim)

@@ -16,8 +16,8 @@ from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.pages.page import Page, to_markdown
 from ddp_vllm.pages.summary import dense_name, lead, sections, texts_of
 from ddp_vllm.provenance import bare_name, is_hub_name
-from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import dense_type
+from ddp_vllm.remote_code.widths import states_widths
 
 TEXT = """# {name}
 

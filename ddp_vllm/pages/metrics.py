@@ -18,7 +18,7 @@ from ddp_vllm.families import dimensions_of, unit_shapes
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, read_masks_file
 from ddp_vllm.pages.summary import times_chosen
 from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes, short
-from ddp_vllm.remote_code.module_widths import states_widths
+from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.schema import COUNT, Number, check
 
 # lines of a metrics file, which take seconds to read; the paper's search has 1,000 steps

@@ -17,8 +17,7 @@ from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.latency import Workload
 from ddp_vllm.pages.page import Section, Table
 from ddp_vllm.provenance import bare_name
-from ddp_vllm.remote_code.module_widths import states_widths
-from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths, dense_kv_heads
+from ddp_vllm.remote_code.widths import LayerWidths, dense_kv_heads, states_widths
 from ddp_vllm.results import measured_on
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
@@ -206,7 +205,7 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
     if checkpoint.stock:  # each removed expert leaves the router too
         _, dense, left = units(checkpoint)[0]
         return priced + int(checkpoint.config["hidden_size"]) * (dense - left)
-    if not isinstance(checkpoint.widths, ModelWidths):  # nothing but channels was removed
+    if not checkpoint.widths.is_family:  # nothing but channels was removed
         return priced
     without_attention = sum(not layer.num_kv_heads for layer in checkpoint.layers)
     without_mlp = sum(not layer.intermediate_size for layer in checkpoint.layers)
@@ -221,7 +220,7 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
 
 def _vectors(block: str, checkpoint: Checkpoint) -> int:
     """Return the parameters in a block's norms and output bias."""
-    table = checkpoint.family_widths.table
+    table = checkpoint.widths.table
     bias = f".{table.output(block).name}.bias"
     count = len(table.norms[block]) + any(name.endswith(bias) for name in checkpoint.shapes)
     return int(checkpoint.config["hidden_size"]) * count

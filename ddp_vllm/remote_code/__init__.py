@@ -1,21 +1,21 @@
 """The code that is copied into checkpoints and that all parts of ddp-vllm import.
 
 A checkpoint must load in transformers without ddp-vllm, so `export` copies these files into it
-unchanged. They import only each other. Families whose heads are pruned get `tensors.py`,
-`files.py`, `widths.py` (standard library) → `configuration_ddp.py` (transformers) →
-`stock_vllm.py` → `modeling_ddp.py` (torch). Models of a stock class get `files.py`,
-`module_widths.py`, `ragged_experts.py` and `configuration_ddp_widths.py` (torch), and DeepSeekMoE
-v1, which has no stock class, also `modeling_deepseek.py`.
+unchanged. They import only each other. All get `tensors.py`, `files.py` and `widths.py` (standard
+library). Families whose heads are pruned also get `configuration_ddp.py` (transformers) →
+`stock_vllm.py` → `modeling_ddp.py` (torch). Models of a stock class also get `ragged_experts.py`
+and `configuration_ddp_widths.py` (torch), and DeepSeekMoE v1, which has no stock class,
+`modeling_deepseek.py`.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .module_widths import states_widths
+from .widths import states_widths
 
 NAMES = ("tensors", "files", "widths", "configuration_ddp", "stock_vllm", "modeling_ddp")
-WIDTHS_NAMES = ("files", "module_widths", "ragged_experts", "configuration_ddp_widths")  # of a stock class
+WIDTHS_NAMES = ("tensors", "files", "widths", "ragged_experts", "configuration_ddp_widths")  # of a stock class
 DEEPSEEK = "deepseek"  # the model type of DeepSeekMoE v1
 
 

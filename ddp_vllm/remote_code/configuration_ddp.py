@@ -21,7 +21,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from .widths import parse_layers
+from .widths import LayerWidths, Widths
 
 if int(transformers.__version__.partition(".")[0]) < 5:  # older configurations are not dataclasses
     raise ImportError(f"a pruned checkpoint requires transformers 5.16 or newer; this is {transformers.__version__}")
@@ -37,6 +37,12 @@ class NonUniformConfig:
     ddp_layers: list[dict[str, Any]] | None = None
     """The widths of every layer; None for the dense model."""
 
+    @property
+    def layer_widths(self) -> tuple[LayerWidths, ...]:
+        """The parsed widths. Raises: WidthsError."""
+        model_type = type(self).model_type  # type: ignore[attr-defined]
+        return Widths.of(vars(self) | {"model_type": model_type}).layers
+
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         fields = vars(self)
@@ -44,7 +50,7 @@ class NonUniformConfig:
         if fields.get("head_dim") is None:
             self.head_dim = fields["hidden_size"] // fields["num_attention_heads"]
         if fields.get("ddp_layers") is not None:
-            parse_layers(fields)
+            _ = self.layer_widths
 
     # vLLM's Transformers backend serves pruned models without ddp-vllm. It reads the heads of each
     # layer from a config with is_heterogeneous. For transformers itself the fields keep the values
@@ -62,7 +68,7 @@ class NonUniformConfig:
         if not self.is_heterogeneous:
             return super().per_layer_config  # type: ignore[misc]
         configs = []
-        for layer in parse_layers(vars(self)):
+        for layer in self.layer_widths:
             own = copy.copy(self)
             own.ddp_layers = None
             own.num_key_value_heads = max(1, layer.num_kv_heads)  # type: ignore[attr-defined]

@@ -21,8 +21,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .files import WidthsError, file_tensors
-from .module_widths import METHOD, Block, ModuleWidths
 from .ragged_experts import RaggedExperts
+from .tensors import Projection
+from .widths import METHOD, Widths
 
 
 class WidthsConfig(QuantizationConfigMixin):
@@ -32,7 +33,7 @@ class WidthsConfig(QuantizationConfigMixin):
     quant_method = METHOD
 
     def __init__(self, **stated: Any) -> None:
-        self.widths = ModuleWidths.parse(stated)
+        self.widths = Widths.of({"quantization_config": stated})
 
     def to_dict(self) -> dict[str, Any]:
         return self.widths.to_json()
@@ -69,26 +70,25 @@ class WidthsQuantizer(HfQuantizer):
             self.merging |= {pattern} if pattern else set()
             return name
 
+        parts = widths.table.projections
         for index, layer in enumerate(widths.layers):
-            prefix = f"{widths.layers_module}.{index}."
-            if widths.mlp and layer.intermediate_size is not None:
-                for projection in widths.mlp.projections:
-                    is_output = projection == widths.mlp.output
-                    narrow(model, place(prefix + projection), widths.mlp, layer.intermediate_size, is_output=is_output)
-            if widths.experts:
-                names = [place(prefix + projection.format(0)) for projection in widths.experts.projections]
-                sizes = layer.expert_intermediate_sizes
-                # all experts, because transformers converts the names of all or none
-                if names[-1] in present:
-                    dense = (widths.experts.intermediate_size,) * widths.experts.num_experts
-                    module = names[-1].rpartition(".")[0]
-                    *inputs, output = (name.rpartition(".")[2] for name in widths.experts.projections)
-                    rows, stock = widths.experts.rows_per_channel, model.get_submodule(module)
-                    model.set_submodule(module, RaggedExperts(stock, sizes or dense, inputs, output, rows))
-                elif sizes is not None:
-                    raise WidthsError(
-                        f"the model has no routed experts {names[-1]}; is it the config of another model?"
-                    )
+            names = [place(f"{widths.layers_module}.{index}.{part.name.format(0)}") for part in parts]
+            for part, name in zip(parts, names, strict=True):
+                if part.block == "mlp" and layer.intermediate_size:
+                    narrow(model, name, part, layer.intermediate_size, widths.dense.intermediate_size)
+            if not widths.num_experts:
+                continue
+            rows = len(widths.table.inputs("experts")[0].units)
+            sizes = layer.expert_intermediate_sizes
+            names = [name for part, name in zip(parts, names, strict=True) if part.block == "experts"]
+            # all experts, because transformers converts the names of all or none
+            if names[-1] in present:
+                module = names[-1].rpartition(".")[0]
+                *inputs, output = (part.name.rpartition(".")[2] for part in parts if part.block == "experts")
+                stock, dense = model.get_submodule(module), widths.dense.expert_intermediate_sizes or ()
+                model.set_submodule(module, RaggedExperts(stock, sizes or dense, inputs, output, rows))
+            elif sizes is not None:
+                raise WidthsError(f"the model has no routed experts {names[-1]}; is it the config of another model?")
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
@@ -115,16 +115,17 @@ class WidthsQuantizer(HfQuantizer):
         return True
 
 
-def narrow(model: Any, weight: str, block: Block, width: int, *, is_output: bool) -> None:
+def narrow(model: Any, weight: str, projection: Projection, width: int, dense_width: int) -> None:
     """Replace a linear layer of an MLP by one with `width` channels. Raises: WidthsError if there
     is none."""
-    name = weight.removesuffix(".weight")
+    name, rows = weight.removesuffix(".weight"), len(projection.units)
     dense = dict(model.named_modules()).get(name)
-    channels = block.intermediate_size * (1 if is_output else block.rows_per_channel)
-    if not isinstance(dense, nn.Linear) or channels != (dense.in_features if is_output else dense.out_features):
-        raise WidthsError(f"the model has no linear layer {name} of {channels:,} channels; is it another model?")
-    inputs, outputs = dense.in_features, width * block.rows_per_channel
-    sizes = (width, dense.out_features) if is_output else (inputs, outputs)
+    length = (dense.out_features, dense.in_features)[projection.axis] if isinstance(dense, nn.Linear) else 0
+    if not isinstance(dense, nn.Linear) or length != rows * dense_width:
+        raise WidthsError(
+            f"the model has no linear layer {name} of {rows * dense_width:,} channels; is it another model?"
+        )
+    sizes = (width, dense.out_features) if projection.axis else (dense.in_features, rows * width)
     where: Any = {"device": dense.weight.device, "dtype": dense.weight.dtype, "bias": dense.bias is not None}
     model.set_submodule(name, nn.Linear(*sizes, **where))
 

@@ -52,7 +52,7 @@ from .configuration_ddp import (
 from .files import WEIGHTS, WidthsError, checked_tensors
 from .stock_vllm import IdleAttention, is_in_vllm, register_layerwise_attention
 from .tensors import Projection
-from .widths import LayerWidths, ModelWidths
+from .widths import LayerWidths, Widths
 
 
 class RemovedAttention(nn.Module):
@@ -124,7 +124,7 @@ def uneven_attention(
 ALL_ATTENTION_FUNCTIONS.register("ddp_uneven", uneven_attention)
 
 
-def narrow_layer(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
+def narrow_layer(layer: Any, widths: Widths, layer_idx: int) -> None:
     """Replace the projections of one stock decoder layer by narrower ones, and removed blocks with
     their norms."""
     own = widths.layers[layer_idx]
@@ -183,7 +183,7 @@ class NonUniform:
     model: Any
 
     @staticmethod
-    def narrow(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
+    def narrow(layer: Any, widths: Widths, layer_idx: int) -> None:
         """Replace the projections of one stock decoder layer by narrower ones."""
         narrow_layer(layer, widths, layer_idx)
 
@@ -236,13 +236,13 @@ def check_folder(folder: Path, config: Any) -> None:
     if any(folder.glob(WEIGHTS)):
         saved = getattr(config, "quantization_config", None)
         widths = replace(_widths(config), is_quantized=saved is not None)
-        widths.check_complete(widths.checked(checked_tensors(folder)))
+        widths.check(checked_tensors(folder))
 
 
-def _widths(config: Any) -> ModelWidths:
+def _widths(config: Any) -> Widths:
     """Return the widths of a config, ignoring quantization: it may be applied to plain weights
     while they load."""
-    return ModelWidths.of(vars(config) | {"model_type": config.model_type, "quantization_config": None})
+    return Widths.of(vars(config) | {"model_type": config.model_type, "quantization_config": None})
 
 
 class DDPLlamaModel(NonUniform, LlamaModel):

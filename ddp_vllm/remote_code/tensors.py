@@ -15,7 +15,7 @@ from typing import Any
 LAYERS = "model.layers"
 """Module with the decoder layers of every family, on disk and in transformers."""
 MODEL_TYPE_PREFIX = "ddp_"
-BLOCK_OF = {"query_head": "attn", "kv_head": "attn", "channel": "mlp"}
+BLOCK_OF = {"query_head": "attn", "kv_head": "attn", "channel": "mlp", "expert_channel": "experts"}
 """Unit -> its block, which is also the module type of its masks."""
 
 
@@ -32,7 +32,7 @@ class Projection:
 
     @property
     def block(self) -> str:
-        """`attn` or `mlp`."""
+        """`attn`, `mlp` or `experts`."""
         return BLOCK_OF[self.units[0]]
 
     def unit_size(self, head_dim: int) -> int:

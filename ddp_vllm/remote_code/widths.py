@@ -1,79 +1,66 @@
-"""Parses the widths of a pruned model's layers, and checks configs and tensors before anything is
-allocated.
+"""The widths of a pruned model: what `config.json` states about them, and which tensors a folder
+must hold.
 
-`config.json` keeps every stock field at its dense value and adds one key:
+Every stock field of `config.json` keeps its dense value. One more key states what is kept:
 
     "ddp_layers": [{"query_heads_per_kv_head": [3, 2, 1], "intermediate_size": 1203}, …]
 
-One entry per layer. `query_heads_per_kv_head` has one number for each kept KV head: its kept query
-heads, which are adjacent in `q_proj`. An empty list means that the attention is removed,
-`intermediate_size` 0 that the MLP is. Routed experts are stated otherwise (`module_widths.py`).
+for the families of `tensors.py`, with one entry per layer and one number for each kept KV head: its
+kept query heads, which are adjacent in `q_proj`. An empty list means that the attention is removed,
+`intermediate_size` 0 that the MLP is. Any other architecture names its pruned blocks on disk:
 
+    "quantization_config": {
+      "quant_method": "ddp_widths",
+      "layers_module": "model.layers",
+      "mlp":     {"inputs": ["mlp.gate_proj", "mlp.up_proj"], "output": "mlp.down_proj", "intermediate_size": 256},
+      "experts": {"inputs": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"],
+                  "output": "mlp.experts.{}.down_proj", "intermediate_size": 64, "num_experts": 8},
+      "layers":  [{"intermediate_size": 96}, {"expert_intermediate_sizes": [64, 0, 33, …]}, {}, …]
+    }
+
+vLLM and transformers both look for a quantization method there, which may build each linear layer
+as it likes. What an entry of `layers` does not state is left as it is. One input is the only
+projection of an MLP without a gate, or with `"fused": "halves"` holds gate and up rows. An expert
+of width 0 has no tensors. An MLP keeps at least one channel: a linear layer without inputs is not
+portable.
+
+Both forms become one `Widths`: a table of projections, and the number of units that each layer has.
 This file is part of every checkpoint and imports only the standard library, `tensors` and `files`.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from .files import WidthsError, short
-from .tensors import QUERY_KEY_NORMS, TABLES, TensorTable, dense_type, layer_modules
+from .tensors import LAYERS, QUERY_KEY_NORMS, TABLES, Projection, TensorTable, dense_type, layer_modules
 
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-_REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
-_GROUPS = ("n_group", "topk_group", "n_shared_experts")
-_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", *EXPERT_COUNT_KEYS, *_GROUPS)
-# latent attention has all of them
-_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-_SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
-# upper limits of a config's sizes, far above any model: lists of that length are allocated early
-_HIGHEST = {
-    **dict.fromkeys(_COUNTS, 10_000), **dict.fromkeys(_SIZES, 10_000_000),
-    **dict.fromkeys(("head_dim", *_LATENT, "q_lora_rank"), 100_000), "ddp_pad_channels_to": 4096,
-    **dict.fromkeys(("sliding_window", "max_position_embeddings"), 1 << 40),
-    **dict.fromkeys(("decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "max_window_layers"), 10_000),
-}  # fmt: skip
-_POSITIVE = ("hidden_size", "vocab_size")  # other optional sizes may be 0 for none
-_LISTS = {"mlp_only_layers": int, "no_rope_layers": int, "layer_types": str}
-# number that a forward pass uses, at any level of a config -> its lower and upper limit
-_NUMBERS = {
-    "rms_norm_eps": (0, 1), "partial_rotary_factor": (0.01, 1), "attention_dropout": (0, 1),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), (10, 1e12)),
-    "original_max_position_embeddings": (1, 1 << 40),
-    **dict.fromkeys(("factor", "attention_factor", "short_factor", "long_factor", "beta_fast", "beta_slow",
-                     "low_freq_factor", "high_freq_factor"), (1e-6, 1e6)),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), (0, 1e6)),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
-                     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-                     "routed_scaling_factor", "clip_qkv"), (1e-9, 1e9)),
-}  # fmt: skip
-_ROPE = ("rope_parameters", "rope_scaling")
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
-# field with a name -> the allowed names, or None for any
-_NAMES: dict[str, tuple[str, ...] | None] = {
-    **dict.fromkeys(("dtype", "torch_dtype"), ("auto", "bfloat16", "float16", "float32", "float64")),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "topk_method", "scoring_func", "rope_type", "type"), None),
-}
-_TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(\w+)")
-_PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4-bit formats and NVFP4
-_FLOATS = {"BF16", "F16", "F32", "F64"} | {f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64")}
+METHOD = "ddp_widths"
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_OUTSIDE = {EMBEDDING: ("vocabulary", "hidden"), HEAD: ("vocabulary", "hidden"), NORM: ("hidden",)}
+FLOATS = {"BF16", "F16", "F32", "F64", *(f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64"))}
+# upper limits far above any model: lists of that length are allocated
+MOST_LAYERS, LARGEST_WIDTH = 10_000, 10_000_000
+_PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4-bit formats and NVFP4
+_KINDS = ("weight", "bias")
 # old checkpoints contain its frequencies, which no program reads
 _COMPUTED = "self_attn.rotary_emb"
+UNITS = {"mlp": "channel", "experts": "expert_channel"}  # described block -> its units
+_NAME, _NUMBER = re.compile(r"\w+(\.\w+)*"), re.compile(r"(?<![^.])\d+(?![^.])")
+_AGAIN, _COPY = "run ddp-vllm apply again", "copy the whole folder, or run ddp-vllm apply again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWidths:
     """The kept units of one decoder layer."""
 
-    query_heads_per_kv_head: tuple[int, ...]
+    query_heads_per_kv_head: tuple[int, ...] = ()
     """Kept query heads of each kept KV head, in order; empty: no attention."""
-    intermediate_size: int
-    """Kept MLP channels; 0: no MLP, or routed experts in its place."""
+    intermediate_size: int = 0
+    """Kept MLP channels; 0: no MLP, or one that is not described."""
     expert_intermediate_sizes: tuple[int, ...] | None = None
-    """Kept channels of each routed expert; None: the layer has no routed experts."""
+    """Kept channels of each routed expert; None: the layer has no described experts."""
 
     @property
     def num_query_heads(self) -> int:
@@ -83,32 +70,18 @@ class LayerWidths:
     def num_kv_heads(self) -> int:
         return len(self.query_heads_per_kv_head)
 
-    def num_units(self, unit: str) -> int:
-        """Return the number of kept units of a kind (key of `tensors.BLOCK_OF`)."""
+    def num_units(self, unit: str, expert: int = 0) -> int:
+        """Return the number of kept units of a kind (key of `tensors.BLOCK_OF`); of channels of
+        experts those of one."""
+        if unit == "expert_channel":
+            return (self.expert_intermediate_sizes or ())[expert]
         counts = {
             "query_head": self.num_query_heads, "kv_head": self.num_kv_heads, "channel": self.intermediate_size
         }  # fmt: skip
         return counts[unit]
 
-    def splits_over(self, num_ranks: int) -> bool:
-        """Return whether tensor parallelism over `num_ranks` devices requires no padding.
-
-        Then every device has the same number of channels and of whole KV heads, each with the same
-        number of query heads; or devices share one KV head and divide its query heads. Experts may
-        have any width. One device supports all widths.
-        """
-        if num_ranks == 1 or self.num_kv_heads == 0:
-            return self.intermediate_size % num_ranks == 0
-        queries, copies = self.query_heads_per_kv_head[0], num_ranks // self.num_kv_heads
-        if self.num_kv_heads >= num_ranks:
-            split = self.num_kv_heads % num_ranks == 0
-        else:
-            split = num_ranks % self.num_kv_heads == 0 and queries % copies == 0
-        return split and len(set(self.query_heads_per_kv_head)) == 1 and self.intermediate_size % num_ranks == 0
-
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of `ddp_layers`, which `parse_layers` reads; with routed experts, that of
-        a report."""
+        """Return the entry of `ddp_layers`; with routed experts, that of a report."""
         entry: dict[str, Any] = {
             "query_heads_per_kv_head": list(self.query_heads_per_kv_head),
             "intermediate_size": self.intermediate_size,
@@ -118,9 +91,20 @@ class LayerWidths:
         return entry
 
 
-def count_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
-    return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor of a block belongs that pruning may shorten."""
+
+    projection: Projection
+    layer: int
+    expert: int
+    """The expert's id; 0 in other blocks."""
+    is_bias: bool
+
+    @property
+    def axis(self) -> int:
+        """The axis that pruning shortens."""
+        return 0 if self.is_bias else self.projection.axis
 
 
 def dense_kv_heads(config: Mapping[str, Any]) -> int:
@@ -133,156 +117,39 @@ def head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def dense_expert_size(config: Mapping[str, Any]) -> int:
-    """Return the number of channels of a dense routed expert."""
-    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
+def split(name: str, layers_module: str = LAYERS) -> tuple[int, str, str] | None:
+    """Return layer, module and kind of a tensor of a decoder layer on disk, such as 3,
+    `mlp.down_proj` and `weight`; None for any other tensor."""
+    if not name.startswith(f"{layers_module}."):
+        return None
+    number, _, rest = name[len(layers_module) + 1 :].partition(".")
+    module, _, kind = rest.rpartition(".")
+    return (int(number), module, kind) if number.isdecimal() and len(number) < 7 and module else None
 
 
-def is_routed(config: Mapping[str, Any], index: int) -> bool:
-    """Return whether layer `index` has routed experts; each family uses some of these keys."""
-    return (
-        count_experts(config) > 0
-        and index not in (config.get("mlp_only_layers") or ())
-        and (index + 1) % (config.get("decoder_sparse_step") or 1) == 0
-        and index >= (config.get("first_k_dense_replace") or 0)
-        and index % (config.get("moe_layer_freq") or 1) == 0
-    )
-
-
-def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
-    """Read and check `ddp_layers` against the dense fields of the same `config.json`.
-
-    Raises: WidthsError, naming the layer, the value and its limit.
-    """
-    check_sizes(config)
-    entries, num_layers = config.get("ddp_layers"), config["num_hidden_layers"]
-    if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise WidthsError("config.json: ddp_layers must be a list with one entry per layer; run ddp-vllm apply again")
-    if len(entries) != num_layers:
-        raise WidthsError(
-            f"config.json: ddp_layers has {len(entries)} entries for {num_layers} layers; run ddp-vllm apply again"
-        )
-    kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != num_layers):
-        raise WidthsError(f"config.json: layer_types must name a type for each of {num_layers} layers, or be absent")
-    return tuple(_parse_layer(index, entry, config) for index, entry in enumerate(entries))
-
-
-def check_sizes(config: Mapping[str, Any], *more: str) -> None:
-    """Refuse a config whose sizes are not positive integers or far above any model, and other
-    impossible values.
-
-    more: sizes that are required in addition to those that always are. Raises: WidthsError.
-    """
-    required = (*_REQUIRED, *more, *(_LATENT if config.get("kv_lora_rank") else ()))
-    stated = (name for name in _HIGHEST if config.get(name) or (name in _POSITIVE and config.get(name) is not None))
-    for name in dict.fromkeys((*required, *stated)):
-        size = config.get(name)
-        if type(size) is not int or not 1 <= size <= _HIGHEST[name]:
-            raise WidthsError(
-                f"config.json: {name} is {short(size)}, not a positive integer up to {_HIGHEST[name]:,}; download the "
-                "model again"
-            )
-    for name, kind in _LISTS.items():
-        if (values := config.get(name)) and not (isinstance(values, list | tuple) and {*map(type, values)} == {kind}):
-            raise WidthsError(f"config.json: {name} is {short(values)}, not a list of {kind.__name__}; download again")
-    for prefix, values in _objects(config):
-        for name in (name for name in (*_NUMBERS, *_NAMES, *_FLAGS) if values.get(name) is not None):
-            if fault := _fault(name, values[name]):
-                raise WidthsError(
-                    f"config.json: {prefix}{name} is {short(values[name])}, {fault}; download the model again"
-                )
-    for fits, fault in _relations(config):
-        if not fits:
-            raise WidthsError(f"config.json: {fault}; download the model again")
-
-
-def _objects(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a config and its objects for rotary embeddings, with the prefix of their names.
-    Raises: WidthsError."""
-    yield "", config
-    for key in _ROPE:
-        if (rope := config.get(key)) is not None:
-            if not isinstance(rope, Mapping):
-                raise WidthsError(f"config.json: {key} is {short(rope)}, not an object; download the model again")
-            yield f"{key}.", rope
-            yield from ((f"{key}.{kind}.", each) for kind, each in rope.items() if isinstance(each, Mapping))
-
-
-def _fault(name: str, value: Any) -> str:
-    """Return how a value violates its limits, or an empty text."""
-    if name in _FLAGS:
-        return "" if isinstance(value, bool) else "not true or false"
-    if name in _NAMES:
-        known = _NAMES[name]
-        # transformers' configs contain the torch.dtype itself
-        text = str(value).removeprefix("torch.")
-        fits = isinstance(value, str) if known is None else text in known
-        return "" if fits else f"not {'a name' if known is None else ' or '.join(known)}"
-    low, high = _NUMBERS[name]
-    numbers = value if isinstance(value, list) and name.endswith("_factor") else [value]
-    fits = all(type(each) in (int, float) and low <= each <= high for each in numbers)
-    return "" if fits else f"not a number in {low:g}…{high:g}"
-
-
-def _relations(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield for each relation between fields whether it holds, and the message if it does not."""
-    heads, kv_heads, experts = config["num_attention_heads"], dense_kv_heads(config), count_experts(config)
-    yield heads % kv_heads == 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-    if config.get("kv_lora_rank") or config.get("head_dim") or config.get("hidden_size"):
-        rotated = config["qk_rope_head_dim"] if config.get("kv_lora_rank") else head_dim(config)
-        yield (
-            rotated > 0 and rotated % 2 == 0,
-            f"{rotated} numbers of a head are rotated in pairs; they must be even",
-        )
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
-    yield chosen <= groups, f"topk_group {chosen} is greater than n_group {groups}"
-    yield experts % groups == 0, f"{experts} experts are not a multiple of n_group {groups}"
-    padding, vocabulary = config.get("pad_token_id"), config.get("vocab_size") or 0
-    fits = padding is None or (type(padding) is int and -vocabulary <= padding < vocabulary)
-    yield fits or not vocabulary, f"pad_token_id is {short(padding)}, not one of {vocabulary} tokens"
-
-
-def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidths:
-    where = f"config.json: ddp_layers[{index}]"
-    if not isinstance(entry, Mapping):
-        raise WidthsError(f"{where} is {entry!r}, not an object; run ddp-vllm apply again")
-    unknown = set(entry) - {"query_heads_per_kv_head", "intermediate_size"}
-    if unknown:
-        raise WidthsError(f"{where} has the unknown key {min(map(str, unknown))!r}; update ddp-vllm")
-    num_heads = config["num_attention_heads"]
-    num_kv_heads = dense_kv_heads(config)
-    heads = _integers(entry.get("query_heads_per_kv_head"), f"{where}.query_heads_per_kv_head", 1, num_heads)
-    for kind, count, limit in (("KV", len(heads), num_kv_heads), ("query", sum(heads), num_heads)):
-        if count > limit:
-            raise WidthsError(f"{where}.query_heads_per_kv_head has {count} {kind} heads, the dense model {limit}")
-    dense_width = config["intermediate_size"]
-    width = _integer(entry.get("intermediate_size"), f"{where}.intermediate_size", 0, dense_width)
-    return LayerWidths(query_heads_per_kv_head=heads, intermediate_size=width)
-
-
-def _integer(value: Any, where: str, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise WidthsError(f"{where} is {value!r}, not an integer; run ddp-vllm apply again")
-    if not low <= value <= high:
-        raise WidthsError(f"{where} is {value}, outside {low}…{high} of the dense model; run ddp-vllm apply again")
-    return value
-
-
-def _integers(values: Any, where: str, low: int, high: int) -> tuple[int, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise WidthsError(f"{where} is {values!r}, not a list of integers; run ddp-vllm apply again")
-    return tuple(_integer(value, f"{where}[{i}]", low, high) for i, value in enumerate(values))
+def block_table(block: str, inputs: Iterable[str], output: str, *, fused: bool = False) -> tuple[Projection, ...]:
+    """Return the projections of a described block. fused: the one input holds gate and up rows."""
+    units = (UNITS[block],)
+    rows = (Projection(name=name, axis=0, units=units * (1 + fused)) for name in inputs)
+    return (*rows, Projection(name=output, axis=1, units=units))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelWidths:
-    """The widths of all layers and the family's table, from which the shape of every tensor
-    follows."""
+class Widths:
+    """The widths of all layers, and the table from which the shape of every tensor follows."""
 
     table: TensorTable
+    """The projections of a layer by their names on disk; `{}` in a name stands for the id of an
+    expert."""
     layers: tuple[LayerWidths, ...]
-    head_dim: int
+    dense: LayerWidths = LayerWidths()
+    """A dense layer with all blocks of the table."""
+    layers_module: str = LAYERS
+    """Module of the decoder layers, such as model.layers."""
+    is_family: bool = True
+    """Whether all tensors of the model are known, and a block without units is removed; otherwise
+    everything outside of the table is left as it is."""
+    head_dim: int = 1
     hidden_size: int | None = None
     """None: neither it nor the fields below are checked."""
     vocab_size: int | None = None
@@ -295,101 +162,237 @@ class ModelWidths:
     method checks."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "ModelWidths":
-        """Read the fields of a pruned config. Raises: WidthsError as `parse_layers`, also for an
-        unknown family."""
+    def of(cls, config: Mapping[str, Any]) -> "Widths":
+        """Read the fields of a pruned `config.json`. Raises: WidthsError, naming the key, its value
+        and its limit."""
+        if (stated := stated_widths(config)) is not None:
+            return _described(stated, config)
         table = TABLES.get(dense_type(config))
         if table is None:
             raise WidthsError(f"config.json: model_type {config.get('model_type')!r} is unknown; update ddp-vllm")
+        check_sizes(config)
+        heads, kv_heads = config["num_attention_heads"], dense_kv_heads(config)
+        dense = LayerWidths(
+            query_heads_per_kv_head=(heads // kv_heads,) * kv_heads, intermediate_size=config["intermediate_size"]
+        )
+        layers = _list(config.get("ddp_layers"), "ddp_layers", config["num_hidden_layers"])
+        flags = {"attn": config.get("attention_bias"), "mlp": config.get("mlp_bias")}
         return cls(
             table=table,
-            layers=parse_layers(config),
+            layers=tuple(_layer(entry, f"ddp_layers[{i}]", dense, is_family=True) for i, entry in enumerate(layers)),
+            dense=dense,
             head_dim=head_dim(config),
             hidden_size=config.get("hidden_size"),
             vocab_size=config.get("vocab_size"),
             is_tied=bool(config.get("tie_word_embeddings", table.is_tied)),
-            biased=_biased(table, config),
+            biased=frozenset({*table.biases, *(part.name for part in table.projections if flags[part.block])}),
             is_quantized=bool(config.get("quantization_config")),
         )
 
+    def to_json(self) -> Any:
+        """Return the value of `ddp_layers`, or of `quantization_config`, which `of` reads."""
+        layers = [layer.to_json() for layer in self.layers]
+        if self.is_family:
+            return layers
+        blocks = {block: self.block_json(block) for block in self.blocks}
+        stated = ("intermediate_size", "expert_intermediate_sizes")
+        entries = [{key: entry[key] for key in stated if entry.get(key)} for entry in layers]
+        return {"quant_method": METHOD, "layers_module": self.layers_module, **blocks, "layers": entries}
+
+    def block_json(self, block: str) -> dict[str, Any] | None:
+        """Return the description of a block before pruning, without its layers; None if the table
+        has no such block."""
+        if block not in self.blocks:
+            return None
+        inputs = self.table.inputs(block)
+        names = {"inputs": [part.name for part in inputs], "output": self.table.output(block).name}
+        number = {"num_experts": self.num_experts} if block == "experts" else {}
+        fused = {"fused": "halves"} if len(inputs[0].units) > 1 else {}
+        return {**names, "intermediate_size": self.dense.num_units(UNITS[block]), **number, **fused}
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks of the table."""
+        return tuple(dict.fromkeys(projection.block for projection in self.table.projections))
+
+    def only(self, blocks: Collection[str]) -> "Widths":
+        """Return the widths with some blocks of the table."""
+        projections = tuple(part for part in self.table.projections if part.block in blocks)
+        dense = LayerWidths(
+            query_heads_per_kv_head=self.dense.query_heads_per_kv_head,
+            intermediate_size=self.dense.intermediate_size if "mlp" in blocks else 0,
+            expert_intermediate_sizes=self.dense.expert_intermediate_sizes if "experts" in blocks else None,
+        )
+        return replace(self, table=replace(self.table, projections=projections), dense=dense)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts per dense layer."""
+        return len(self.dense.expert_intermediate_sizes or ())
+
+    @property
+    def dense_layers(self) -> tuple[LayerWidths, ...]:
+        """The widths before pruning."""
+        dense = self.dense
+        return tuple(
+            replace(
+                dense,
+                intermediate_size=dense.intermediate_size if self.states("mlp", layer) else 0,
+                expert_intermediate_sizes=dense.expert_intermediate_sizes if self.states("experts", layer) else None,
+            )
+            for layer in self.layers
+        )
+
+    def states(self, block: str, layer: LayerWidths) -> bool:
+        """Return whether a layer states the units of a block, and does not leave it as it is."""
+        if block == "experts":
+            return layer.expert_intermediate_sizes is not None
+        return self.is_family or (block == "mlp" and layer.intermediate_size > 0)
+
+    @cached_property
+    def _projections(self) -> dict[str, Projection]:
+        return {projection.name: projection for projection in self.table.projections}
+
+    def split(self, name: str) -> tuple[int, str, str] | None:
+        """Return layer, module and kind of a tensor, as the function `split`."""
+        return split(name, self.layers_module)
+
+    def find(self, name: str) -> Place | None:
+        """Return which tensor of a block `name` is, ending in .weight or .bias; None for any other.
+
+        Raises: WidthsError for an expert that the model does not have, and in a family for such a
+            layer; elsewhere it is a head that predicts further tokens, and is left as it is.
+        """
+        layer, module, kind = self.split(name) or (0, "", "")
+        if kind not in _KINDS:
+            return None
+        projection, expert = self._projections.get(module), 0
+        for number in () if projection or not self.num_experts else _NUMBER.finditer(module):
+            if projection := self._projections.get(f"{module[: number.start()]}{{}}{module[number.end() :]}"):
+                expert = int(number[0])
+                break
+        if projection is None or (layer >= len(self.layers) and not self.is_family):
+            return None
+        if layer >= len(self.layers):
+            raise WidthsError(f"tensor {name} is of layer {layer}, but ddp_layers has {len(self.layers)} entries")
+        if projection.block == "experts" and expert >= self.num_experts:
+            raise WidthsError(
+                f"tensor {short(name)} is of expert {expert}, but config.json has {self.num_experts}; {_AGAIN}"
+            )
+        return Place(projection=projection, layer=layer, expert=expert, is_bias=kind == "bias")
+
+    def length(self, place: Place) -> int | None:
+        """Return the length of a projection along its axis; None if its layer leaves it as it
+        is."""
+        projection, layer = place.projection, self.layers[place.layer]
+        if not self.states(projection.block, layer):
+            return None
+        units = sum(layer.num_units(unit, place.expert) for unit in projection.units)
+        return units * projection.unit_size(self.head_dim)
+
     def expected(self, name: str) -> tuple[int, int] | None:
-        """Return the axis of a tensor that pruning shortens and its length, or None for an
-        unchanged tensor.
+        """Return the axis of a tensor that pruning shortens and its length; None for an unchanged
+        tensor.
 
         name: as on disk, such as `model.layers.3.self_attn.q_proj.weight`. Tensors of removed
-            blocks have length 0.
-        Raises: WidthsError for a layer that the widths do not contain.
+            blocks and experts have length 0. Raises: WidthsError as `find`.
         """
-        match = _TENSOR.fullmatch(name)
-        if match is None or match[3] not in ("weight", "bias") or (projection := self.table.find(match[2])) is None:
+        if (place := self.find(name)) is None or (length := self.length(place)) is None:
             return None
-        if int(match[1]) >= len(self.layers):
-            raise WidthsError(f"tensor {name} is of layer {match[1]}, but ddp_layers has {len(self.layers)} entries")
-        units = sum(map(self.layers[int(match[1])].num_units, projection.units))
-        length = units * projection.unit_size(self.head_dim)
-        if projection.axis == 1 and match[3] == "bias" and length:
-            return None  # as long as the hidden state
-        return (projection.axis if length else 0), length
+        if length and place.axis != place.projection.axis:
+            return None  # a bias as long as the hidden state
+        return place.axis, length
+
+    def check(self, tensors: Iterable[tuple[str, Sequence[int], str]]) -> None:
+        """Refuse a folder whose tensors do not have these widths, or that lacks some.
+
+        tensors: name, shape and dtype of every tensor, as safetensors or torch write it.
+        Raises: WidthsError, naming the tensor, its length and the required length.
+        """
+        self.check_complete(self.checked(tensors))
 
     def checked(self, tensors: Iterable[tuple[str, Sequence[int], str]]) -> Iterator[str]:
         """Yield each tensor's name after checking its shape.
 
-        tensors: name, shape and dtype, as safetensors or torch write it. Packed quantized weights,
-            with several numbers per byte, may have any shape: vLLM's quantization method checks it.
-        Raises: WidthsError, naming the tensor, its length and the required length.
+        tensors: as in `check`. Packed quantized weights, with several numbers per byte, may have
+            any shape: vLLM's quantization method checks it.
+        Raises: WidthsError as `check`.
         """
+        hidden: dict[str, int] = {}
         for name, shape, dtype in tensors:
-            axis, length = self.expected(name) or (0, None)
-            if length == 0:
-                raise WidthsError(f"tensor {name} is of a block that ddp_layers removes; run ddp-vllm apply again")
-            packed = self.is_quantized and dtype in _PACKED
-            if length is not None and not packed and (axis >= len(shape) or shape[axis] != length):
+            place = self.find(name)
+            length = self.length(place) if place else None
+            if length == 0 and (self.is_family or 0 not in shape):
+                raise WidthsError(f"tensor {name} is of a block or expert that config.json removes; {_AGAIN}")
+            self._check_kind(name, dtype, place)
+            required = self._shape(name, place, length, hidden)
+            is_free = self.is_quantized and len(required) > 1
+            if is_free:  # only the axis that pruning shortens is known
+                required = [*[None] * place.axis, length] if place and dtype not in _PACKED else []
+            sizes = [*shape, *[None] * len(required)]
+            if not is_free and required and len(shape) != len(required):
+                wrong: str | None = f"{len(required)} axes"
+            else:
+                pairs = enumerate(zip(required, sizes, strict=False))
+                wrong = next((f"{a} along axis {i}" for i, (a, b) in pairs if a not in (None, b)), None)
+            if wrong:
                 raise WidthsError(
-                    f"tensor {name} has shape {list(shape)}, but ddp_layers requires {length} along axis {axis}; "
-                    "config.json and the weights are of different checkpoints"
+                    f"tensor {name} has shape {list(shape)}, but config.json and the other tensors require {wrong}; "
+                    "they are of different checkpoints"
                 )
-            if not self.is_quantized and self.hidden_size:
-                self._check_known(name, dtype)
-            if self.hidden_size:
-                self._check_shape(name, shape, length)
+            if place and len(shape) == 2 and not self.is_family:
+                hidden.setdefault(place.projection.block, shape[1 - place.axis])
             yield name
 
-    def _check_known(self, name: str, dtype: str) -> None:
-        """Refuse a tensor or dtype that no model of the family has. Raises: WidthsError."""
-        match = _TENSOR.fullmatch(name)
-        if match and match[2] == _COMPUTED:
+    def _shape(self, name: str, place: Place | None, length: int | None, hidden: Mapping[str, int]) -> list[int | None]:
+        """Return the shape of a tensor, None for an unknown length; [] if it is not checked.
+
+        hidden: the hidden size by block, where only other tensors state it.
+        """
+        size = self.hidden_size
+        if place:
+            size = size or hidden.get(place.projection.block)
+            sizes = [length, size] if place.projection.axis == 0 else [size, length]
+            return sizes[:1] if place.is_bias else sizes
+        if not self.is_family or not size:
+            return []
+        if name in (EMBEDDING, HEAD):
+            return [self.vocab_size, size]
+        _, module, kind = self.split(name) or (0, "", "")
+        if kind in _KINDS and self.table.knows(module):
+            return [self.head_dim if module in QUERY_KEY_NORMS else size]
+        return [size] if name == NORM else []
+
+    def _check_kind(self, name: str, dtype: str, place: Place | None) -> None:
+        """Refuse a tensor or dtype that no model of the family has, and quantized weights of
+        described blocks. Raises: WidthsError."""
+        if not self.is_family:
+            if place and dtype not in FLOATS:
+                raise WidthsError(
+                    f"tensor {name} is {short(dtype)}: widths are served with floating-point weights only; export the "
+                    "unquantized model"
+                )
             return
-        if name not in _OUTSIDE and not (match and match[3] in ("weight", "bias") and self.table.knows(match[2])):
+        _, module, kind = self.split(name) or (0, "", "")
+        if self.is_quantized or not self.hidden_size or module == _COMPUTED:
+            return
+        if name not in (EMBEDDING, NORM, HEAD) and not (kind in _KINDS and self.table.knows(module)):
             raise WidthsError(f"tensor {short(name)} is unknown in this family; copy the whole folder again")
-        if dtype not in _FLOATS:
+        if dtype not in FLOATS:
             raise WidthsError(f"tensor {name} is {short(dtype)}, but config.json has no quantization_config")
 
-    def _check_shape(self, name: str, shape: Sequence[int], length: int | None) -> None:
-        """Refuse a tensor whose shape contradicts the config. Raises: WidthsError.
-
-        length: of the axis that pruning shortens, or None. Of a quantized model only vectors are
-            checked.
-        """
-        match = _TENSOR.fullmatch(name)
-        lengths = {"vocabulary": self.vocab_size, "hidden": self.hidden_size}
-        required = [lengths.get(each) for each in _OUTSIDE.get(name, ())]
-        if match and match[3] in ("weight", "bias"):
-            if projection := self.table.find(match[2]):
-                required = [length, self.hidden_size] if projection.axis == 0 else [self.hidden_size, length]
-            elif self.table.knows(match[2]):
-                required = [self.head_dim if match[2] in QUERY_KEY_NORMS else self.hidden_size]
-            required = required[: 1 if match[3] == "bias" else None]
-        if not required or (self.is_quantized and len(required) > 1):
-            return
-        if len(shape) != len(required) or any(b is not None and a != b for a, b in zip(shape, required, strict=True)):
-            raise WidthsError(
-                f"tensor {name} has shape {list(shape)}, but config.json requires {required}; config.json and the "
-                "weights are of different checkpoints"
-            )
+    def modules(self, index: int) -> Iterator[str]:
+        """Yield the modules of the table that a layer must have, relative to it."""
+        layer = self.layers[index]
+        blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size, "experts": 0}
+        yield from layer_modules(self.table, blocks)
+        experts = [part.name for part in self.table.projections if part.block == "experts"]
+        for expert, width in enumerate(layer.expert_intermediate_sizes or ()):
+            yield from (name.format(expert) for name in experts if width)
 
     def check_complete(self, names: Iterable[str]) -> None:
-        """Refuse a checkpoint in which a layer lacks a module of the table, or a module of similar
-        layers.
+        """Refuse a checkpoint in which a layer lacks a module of the table, or in a family a module
+        of similar layers.
 
         names: of all tensors, as on disk. Raises: WidthsError, naming the first layer and module.
         """
@@ -398,34 +401,175 @@ class ModelWidths:
         outside = {EMBEDDING, NORM} | (set() if self.is_tied else {HEAD}) if self.hidden_size else set()
         for name in names:
             outside.discard(name)
-            if (match := _TENSOR.fullmatch(name)) and int(match[1]) < len(present):
-                module = f"{match[2]}.bias" if match[3] == "bias" else match[2]
-                present[int(match[1])].add(module)
+            layer, module, kind = self.split(name) or (len(present), "", "")
+            if layer < len(present):
+                module = f"{module}.bias" if kind == "bias" else module
+                present[layer].add(module)
                 # quantization adds others
-                if match[3] in ("weight", "bias"):
+                if kind in _KINDS and self.is_family:
                     alike.add(module)
         if outside:
-            raise WidthsError(f"tensor {min(outside)} is missing; copy the whole folder, or run ddp-vllm apply again")
-        for index, (layer, modules) in enumerate(zip(self.layers, present, strict=True)):
-            blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
-            removed = [f"{part}." for block, part in (("attn", "self_attn"), ("mlp", "mlp")) if not blocks[block]]
-            removed += [f"{norm}." for block, norms in self.table.norms.items() if not blocks[block] for norm in norms]
-            needed = alike | {*layer_modules(self.table, blocks)} | {f"{module}.bias" for module in self.biased}
-            needed = {module for module in needed if not f"{module}.".startswith(tuple(removed))}
-            if surplus := [module for module in modules if f"{module}.".startswith(tuple(removed))]:
-                raise WidthsError(
-                    f"layer {index} has {min(surplus)} of a block that ddp_layers removes; run ddp-vllm apply again"
-                )
+            raise WidthsError(f"tensor {min(outside)} is missing; {_COPY}")
+        for index, (widths, modules) in enumerate(zip(self.layers, present, strict=True)):
+            removed = self.removed(widths)
+            needed = alike | {*self.modules(index)} | {f"{module}.bias" for module in self.biased}
+            needed = {module for module in needed if not f"{module}.".startswith(removed)}
+            if surplus := [module for module in modules if f"{module}.".startswith(removed)]:
+                raise WidthsError(f"layer {index} has {min(surplus)} of a block that ddp_layers removes; {_AGAIN}")
             if missing := needed - modules:
                 raise WidthsError(
-                    f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); copy the "
-                    "whole folder, or run ddp-vllm apply again"
+                    f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); {_COPY}"
                 )
 
+    def is_removed(self, name: str) -> bool:
+        """Return whether a tensor is of a removed block of a family, such as its norm."""
+        layer, module, _ = self.split(name) or (len(self.layers), "", "")
+        return layer < len(self.layers) and f"{module}.".startswith(self.removed(self.layers[layer]))
 
-def _biased(table: TensorTable, config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the modules of a layer with a bias."""
-    biased = set(table.biases)
-    for key, block in (("attention_bias", "attn"), ("mlp_bias", "mlp")):
-        biased |= {part.name for part in table.projections if config.get(key) and part.block == block}
-    return frozenset(biased)
+    def removed(self, layer: LayerWidths) -> tuple[str, ...]:
+        """Return how the names of modules begin that a layer of these widths lacks, a dot at the
+        end of each: blocks without units, and their norms."""
+        kept = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
+        norms = [(block, norm) for block, norms in self.table.norms.items() if not kept[block] for norm in norms]
+        blocks = {self.table.output(block).name.partition(".")[0] for block, _ in norms}
+        return tuple(f"{module}." for module in (*sorted(blocks), *(norm for _, norm in norms)))
+
+
+def stated_widths(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the description of the blocks in a `config.json`; None if it has none."""
+    stated = config.get("quantization_config")
+    return stated if isinstance(stated, Mapping) and stated.get("quant_method") == METHOD else None
+
+
+def states_widths(config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` describes pruned blocks."""
+    return stated_widths(config) is not None
+
+
+def check_sizes(config: Mapping[str, Any], *required: str) -> None:
+    """Refuse a config without the sizes that widths are compared with, or with impossible ones.
+
+    required: sizes that must be there in addition to those that always must. Raises: WidthsError.
+    """
+    needed = ("num_hidden_layers", "num_attention_heads", "intermediate_size", *required)
+    for name in (*needed, "num_key_value_heads", "head_dim", "hidden_size", "vocab_size"):
+        value, most = config.get(name), MOST_LAYERS if name.startswith("num_") else LARGEST_WIDTH
+        if (name in needed or value is not None) and (type(value) is not int or not 1 <= value <= most):
+            raise WidthsError(
+                f"config.json: {name} is {short(value)}, not a positive integer up to {most:,}; download the model "
+                "again"
+            )
+    if config["num_attention_heads"] % dense_kv_heads(config):
+        raise WidthsError(
+            f"config.json: num_attention_heads {config['num_attention_heads']} is not a multiple of "
+            f"num_key_value_heads {dense_kv_heads(config)}; download the model again"
+        )
+
+
+def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
+    """Read the description of a model's blocks. Raises: WidthsError."""
+    text = text if isinstance(text := config.get("text_config"), Mapping) else config
+    heads = int(text.get("num_attention_heads") or 1)
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    dense = LayerWidths(query_heads_per_kv_head=(heads // kv_heads,) * kv_heads)
+    where, projections = "quantization_config", list[Projection]()
+    _check_keys(stated, where, {"quant_method", "layers_module", *UNITS, "layers"})
+    for block in UNITS:
+        value, place, is_mlp = stated.get(block), f"{where}.{block}", block == "mlp"
+        if value is None:
+            continue
+        keys = {"inputs", "output", "intermediate_size", "fused"}
+        _check_keys(value, place, keys if is_mlp else keys | {"num_experts"})
+        inputs, fused = value.get("inputs"), value.get("fused")
+        if not isinstance(inputs, list | tuple) or not 1 <= len(inputs) <= 2:
+            raise _fault(f"{place}.inputs", inputs, "not a list of one or two modules")
+        if fused not in (None, "halves") or (fused and len(inputs) > 1):
+            raise _fault(f"{place}.fused", fused, "not halves of one input")
+        names = [_name(name, f"{place}.inputs[{i}]", expert=not is_mlp) for i, name in enumerate(inputs)]
+        output = _name(value.get("output"), f"{place}.output", expert=not is_mlp)
+        projections += block_table(block, names, output, fused=bool(fused))
+        if len({*names, output}) <= len(names):
+            raise _fault(place, [*names, output], "names a module twice")
+        width = _integer(value.get("intermediate_size"), f"{place}.intermediate_size", 1, LARGEST_WIDTH)
+        if is_mlp:
+            dense = replace(dense, intermediate_size=width)
+        else:
+            number = _integer(value.get("num_experts"), f"{place}.num_experts", 1, MOST_LAYERS)
+            dense = replace(dense, expert_intermediate_sizes=(width,) * number)
+    layers = _list(stated.get("layers"), f"{where}.layers", text.get("num_hidden_layers"))
+    return Widths(
+        table=TensorTable(projections=tuple(projections)),
+        layers=tuple(_layer(entry, f"{where}.layers[{i}]", dense, is_family=False) for i, entry in enumerate(layers)),
+        dense=dense,
+        layers_module=_name(stated.get("layers_module"), f"{where}.layers_module"),
+        is_family=False,
+    )
+
+
+def _layer(stated: Any, where: str, dense: LayerWidths, *, is_family: bool) -> LayerWidths:
+    """Read the entry of a layer. In a family it states heads and channels; a description leaves
+    blocks as they are that it does not state. Raises: WidthsError."""
+    names = heads_key, width_key, experts_key = tuple(vars(dense))
+    _check_keys(stated, where, {*(names[:2] if is_family else names[1:])})
+    heads, width, sizes = map(stated.get, names)
+    layer = replace(dense, intermediate_size=0, expert_intermediate_sizes=None)
+    if is_family:
+        limits = {"KV": dense.num_kv_heads, "query": dense.num_query_heads}
+        heads = _integers(heads, f"{where}.{heads_key}", 1, limits["query"])
+        for kind, count in (("KV", len(heads)), ("query", sum(heads))):
+            if count > limits[kind]:
+                fault = f"{count} {kind} heads of {limits[kind]} dense ones"
+                raise _fault(f"{where}.{heads_key}", list(heads), fault)
+        layer = replace(layer, query_heads_per_kv_head=heads)
+    if is_family or width is not None:
+        if not dense.intermediate_size:
+            raise _fault(where, dict(stated), "requires mlp in the quantization_config")
+        width = _integer(width, f"{where}.{width_key}", 0 if is_family else 1, dense.intermediate_size)
+        layer = replace(layer, intermediate_size=width)
+    if sizes is not None:
+        if not (experts := dense.expert_intermediate_sizes):
+            raise _fault(where, dict(stated), "requires experts in the quantization_config")
+        if not isinstance(sizes, list | tuple) or len(sizes) != len(experts):
+            raise _fault(f"{where}.{experts_key}", sizes, f"not a list of {len(experts)} widths, one per expert")
+        sizes = _integers(sizes, f"{where}.{experts_key}", 0, experts[0])
+        layer = replace(layer, expert_intermediate_sizes=sizes)
+    return layer
+
+
+def _list(values: Any, where: str, number: Any) -> Sequence[Any]:
+    if not isinstance(values, list | tuple) or not 0 < len(values) <= MOST_LAYERS:
+        raise _fault(where, values, f"not a list of 1 to {MOST_LAYERS:,} layers")
+    if type(number) is int and len(values) != number:
+        raise WidthsError(f"config.json: {where} has {len(values)} entries for {number} layers; {_AGAIN}")
+    return values
+
+
+def _check_keys(stated: Any, where: str, known: set[str]) -> None:
+    if not isinstance(stated, Mapping):
+        raise _fault(where, stated, "not an object")
+    if unknown := {*map(str, stated)} - known:
+        raise WidthsError(f"config.json: {where} has the unknown key {short(min(unknown))}; update ddp-vllm")
+
+
+def _name(value: Any, where: str, *, expert: bool = False) -> str:
+    number = 1 if expert else 0
+    text = value.replace("{}", "0") if isinstance(value, str) and value.count("{}") == number else ""
+    if len(text) > 200 or not _NAME.fullmatch(text):
+        raise _fault(where, value, "not the name of a module" + " with {} for the expert" * expert)
+    return str(value)
+
+
+def _integer(value: Any, where: str, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise _fault(where, value, f"not an integer in {low}…{high:,}")
+    return value
+
+
+def _integers(values: Any, where: str, low: int, high: int) -> tuple[int, ...]:
+    if not isinstance(values, list | tuple):
+        raise _fault(where, values, "not a list of integers")
+    return tuple(_integer(value, f"{where}[{i}]", low, high) for i, value in enumerate(values))
+
+
+def _fault(where: str, value: Any, fault: str) -> WidthsError:
+    return WidthsError(f"config.json: {where} is {short(value)}, {fault}; {_AGAIN}")

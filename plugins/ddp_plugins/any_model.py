@@ -31,7 +31,7 @@ from ddp_plugins.padding import channel_block, round_up
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASK
 from ddp_vllm.remote_code.files import WEIGHTS, checked_tensors
-from ddp_vllm.remote_code.module_widths import METHOD, Block, ModuleWidths
+from ddp_vllm.remote_code.widths import METHOD, Widths
 
 Loader = Callable[..., None]
 logger = init_logger("vllm.ddp_plugins.any_model")  # vLLM prints only its own loggers' records
@@ -42,20 +42,21 @@ _LAYER = re.compile(r".+?\.\d+(?=\.)")
 class WidthsConfig(QuantizationConfig):
     """Chooses the method of each layer by the widths in `config.json`."""
 
-    def __init__(self, widths: ModuleWidths) -> None:
+    def __init__(self, widths: Widths) -> None:
         super().__init__()
         self.widths = widths
         self.online: Any = None
         """vLLM's config for weights that it quantizes while it loads them."""
         self.pad_channels_to: int | None = None
-        self.mlps = self._outputs(widths.mlp)
-        self.experts = self._outputs(widths.experts)
+        self.mlps, self.experts = self._outputs("mlp"), self._outputs("experts")
 
-    def _outputs(self, block: Block | None) -> dict[str, int]:
+    def _outputs(self, block: str) -> dict[str, int]:
         """Return the output projection of each layer's block, in vLLM's names, and the layer's
         index."""
-        names = (f"{self.widths.layers_module}.{index}." for index in range(len(self.widths.layers)))
-        return {name + block.output.format(0): index for index, name in enumerate(names)} if block else {}
+        if block not in self.widths.blocks:
+            return {}
+        output = self.widths.table.output(block).name.format(0)
+        return {f"{self.widths.layers_module}.{index}.{output}": index for index in range(len(self.widths.layers))}
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Follow vLLM's renaming of modules, such as model.language_model.layers in wrappers."""
@@ -99,8 +100,8 @@ class WidthsConfig(QuantizationConfig):
         else:
             method = UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if isinstance(layer, LinearBase) and (width := self._width(prefix)) is not None:
-            assert self.widths.mlp is not None
-            narrow(method, self.widths.mlp, width, self.pad_channels_to, is_output=prefix in self.mlps)
+            dense = self.widths.dense.intermediate_size
+            narrow(method, dense, width, self.pad_channels_to, is_output=prefix in self.mlps)
         return method
 
     def _expert_sizes(self, prefix: str) -> tuple[int, ...] | None:
@@ -115,7 +116,7 @@ class WidthsConfig(QuantizationConfig):
         layer."""
         index_of = {name.rpartition(".")[0]: index for name, index in self.mlps.items()}
         index = index_of.get(prefix.rpartition(".")[0])
-        return None if index is None else self.widths.layers[index].intermediate_size
+        return None if index is None else self.widths.layers[index].intermediate_size or None
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # static in vLLM
         """Drop the masks: --load-format runai_streamer reads every safetensors file of the folder."""
@@ -140,7 +141,7 @@ class WidthsConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "WidthsConfig":
         """config: the value of `quantization_config`. Raises: WidthsError."""
-        return cls(ModuleWidths.parse(config))
+        return cls(Widths.of({"quantization_config": config}))
 
     @classmethod
     def override_quantization_method(
@@ -160,11 +161,11 @@ class WidthsConfig(QuantizationConfig):
         return METHOD
 
 
-def narrow(method: Any, block: Block, width: int, pad_to: int | None, *, is_output: bool) -> None:
+def narrow(method: Any, dense_width: int, width: int, pad_to: int | None, *, is_output: bool) -> None:
     """Let a method create a layer's weights at the width of its MLP, and zero-pad the tensors that
     it loads.
 
-    block: the dense MLP. pad_to: `ddp_pad_channels_to` of the config.
+    dense_width: channels of the dense MLP. pad_to: `ddp_pad_channels_to` of the config.
     is_output: whether the channels are the layer's inputs; otherwise they are its outputs, of gate
         and up together or of one of them.
     """
@@ -181,7 +182,7 @@ def narrow(method: Any, block: Block, width: int, pad_to: int | None, *, is_outp
         weight_loader: Loader,
     ) -> None:
         num_ranks = 1 if isinstance(layer, ReplicatedLinear) else layer.tp_size
-        fields = {"intermediate_size": block.intermediate_size, "ddp_pad_channels_to": pad_to}
+        fields = {"intermediate_size": dense_width, "ddp_pad_channels_to": pad_to}
         align = channel_block(fields, num_ranks, can_pad=not has_lora, on_cpu=current_platform.is_cpu())
         padded = round_up(width, num_ranks * align)
         if has_lora and padded != width:
@@ -190,11 +191,11 @@ def narrow(method: Any, block: Block, width: int, pad_to: int | None, *, is_outp
                 "padding, but weights with LoRA adapters cannot be padded; serve on one device, or prune with "
                 f"--tp {num_ranks}"
             )
-        parts, rest = divmod(input_size if is_output else output_size, block.intermediate_size)
+        parts, rest = divmod(input_size if is_output else output_size, dense_width)
         if rest or parts not in ((1,) if is_output else (1, 2)):
             raise CheckpointError(
                 f"vLLM builds {layer.prefix} for {input_size:,} inputs and {output_size:,} outputs, which does not fit "
-                f"the {block.intermediate_size:,} channels in config.json; is it the config of another model?"
+                f"the {dense_width:,} channels in config.json; is it the config of another model?"
             )
         padding = partial(padding_loader, width=width, padded=padded, parts=parts, name=layer.prefix)
         own = padded // num_ranks
@@ -219,7 +220,7 @@ def narrow(method: Any, block: Block, width: int, pad_to: int | None, *, is_outp
             weight_loader=padding(weight_loader, axis=int(is_output)),
         )
 
-        layer.ddp_channels = Channels(parts, own, padded, block.intermediate_size)
+        layer.ddp_channels = Channels(parts, own, padded, dense_width)
         if has_lora:
             layer.adapter_sizes = (width, output_size) if is_output else (input_size, parts * width)
 

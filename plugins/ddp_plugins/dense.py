@@ -34,7 +34,7 @@ from ddp_plugins.loading import CheckedLoading
 from ddp_plugins.padding import channel_block, fit, pad
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.tensors import TensorTable
-from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
+from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
 # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
 ONLINE = "online"
@@ -93,9 +93,7 @@ class UnevenHeads(Attention):
         return output.unflatten(-1, (-1, self.head_size)).index_select(1, self.kept).flatten(1)
 
 
-def build_layer(
-    layer_type: type[nn.Module], vllm_config: VllmConfig, widths: ModelWidths, block: int, prefix: str
-) -> Any:
+def build_layer(layer_type: type[nn.Module], vllm_config: VllmConfig, widths: Widths, block: int, prefix: str) -> Any:
     """Build one decoder layer of the stock `layer_type` with its own widths. block: as in
     `padding.fit`."""
     config, num_ranks = vllm_config.model_config.hf_config, get_tensor_model_parallel_world_size()
@@ -160,7 +158,7 @@ def remove_blocks(layer: Any, widths: LayerWidths, table: TensorTable, vllm_conf
             setattr(layer, norm, RemovedNorm())
 
 
-def log_padding(widths: ModelWidths, block: int) -> None:
+def log_padding(widths: Widths, block: int) -> None:
     """Log once how many channels padding adds to the MLPs, if any."""
     num_ranks = get_tensor_model_parallel_world_size()
     kept = sum(layer.intermediate_size for layer in widths.layers)
@@ -198,7 +196,7 @@ class NonUniform(CheckedAdapters, CheckedLoading):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
         fields = plain_config(config)
-        widths = ModelWidths.of(fields)
+        widths = Widths.of(fields)
         with no_layers(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.is_quantized = vllm_config.quant_config is not None

@@ -17,7 +17,7 @@ from vllm.version import __version__, __version_tuple__
 
 from ddp_plugins.padding import fit
 from ddp_vllm.errors import SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths, dense_kv_heads, parse_layers
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_kv_heads
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 TESTED = (0, 32)  # the newest version of vLLM that the tests ran on
@@ -54,12 +54,13 @@ class Limits(VerifyAndUpdateConfig):
         model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
         config = plain_config(model.hf_config)
         check_tensor_parallel(num_ranks, config)
-        layers = [on_a_rank(layer, num_ranks) for layer in parse_layers(config)]
+        widths = Widths.of(config).layers
+        layers = [on_a_rank(layer, num_ranks) for layer in widths]
         check_stages(vllm_config.parallel_config.pipeline_parallel_size, layers)
         # then there is nothing to cache, and vLLM would stop
         if not any(layer.num_kv_heads for layer in layers):
             vllm_config.cache_config.enable_prefix_caching = False
-        check_head_scales(config, parse_layers(config))
+        check_head_scales(config, widths)
         check_planning(vllm_config, config, layers)
         check_connectors(vllm_config.kv_transfer_config, max(1, dense_kv_heads(config) // num_ranks), layers)
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
@@ -67,7 +68,7 @@ class Limits(VerifyAndUpdateConfig):
         for present, what in ((model.quantization, "quantized weights"), (vllm_config.lora_config, "LoRA adapters")):
             if present is not None:
                 remedy = f"choose one of them, as {what} cannot be padded, or prune with a suitable --tp"
-                check_tensor_parallel(num_ranks, config, parse_layers(config), remedy=remedy)
+                check_tensor_parallel(num_ranks, config, widths, remedy=remedy)
 
 
 def on_a_rank(widths: LayerWidths, num_ranks: int) -> LayerWidths:
@@ -197,7 +198,7 @@ class CheckedAdapters:
     without LoRA.
     """
 
-    widths: ModelWidths
+    widths: Widths
 
     @property
     def lora_manager(self) -> Any:
@@ -230,7 +231,7 @@ def not_adapted(name: str) -> SettingError:
     )
 
 
-def check_adapter(loras: Mapping[str, Any], widths: ModelWidths, is_adapted: Callable[[str], bool]) -> None:
+def check_adapter(loras: Mapping[str, Any], widths: Widths, is_adapted: Callable[[str], bool]) -> None:
     """Refuse an adapter that was trained for other widths, or that changes a module without LoRA.
 
     loras: by module, as vLLM reads them from disk: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.

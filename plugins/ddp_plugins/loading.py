@@ -16,7 +16,7 @@ from ddp_vllm.errors import CheckpointError
 from ddp_vllm.formats import IN_PLACE, SUBBLOCKS, is_leftover
 from ddp_vllm.masks import is_mask
 from ddp_vllm.remote_code.files import WEIGHTS, earlier_copies
-from ddp_vllm.remote_code.widths import ModelWidths
+from ddp_vllm.remote_code.widths import Widths
 
 
 class CheckedLoading:
@@ -26,7 +26,7 @@ class CheckedLoading:
     config: Any
     named_modules: Any
     packed_modules_mapping: dict[str, list[str]]
-    widths: ModelWidths
+    widths: Widths
     is_loaded: bool
     """Whether the whole model was loaded once; later loads may be partial, as in reinforcement
     learning."""
@@ -36,7 +36,7 @@ class CheckedLoading:
     in_place: bool
     """Whether another tool wrote the folder, and vLLM opens it as it is."""
 
-    def expect_weights(self, vllm_config: VllmConfig, widths: ModelWidths, projections: Iterable[str]) -> None:
+    def expect_weights(self, vllm_config: VllmConfig, widths: Widths, projections: Iterable[str]) -> None:
         """Set the widths `load_weights` checks against. projections: names on disk of the modules
         pruning may cut."""
         warn_of_new_vllm()

@@ -36,7 +36,7 @@ from ddp_plugins.moe_experts import (
 )
 from ddp_plugins.padding import share_channels
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.remote_code.module_widths import ModuleWidths
+from ddp_vllm.remote_code.widths import Widths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
@@ -205,7 +205,7 @@ def unsupported(stated: str) -> SettingError:
     )
 
 
-def check_experts(vllm_config: VllmConfig, widths: ModuleWidths) -> None:
+def check_experts(vllm_config: VllmConfig, widths: Widths) -> None:
     """Refuse settings that routed experts of these widths cannot be served with.
 
     Raises: SettingError, naming the setting and what works.

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.remote_code.tensors import LAYERS
-from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
+from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
 CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
 # oneDNN compiles a kernel per width and batch size, so fewer widths shorten the first batches
@@ -67,25 +66,23 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def pad(name: str, tensor: torch.Tensor, widths: ModelWidths, num_ranks: int, block: int = 1) -> torch.Tensor:
+def pad(name: str, tensor: torch.Tensor, widths: Widths, num_ranks: int, block: int = 1) -> torch.Tensor:
     """Zero-pad a tensor from its compact shape to the shape its layer has in memory.
 
     On one rank attention stays compact: only the kernel requires even heads there
     (`dense.UnevenHeads`).
     name: as on disk. tensor: compact, with a shape that `widths` has checked. block: as in `fit`.
     """
-    expected = widths.expected(name)
-    if expected is None:
+    place = widths.find(name)
+    if place is None or widths.expected(name) is None:
         return tensor
-    number, module = name.removeprefix(f"{LAYERS}.").rpartition(".")[0].split(".", 1)
-    projection, layer = widths.table.find(module), widths.layers[int(number)]
-    assert projection is not None, name
+    projection, layer = place.projection, widths.layers[place.layer]
     if projection.block == "attn" and num_ranks == 1:
         return tensor
     fitted = fit(layer, num_ranks, block)
     if all(fitted.num_units(unit) == layer.num_units(unit) for unit in projection.units):
         return tensor
-    axis, size = expected[0], widths.head_dim if projection.block == "attn" else 1
+    axis, size = place.axis, projection.unit_size(widths.head_dim)
     runs = tensor.split([layer.num_units(unit) * size for unit in projection.units], axis)
     spread = [
         _spread(run.unflatten(axis, (-1, size)), axis, _padded_indices(unit, layer, fitted), fitted.num_units(unit))

@@ -59,8 +59,8 @@ def register_models() -> None:
     from ddp_plugins.in_place import register_parser
     from ddp_plugins.limits import Limits
     from ddp_vllm.remote_code.configuration_ddp import CONFIGS
-    from ddp_vllm.remote_code.module_widths import METHOD
     from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX
+    from ddp_vllm.remote_code.widths import METHOD
 
     for config in CONFIGS:
         dense_type = config.model_type.removeprefix(MODEL_TYPE_PREFIX)

@@ -31,9 +31,8 @@ from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, index_map, indexed_tensors, short
-from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
-from ddp_vllm.remote_code.widths import ModelWidths
+from ddp_vllm.remote_code.widths import Widths, states_widths
 
 if TYPE_CHECKING:  # which imports torch
     from ddp_models.structure import Structure
@@ -57,6 +56,13 @@ class Source:
     one."""
     structure: "Structure | None" = None
     """What can be pruned in a model without a row in `FAMILIES`."""
+
+    @property
+    def widths(self) -> Widths:
+        """The dense widths, and the names on disk that they apply to."""
+        if self.structure:
+            return self.structure.widths
+        return Widths.of(pruned_config(self.config, dense_layers(self.config)))
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -167,8 +173,8 @@ def read_source(model: str, *, load: bool = True) -> Source:
     shapes = _weight_shapes(headers, tied=bool(config.get("tie_word_embeddings")))
     _check_names(folder, shapes)
     try:  # the check that every checkpoint made from it will have to pass
-        widths = ModelWidths.of(pruned_config(config, dense_layers(config)))
-        widths.check_complete(widths.checked((name, shape, FORMATS[0]) for name, shape in shapes.items()))
+        widths = Widths.of(pruned_config(config, dense_layers(config)))
+        widths.check((name, shape, FORMATS[0]) for name, shape in shapes.items())
     except WidthsError as error:
         raise ModelError(f"{folder}: {_contradicting(error)}") from None
     return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
@@ -243,13 +249,13 @@ def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
     """Return a pruned checkpoint of a stock class. Raises: ModelError if it was pruned from another
     model."""
     assert dense.structure
-    widths, stated = ModuleWidths.of(checkpoint.config), dense.structure.widths
+    widths, stated = checkpoint.widths, dense.structure.widths
     pairs = {
         "model_type": (checkpoint.config.get("model_type"), dense.config.get("model_type")),
         "vocab_size": tuple(text_config(config).get("vocab_size") for config in (checkpoint.config, dense.config)),
         "number of layers": (len(widths.layers), len(stated.layers)),
-        "MLP": (widths.mlp or stated.mlp, stated.mlp),
-        "form of experts": (widths.experts or stated.experts, stated.experts),
+        "MLP": (widths.block_json("mlp") or stated.block_json("mlp"), stated.block_json("mlp")),
+        "form of experts": (widths.block_json("experts") or stated.block_json("experts"), stated.block_json("experts")),
     }
     if different := [name for name, (one, other) in pairs.items() if one is not None and one != other]:
         raise ModelError(

@@ -29,8 +29,8 @@ from torch import nn
 from ddp_training.decoder import auto_class, decoder_layers, num_chosen_experts
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.remote_code.module_widths import Block, LayerChannels, ModuleWidths
 from ddp_vllm.remote_code.tensors import Projection, TensorTable
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table
 
 HIDDEN, CHANNELS, EXPERTS, TOKENS = 16, 6, 3, 5  # sizes of the copies that are tried
 MAGNITUDES = torch.logspace(-1, 3, TOKENS)[:, None]  # of their inputs: some reach every clamp
@@ -62,7 +62,7 @@ class Experts(NamedTuple):
 class Structure:
     """What can be pruned in a model, by its names in transformers and on disk."""
 
-    widths: ModuleWidths
+    widths: Widths
     """The dense widths and the names on disk; layers whose blocks are left as they are state no
     widths."""
     tensors: TensorTable
@@ -83,9 +83,8 @@ class Structure:
     def singles(self, name: str) -> tuple[str, list[str]]:
         """Return the layer of a tensor that stacks experts, and the modules of one expert in it;
         none for others."""
-        layers = f"{self.widths.layers_module}."
-        number, _, rest = name.removeprefix(layers).partition(".")
-        return f"{layers}{number}", [*self.stacked.get(rest, ())] if name.startswith(layers) else []
+        layer, module, _ = self.widths.split(f"{name}.weight") or (0, "", "")
+        return f"{self.widths.layers_module}.{layer}", [*self.stacked.get(module, ())]
 
     def unstacked(self, name: str, shape: Sequence[int]) -> dict[str, list[int]]:
         """Return the shapes of the experts in a tensor by the names of single ones; other tensors
@@ -140,36 +139,40 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         )
     stored = _stored_names(model, shapes)
     mlp, experts_block = _most_common(mlps), _most_common(experts)
-    blocks: dict[str, Block] = {}
+    projections: tuple[Projection, ...] = ()
     stacked: dict[str, tuple[str, ...]] = {}
     where = ""
     if mlp:
-        where, blocks["mlp"] = _mlp_on_disk(stored, prefix, mlps.index(mlp), mlp)
+        where, projections = _mlp_on_disk(stored, prefix, mlps.index(mlp), mlp)
     if experts_block:
         try:
-            where, blocks["experts"], stacked = _experts_on_disk(
+            where, single, stacked = _experts_on_disk(
                 model, stored, shapes, prefix, experts.index(experts_block), experts_block
             )
+            projections += single
         except ModelError:  # the MLPs can be pruned all the same
             if not mlp:
                 raise
             experts_block = None
-    rows = [
-        LayerChannels(
-            intermediate_size=mlp.width if mlp and mlps[index] == mlp else None,
-            expert_intermediate_sizes=(experts_block.width,) * experts_block.number
-            if experts_block and experts[index] == experts_block
-            else None,
+    dense = LayerWidths(
+        intermediate_size=mlp.width if mlp else 0,
+        expert_intermediate_sizes=(experts_block.width,) * experts_block.number if experts_block else None,
+    )
+    rows = tuple(
+        LayerWidths(
+            intermediate_size=dense.intermediate_size if mlps[index] == mlp else 0,
+            expert_intermediate_sizes=dense.expert_intermediate_sizes if experts[index] == experts_block else None,
         )
         for index in range(len(layers))
-    ]
+    )
+    table = TensorTable(projections=projections)
     if any(routed) and not any(row.expert_intermediate_sizes for row in rows):
         reason = "which are not stored one by one" if any(experts) else "whose form is not known"
         rest.insert(0, f"routed experts, {reason}")
     text, parameters = config.get_text_config(), set(model.state_dict())
     return Structure(
-        widths=ModuleWidths(layers_module=where, layers=tuple(rows), **blocks),
-        tensors=TensorTable(projections=tuple(_projections(mlp))),
+        widths=Widths(table=table, layers=rows, dense=dense, layers_module=where, is_family=False),
+        tensors=TensorTable(projections=block_table("mlp", mlp.inputs, mlp.output, fused=mlp.is_fused) if mlp else ()),
         experts=experts_block.module if experts_block else "",
         stacked=stacked,
         left_alone=("attention and other token mixers", *rest, *_left_alone(model, stored, rows)),
@@ -189,16 +192,9 @@ def _most_common(candidates: Sequence[Any]) -> Any:
     return next((block for block, _ in Counter(filter(None, candidates)).most_common(1)), None)
 
 
-def _projections(mlp: Mlp | None) -> Iterator[Projection]:
-    if mlp:
-        units = ("channel",) * (1 + mlp.is_fused)
-        yield from (Projection(name=name, axis=0, units=units) for name in mlp.inputs)
-        yield Projection(name=mlp.output, axis=1, units=("channel",))
-
-
-def _left_alone(model: Any, stored: Mapping[str, str], rows: Sequence[LayerChannels]) -> Iterator[str]:
+def _left_alone(model: Any, stored: Mapping[str, str], rows: Sequence[LayerWidths]) -> Iterator[str]:
     """Yield in words which layers, heads and towers are not pruned."""
-    pruned = {index for index, row in enumerate(rows) if row.to_json()}
+    pruned = {index for index, row in enumerate(rows) if row != LayerWidths()}
     if others := [str(index) for index in range(len(rows)) if index not in pruned]:
         yield f"layers {', '.join(others)}, where no MLP or experts of that form were recognized"
     loaded = set(model.state_dict())
@@ -429,7 +425,7 @@ def _split(name: str, layer: int) -> tuple[str, str]:
     return where, rest
 
 
-def _mlp_on_disk(stored: Mapping[str, str], prefix: str, layer: int, mlp: Mlp) -> tuple[str, Block]:
+def _mlp_on_disk(stored: Mapping[str, str], prefix: str, layer: int, mlp: Mlp) -> tuple[str, tuple[Projection, ...]]:
     """Return the module of the layers on disk, and the MLP by its names there.
     Raises: ModelError."""
     names, where = [], ""
@@ -439,8 +435,7 @@ def _mlp_on_disk(stored: Mapping[str, str], prefix: str, layer: int, mlp: Mlp) -
             raise ModelError(f"{prefix}.{layer}.{module} is stored as {_listed(tensors)}, not as one tensor; {AGAIN}")
         where, rest = _split(tensors[0], layer)
         names.append(rest.removesuffix(".weight"))
-    fused = "halves" if mlp.is_fused else ""
-    return where, Block(inputs=tuple(names[:-1]), output=names[-1], intermediate_size=mlp.width, fused=fused)
+    return where, block_table("mlp", names[:-1], names[-1], fused=mlp.is_fused)
 
 
 def _experts_on_disk(
@@ -450,7 +445,7 @@ def _experts_on_disk(
     prefix: str,
     layer: int,
     experts: Experts,
-) -> tuple[str, Block, dict[str, tuple[str, ...]]]:
+) -> tuple[str, tuple[Projection, ...], dict[str, tuple[str, ...]]]:
     """Return the module of the layers on disk, the experts by their names there, and tensors that
     stack all experts.
 
@@ -483,13 +478,7 @@ def _experts_on_disk(
         } != {f"{part}.weight" for part in single}:
             raise ModelError(f"{name} is stored as {_listed(tensors)}, which ddp-vllm does not know; {AGAIN}")
         modules[part] = single
-    block = Block(
-        inputs=modules["gate_up_proj"],
-        output=modules["down_proj"][0],
-        intermediate_size=experts.width,
-        num_experts=experts.number,
-    )
-    return where, block, stacked
+    return where, block_table("experts", modules["gate_up_proj"], modules["down_proj"][0]), stacked
 
 
 def _listed(names: Sequence[str]) -> str:

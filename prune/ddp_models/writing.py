@@ -17,8 +17,8 @@ from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.families import pruned_config
 from ddp_vllm.model_files import write_json, write_model_files
 from ddp_vllm.remote_code.files import INDEX_FILE, index_map
-from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import dense_type
+from ddp_vllm.remote_code.widths import states_widths
 
 MAX_SHARD_BYTES = 4_000_000_000
 

@@ -32,9 +32,7 @@ from ddp_vllm.model_files import state_tokenizer_class
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.remote_code.module_widths import LayerChannels, ModuleWidths
-from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, Projection
-from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.remote_code.widths import UNITS, LayerWidths, Place
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 Slice = Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]
@@ -79,13 +77,13 @@ def export(
         # the class of some families has another name for the key of the published config
         config = stock | ({key: number for key, number in numbers.items() if key in stock} or numbers)
         provenance = {**provenance, "experts": {"of": source.sizes.num_experts, "stay": kept}}
-    elif source.structure:
-        slicer = ChannelSlicer(gates, source)
-        slice_tensor = slicer.slice
-        config = described_config(stock, slicer.widths)
     else:
-        slice_tensor = UnitSlicer(gates, source).slice
-        config = pruned_config(source.config, layer_widths(gates, source.sizes))
+        slicer = UnitSlicer(gates, source)
+        slice_tensor = slicer.slice
+        if source.structure:
+            config = described_config(stock, slicer.widths)
+        else:
+            config = pruned_config(source.config, slicer.widths.layers)
     with atomic_folder(output, overwrite=overwrite) as folder:
         write_model(folder, source.folder, config, sliced_tensors(source, slice_tensor, transform))
         if "ddp_layers" in config:
@@ -153,91 +151,53 @@ def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
 
 
 class UnitSlicer:
-    """Slices tensors one by one: removes heads and channels whose gate is 0, and emptied blocks."""
+    """Slices tensors one by one by the table of the model: removes heads and channels whose gate is
+    0, and emptied blocks of a family."""
 
     def __init__(self, gates: Masks, source: Source) -> None:
-        self.table, self.head_dim = source.family.tensors, source.sizes.head_dim
-        self.scales = unit_scales(gates, source.sizes)
+        sizes, dense = source.sizes, source.widths
+        self.scales: dict[str, dict[int, torch.Tensor]] = {}
+        """Unit -> layer -> the gates of its units, float32 [U]; of experts [E, C]."""
+        if dense.is_family:
+            layers, blocks = layer_widths(gates, sizes), dense.blocks
+            self.scales = {unit: dict(enumerate(rows)) for unit, rows in unit_scales(gates, sizes).items()}
+        else:
+            kept, blocks = [LayerWidths()] * sizes.num_layers, tuple(kind for kind in dense.blocks if kind in gates)
+            for kind, scales in gates.items():
+                rows = self.scales[UNITS[kind]] = dict(zip(sizes.layers_of(kind), scales, strict=True))
+                for layer, row in rows.items():
+                    counts: Any = (row > 0).sum(-1).tolist()
+                    if kind == "mlp":  # a linear layer without inputs is not portable
+                        kept[layer] = replace(kept[layer], intermediate_size=max(1, counts))
+                    else:
+                        kept[layer] = replace(kept[layer], expert_intermediate_sizes=tuple(counts))
+            layers = kept
+        self.widths = replace(dense.only(blocks), layers=tuple(layers))
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the name and the kept part of a tensor, with gates folded in; None if nothing of
         it is kept."""
-        if (parsed := _parse_name(name)) is None:
+        if (place := self.widths.find(name)) is None:
+            return None if self.widths.is_removed(name) else (name, tensor)
+        if (length := self.widths.length(place)) is None:
             return name, tensor
-        layer, module, kind = parsed
-        if (projection := self.table.find(module)) is None:
-            return None if self._is_emptied(layer, module) else (name, tensor)
-        scale = self._scale(projection, layer)
+        if not length:
+            return None
+        scale = self._scale(place)
         keep = scale > 0
-        if not keep.any():
-            return None
-        if projection.axis == 0:
-            tensor = tensor[keep].contiguous()
-        elif kind == "weight":  # a bias is added after the gates
-            tensor = fold(tensor[:, keep], scale[keep])
-        return name, tensor
+        if not keep.any():  # the channel of zeros of an MLP of a stock class
+            keep.unflatten(0, (len(place.projection.units), -1))[:, 0] = True
+        if place.projection.axis == 0:
+            return name, tensor[keep].contiguous()
+        # a bias is added after the gates
+        return name, tensor if place.is_bias else fold(tensor[:, keep], scale[keep])
 
-    def _scale(self, projection: Projection, layer: int) -> torch.Tensor:
+    def _scale(self, place: Place) -> torch.Tensor:
         """Return the gate of each row (axis 0) or column (axis 1) of a projection."""
-        scales = torch.cat([self.scales[unit][layer] for unit in projection.units])
-        return scales.repeat_interleave(projection.unit_size(self.head_dim))
-
-    def _is_emptied(self, layer: int, module: str) -> bool:
-        """Tell whether a module without units, such as a norm, belongs to a block that keeps no
-        unit."""
-        blocks = {BLOCK_OF[unit] for unit, scales in self.scales.items() if not (scales[layer] > 0).any()}
-        return any(
-            module in self.table.norms[block]
-            or module.startswith(self.table.output(block).name.partition(".")[0] + ".")
-            for block in blocks
-        )
-
-
-class ChannelSlicer:
-    """Slices the MLPs and routed experts that a model's config describes, and leaves all other
-    tensors as they are."""
-
-    def __init__(self, gates: Masks, source: Source) -> None:
-        assert source.structure
-        dense, sizes = source.structure.widths, source.sizes
-        self.rows: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        for kind, values in gates.items():
-            keep = values > 0
-            # a linear layer without inputs is not portable, so one channel of zeros stays
-            if kind == "mlp":
-                keep[:, 0] |= ~keep.any(-1)
-            self.rows[kind] = dict(zip(sizes.layers_of(kind), zip(values, keep, strict=True), strict=True))
-        kept: dict[str, dict[int, Any]] = {
-            kind: {layer: keep.sum(-1).tolist() for layer, (_, keep) in rows.items()}
-            for kind, rows in self.rows.items()
-        }
-        mlps, experts = kept.get("mlp", {}), kept.get("experts", {})
-        self.widths = ModuleWidths(
-            layers_module=dense.layers_module,
-            mlp=dense.mlp if mlps else None,
-            experts=dense.experts if experts else None,
-            layers=tuple(
-                LayerChannels(
-                    intermediate_size=mlps.get(layer),
-                    expert_intermediate_sizes=tuple(experts[layer]) if layer in experts else None,
-                )
-                for layer in range(sizes.num_layers)
-            ),
-        )
-
-    def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Return the name and the kept part of a tensor, as `UnitSlicer.slice`."""
-        pruned = self.widths.find(name)
-        if pruned is None or pruned.width is None:
-            return name, tensor
-        if not pruned.width:
-            return None
-        scale, keep = self.rows["experts" if pruned.block.num_experts else "mlp"][pruned.layer]
-        if pruned.block.num_experts:
-            scale, keep = scale[pruned.expert], keep[pruned.expert]
-        if not pruned.is_output:
-            return name, tensor[keep.repeat(pruned.block.rows_per_channel)].contiguous()
-        return name, tensor if pruned.is_bias else fold(tensor[:, keep], scale[keep])
+        scales = [self.scales[unit][place.layer] for unit in place.projection.units]
+        if place.projection.block == "experts":
+            scales = [scales_EC[place.expert] for scales_EC in scales]
+        return torch.cat(scales).repeat_interleave(place.projection.unit_size(self.widths.head_dim))
 
 
 def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
@@ -259,27 +219,24 @@ class WholeExpertSlicer:
 
     def __init__(self, gates: Masks, source: Source, kept: Mapping[int, list[int]]) -> None:
         """kept: the numbers of the experts to keep, per routed layer."""
-        assert source.structure and source.structure.widths.experts
-        self.widths, self.kept = source.structure.widths, kept
-        output = self.widths.experts.output if self.widths.experts else ""
-        self.router = f"{output.partition('.experts.')[0]}.gate.weight"
+        self.widths, self.kept = source.widths, kept
+        self.router = f"{self.widths.table.output('experts').name.partition('.experts.')[0]}.gate"
         self.gates = dict(zip(kept, gates["experts"], strict=True))  # layer -> [E, C]
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the new name and the kept part of a tensor, as `UnitSlicer.slice`."""
-        layers = f"{self.widths.layers_module}."
-        number, _, rest = name.removeprefix(layers).partition(".")
-        if name.startswith(layers) and rest == self.router and int(number) in self.kept:
-            return name, tensor[self.kept[int(number)]]
-        pruned = self.widths.find(name)
-        if pruned is None or not pruned.block.num_experts or pruned.layer not in self.kept:
+        layer, module, kind = self.widths.split(name) or (0, "", "")
+        if (module, kind) == (self.router, "weight") and layer in self.kept:
+            return name, tensor[self.kept[layer]]
+        place = self.widths.find(name)
+        if place is None or place.projection.block != "experts" or layer not in self.kept:
             return name, tensor
-        kept = self.kept[pruned.layer]
-        if pruned.expert not in kept:
+        kept = self.kept[layer]
+        if place.expert not in kept:
             return None
-        if pruned.is_output and not pruned.is_bias:
-            tensor = fold(tensor, self.gates[pruned.layer][pruned.expert])
-        before, after = f".experts.{pruned.expert}.", f".experts.{kept.index(pruned.expert)}."
+        if place.projection.axis == 1 and not place.is_bias:
+            tensor = fold(tensor, self.gates[layer][place.expert])
+        before, after = f".experts.{place.expert}.", f".experts.{kept.index(place.expert)}."
         return name.replace(before, after), tensor
 
 
@@ -287,16 +244,6 @@ def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Multiply the columns of a weight by gates, in float32 and rounded once to the weight's
     dtype."""
     return (weight.float() * scale).to(weight.dtype).contiguous()
-
-
-def _parse_name(name: str) -> tuple[int, str, str] | None:
-    """Return layer, module and kind (weight or bias) of a tensor of a decoder layer; None for any
-    other tensor."""
-    if not name.startswith(f"{LAYERS}."):
-        return None
-    layer, _, rest = name.removeprefix(f"{LAYERS}.").partition(".")
-    module, _, kind = rest.rpartition(".")
-    return int(layer), module, kind
 
 
 def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: int = 1, align: int = 1) -> Checkpoint:

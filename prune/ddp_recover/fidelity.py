@@ -25,7 +25,7 @@ from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
 from ddp_vllm.provenance import bare_name, local_provenance
-from ddp_vllm.remote_code.module_widths import states_widths
+from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.results import write_new_results
 
 MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over blocks

@@ -27,8 +27,8 @@ from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.pages.summary import trained_together
 from ddp_vllm.provenance import write_provenance
-from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
+from ddp_vllm.remote_code.widths import states_widths
 
 UNQUANTIZED = "lm_head"  # the output head keeps its dtype, like the embedding it may be tied to
 
@@ -135,7 +135,7 @@ def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
 def linear_sizes(checkpoint: Checkpoint) -> Iterator[tuple[int, str, int, int]]:
     """Yield layer, module, outputs and inputs of every projection."""
     for layer in range(len(checkpoint.layers)):
-        for projection in checkpoint.family_widths.table.projections:
+        for projection in checkpoint.widths.table.projections:
             shape = checkpoint.shapes.get(f"{LAYERS}.{layer}.{projection.name}.weight")
             if shape is not None:
                 yield layer, projection.name, shape[0], shape[1]

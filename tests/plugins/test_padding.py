@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ddp_plugins.padding import channel_block, fit, pad, share_channels
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.tensors import DENSE, FUSED, TensorTable
-from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
+from ddp_vllm.remote_code.widths import LayerWidths, Widths
+from ddp_vllm.tensor_parallel import splits
 
 LAYER = "model.layers.0"
 HEAD_DIM = 4
@@ -21,8 +22,8 @@ def widths(*query_heads_per_kv_head: int, intermediate_size: int = 17) -> LayerW
     return LayerWidths(query_heads_per_kv_head=query_heads_per_kv_head, intermediate_size=intermediate_size)
 
 
-def model(layer: LayerWidths, table: TensorTable = DENSE) -> ModelWidths:
-    return ModelWidths(table=table, layers=(layer,), head_dim=HEAD_DIM)
+def model(layer: LayerWidths, table: TensorTable = DENSE) -> Widths:
+    return Widths(table=table, layers=(layer,), head_dim=HEAD_DIM)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_every_rank_has_whole_blocks_of_channels() -> None:
 def test_what_splits_evenly_is_what_needs_no_padding(kept: list[int], channels: int, num_ranks: int) -> None:
     """The rule that `prune --tp` and the card go by, against the widths that are really built."""
     layer = widths(*kept, intermediate_size=channels)
-    assert layer.splits_over(num_ranks) == (fit(layer, num_ranks) == layer or num_ranks == 1)
+    assert splits(layer, num_ranks) == (fit(layer, num_ranks) == layer or num_ranks == 1)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])  # Phi-3 keeps q, k, v in one tensor

@@ -27,7 +27,7 @@ from ddp_vllm.families import described_config, register_pruned
 from ddp_vllm.remote_code import code_of
 from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 from ddp_vllm.remote_code.files import WidthsError
-from ddp_vllm.remote_code.module_widths import ModuleWidths
+from ddp_vllm.remote_code.widths import Widths
 
 # fused on disk; the Transformers backend; no gate; experts; a forward that uses the dense width
 FAST = ("glm4", "olmo2", "starcoder2", "glm4_moe", "falcon_h1")
@@ -68,7 +68,7 @@ def test_transformers_without_our_package(family: str, made: Callable[[str], Pat
     config = read_config(folder)
     for file in code_of(config):
         shutil.copy(file, folder)
-    (folder / "config.json").write_text(json.dumps(described_config(config, ModuleWidths.of(config))))
+    (folder / "config.json").write_text(json.dumps(described_config(config, Widths.of(config))))
     command = [sys.executable, "-c", ALONE + TRAINED, folder, tmp_path / "saved"]
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)

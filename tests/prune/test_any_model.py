@@ -24,7 +24,6 @@ from ddp_vllm.errors import ModelError, TrainingError
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
 from ddp_vllm.pages.summary import removed_parameters
-from ddp_vllm.remote_code.module_widths import Block
 
 TOKENS = torch.arange(5, 37)[None]
 PLAIN = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -264,7 +263,9 @@ def test_an_mlp_of_another_form_is_left_alone(dense: Callable[[str], Path], tmp_
     shapes = {name: list(tensor.shape) for name, tensor in weights(dense("gemma4_text")).items()}
     found = find_structure(tmp_path, shapes)
     assert [layer.intermediate_size for layer in found.widths.layers] == [96, 96, None]
-    assert found.widths.mlp == Block(inputs=PLAIN[:2], output=PLAIN[2], intermediate_size=96)
+    assert found.widths.block_json("mlp") == {
+        "inputs": [*PLAIN[:2]], "output": PLAIN[2], "intermediate_size": 96
+    }  # fmt: skip
     assert "layers 2, where no MLP or experts of that form were recognized" in found.left_alone
 
 

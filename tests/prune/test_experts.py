@@ -20,7 +20,7 @@ from ddp_prune.gates import GatedModel, Masks
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError
 from ddp_vllm.families import described, unit_shapes
-from ddp_vllm.remote_code.module_widths import ModuleWidths
+from ddp_vllm.remote_code.widths import Widths
 
 WIDTHS = (
     0,
@@ -204,8 +204,8 @@ def test_a_config_alone_describes_what_is_found_in_the_model(
     """Latency profiles, whole experts and convert have no more than the config."""
     folder = write_model(model_type, tmp_path, **changes)
     structure = open_source(str(folder)).structure
-    by_config = ModuleWidths.of(described(read_config(folder)))
-    assert structure and structure.widths.experts == by_config.experts
+    by_config = Widths.of(described(read_config(folder)))
+    assert structure and structure.widths.block_json("experts") == by_config.block_json("experts")
     sizes = [[layer.expert_intermediate_sizes for layer in widths.layers] for widths in (structure.widths, by_config)]
     assert sizes[0] == sizes[1] and any(sizes[0])
 

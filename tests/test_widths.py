@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_vllm.remote_code.files import WidthsError
-from ddp_vllm.remote_code.module_widths import ModuleWidths
+from ddp_vllm.remote_code.widths import Widths
 
 EXPERT = "mlp.experts.{}."
 CONFIG: dict[str, Any] = {
@@ -48,38 +48,42 @@ def tensors() -> dict[str, list[int]]:
 
 
 def check(config: dict[str, Any], shapes: dict[str, list[int]], dtype: str = "BF16") -> None:
-    ModuleWidths.of(config).check((name, shape, dtype) for name, shape in shapes.items())
+    Widths.of(config).check((name, shape, dtype) for name, shape in shapes.items())
 
 
 def test_a_folder_fits_and_is_written_as_it_was_read() -> None:
     check(CONFIG, tensors())
-    assert ModuleWidths.of(CONFIG).to_json() == CONFIG["quantization_config"]
+    assert Widths.of(CONFIG).to_json() == CONFIG["quantization_config"]
 
 
 def test_shapes_follow_from_the_dense_ones() -> None:
-    widths = ModuleWidths.of(CONFIG)
+    widths = Widths.of(CONFIG)
     dense = {
         name: [{5: 12, 10: 24, 3: 8}.get(size, size) for size in shape]
         for name, shape in tensors().items()
         if ".shared." not in name
     }
-    assert {name: widths.shape(name, shape) for name, shape in dense.items()} == {
-        name: tensors()[name] for name in dense
-    }
-    assert widths.shape(f"{LAYERS}.1.mlp.experts.1.w2.weight", [16, 8]) == [16, 0]  # a removed expert has no tensor
+    for name, shape in dense.items():
+        axis, length = widths.expected(name) or (0, shape[0])
+        shape[axis] = length
+    assert dense == {name: tensors()[name] for name in dense}
+    assert widths.expected(f"{LAYERS}.1.mlp.experts.1.w2.weight") == (1, 0)  # a removed expert has no tensor
 
 
 def test_a_wrapper_states_its_layers_inside() -> None:
     config = {**CONFIG, "num_hidden_layers": 1, "text_config": {"num_hidden_layers": 4}}
-    assert len(ModuleWidths.of(config).layers) == 4
+    assert len(Widths.of(config).layers) == 4
 
 
 STATED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # how to spoil the description -> words
-    "no method": (lambda stated: stated.update(quant_method="fp8"), "no quant_method 'ddp_widths'"),
+    "no method": (lambda stated: stated.update(quant_method="fp8"), "model_type None is unknown"),
     "no layers": (lambda stated: stated.update(layers=[]), "layers is [], not a list of 1 to"),
     "layers of another model": (lambda stated: stated["layers"].append({}), "5 entries for 4 layers"),
     "an unknown key": (lambda stated: stated.update(bits=4), "unknown key 'bits'; update ddp-vllm"),
-    "an unknown key of a layer": (lambda stated: stated["layers"][2].update(heads=1), "'layers[2].heads'"),
+    "an unknown key of a layer": (
+        lambda stated: stated["layers"][2].update(heads=1),
+        "layers[2] has the unknown key 'heads'",
+    ),
     "a layer that is a number": (lambda stated: stated["layers"].__setitem__(1, 7), "layers[1] is 7, not an object"),
     "no name": (lambda stated: stated.pop("layers_module"), "layers_module is None, not the name of a module"),
     "a path": (lambda stated: stated.update(layers_module="../layers"), "layers_module is '../layers'"),
@@ -114,21 +118,30 @@ def test_a_description_that_contradicts_itself(case: str) -> None:
     config = copy.deepcopy(CONFIG)
     spoil(config["quantization_config"])
     with pytest.raises(WidthsError) as error:
-        ModuleWidths.of(config)
+        Widths.of(config)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
 WEIGHTS: dict[str, tuple[dict[str, list[int] | None], str]] = {  # tensors to replace or leave out -> words
-    "another width": ({f"{LAYERS}.0.mlp.down.weight": [16, 6]}, "requires 5 along axis 1; config.json and the weights"),
-    "half of a fused tensor": ({f"{LAYERS}.0.mlp.gate_up.weight": [5, 16]}, "requires 10 along axis 0"),
-    "a bias of another width": ({f"{LAYERS}.0.mlp.gate_up.bias": [24]}, "requires 10 along axis 0"),
+    "another width": (
+        {f"{LAYERS}.0.mlp.down.weight": [16, 6]},
+        "require 5 along axis 1; they are of different checkpoints",
+    ),
+    "half of a fused tensor": ({f"{LAYERS}.0.mlp.gate_up.weight": [5, 16]}, "require 10 along axis 0"),
+    "a bias of another width": ({f"{LAYERS}.0.mlp.gate_up.bias": [24]}, "require 10 along axis 0"),
     "three axes": ({f"{LAYERS}.3.mlp.down.weight": [1, 16, 12]}, "has shape [1, 16, 12]"),
     "no axis": ({f"{LAYERS}.3.mlp.down.weight": []}, "has shape []"),
-    "a missing projection": ({f"{LAYERS}.3.mlp.down.weight": None}, "3.mlp.down.weight is missing (1 in all)"),
-    "a missing expert": ({f"{LAYERS}.1.mlp.experts.2.w2.weight": None}, "experts.2.w2.weight is missing"),
-    "a removed expert": ({f"{LAYERS}.1.mlp.experts.1.w1.weight": [1, 16]}, "of an expert that config.json removes"),
+    "a missing projection": (
+        {f"{LAYERS}.3.mlp.down.weight": None},
+        "layer 3 lacks the tensors of mlp.down (1 modules in all)",
+    ),
+    "a missing expert": ({f"{LAYERS}.1.mlp.experts.2.w2.weight": None}, "lacks the tensors of mlp.experts.2.w2"),
+    "a removed expert": (
+        {f"{LAYERS}.1.mlp.experts.1.w1.weight": [1, 16]},
+        "of a block or expert that config.json removes",
+    ),
     "an expert too many": ({f"{LAYERS}.1.mlp.experts.3.w1.weight": [1, 16]}, "of expert 3, but config.json has 3"),
-    "another hidden size": ({f"{LAYERS}.3.mlp.down.weight": [17, 12]}, "but other layers have 16 along axis 0"),
+    "another hidden size": ({f"{LAYERS}.3.mlp.down.weight": [17, 12]}, "the other tensors require 16 along axis 0"),
 }
 
 
