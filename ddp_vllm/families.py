@@ -21,6 +21,7 @@ from typing import Any
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.remote_code import DEEPSEEK
 from ddp_vllm.remote_code.files import WidthsError, short
+from ddp_vllm.remote_code.tensors import FAMILIES as FAMILIES
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     LayerWidths,
@@ -44,20 +45,7 @@ BLOCK_NAMES = {
 }  # module type -> name in the setting `prune`
 # value of `head_unit` if the units are whole routed experts, which leave the router too
 WHOLE_EXPERT = "expert"
-# model_type of the dense config -> the family's name in class names of remote code and vLLM's
-# plugin
-FAMILIES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "smollm3": "SmolLM3",
-    "granite": "Granite",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3",
-    "phi3": "Phi3",
-}
-# the same of the mixtures of experts that `described` knows; their classes are the stock ones
+# mixtures of experts that `described` knows: model_type -> the name of their stock classes
 MIXTURES = {
     "qwen3_moe": "Qwen3Moe",
     "qwen2_moe": "Qwen2Moe",

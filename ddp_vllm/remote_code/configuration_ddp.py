@@ -9,18 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import CONFIG_MAPPING
 
+from .tensors import FAMILIES, MODEL_TYPE_PREFIX
 from .widths import LayerWidths, Widths
 
 if int(transformers.__version__.partition(".")[0]) < 5:  # older configurations are not dataclasses
@@ -86,56 +77,24 @@ class NonUniformConfig:
         """Save only `ddp_layers`, from which the configs per layer are derived."""
 
 
-class DDPLlamaConfig(NonUniformConfig, LlamaConfig):
-    model_type = "ddp_llama"
+def _logit_scale(config: Any) -> float:
+    """Return the factor for logits in vLLM's Transformers backend; transformers divides them by
+    `logits_scaling`."""
+    return 1 / config.logits_scaling if config._attn_implementation == "vllm" else 1.0
 
 
-class DDPMistralConfig(NonUniformConfig, MistralConfig):
-    model_type = "ddp_mistral"
-
-
-class DDPQwen2Config(NonUniformConfig, Qwen2Config):
-    model_type = "ddp_qwen2"
-
-
-class DDPQwen3Config(NonUniformConfig, Qwen3Config):
-    model_type = "ddp_qwen3"
-
-
-class DDPGemma2Config(NonUniformConfig, Gemma2Config):
-    model_type = "ddp_gemma2"
-
-
-class DDPGemma3Config(NonUniformConfig, Gemma3TextConfig):
-    model_type = "ddp_gemma3_text"
-
-
-class DDPGraniteConfig(NonUniformConfig, GraniteConfig):
-    model_type = "ddp_granite"
-
-    @property
-    def logit_scale(self) -> float:
-        """Factor for logits in vLLM's Transformers backend; transformers divides them by
-        `logits_scaling`."""
-        return 1 / self.logits_scaling if self._attn_implementation == "vllm" else 1.0
-
-
-class DDPSmolLM3Config(NonUniformConfig, SmolLM3Config):
-    model_type = "ddp_smollm3"
-
-
-class DDPPhi3Config(NonUniformConfig, Phi3Config):
-    model_type = "ddp_phi3"
-
-
-CONFIGS = (
-    DDPLlamaConfig,
-    DDPMistralConfig,
-    DDPQwen2Config,
-    DDPQwen3Config,
-    DDPGemma2Config,
-    DDPGemma3Config,
-    DDPGraniteConfig,
-    DDPSmolLM3Config,
-    DDPPhi3Config,
+_MORE: dict[str, dict[str, Any]] = {"granite": {"logit_scale": property(_logit_scale)}}
+CONFIGS: tuple[Any, ...] = tuple(
+    type(
+        f"DDP{name}Config",
+        (NonUniformConfig, CONFIG_MAPPING[model_type]),
+        {"model_type": f"{MODEL_TYPE_PREFIX}{model_type}", "__module__": __name__, **_MORE.get(model_type, {})},
+    )
+    for model_type, name in FAMILIES.items()
 )
+"""The configuration of each family."""
+globals().update({config.__name__: config for config in CONFIGS})
+
+
+def __getattr__(name: str) -> Any:  # for type checkers: the classes are made above
+    raise AttributeError(name)

@@ -15,43 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    Gemma2ForCausalLM,
-    Gemma2Model,
-    Gemma3ForCausalLM,
-    Gemma3TextModel,
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
     GenerationMixin,
-    GraniteForCausalLM,
-    GraniteModel,
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralForCausalLM,
-    MistralModel,
-    Phi3ForCausalLM,
-    Phi3Model,
     PreTrainedConfig,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    SmolLM3ForCausalLM,
-    SmolLM3Model,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .configuration_ddp import (
-    DDPGemma2Config,
-    DDPGemma3Config,
-    DDPGraniteConfig,
-    DDPLlamaConfig,
-    DDPMistralConfig,
-    DDPPhi3Config,
-    DDPQwen2Config,
-    DDPQwen3Config,
-    DDPSmolLM3Config,
-)
+from .configuration_ddp import CONFIGS
 from .files import WEIGHTS, WidthsError, checked_tensors
 from .stock_vllm import IdleAttention, is_in_vllm, register_layerwise_attention
-from .tensors import Projection
+from .tensors import FAMILIES, Projection
 from .widths import LayerWidths, Widths
 
 
@@ -245,76 +220,17 @@ def _widths(config: Any) -> Widths:
     return Widths.of(vars(config) | {"model_type": config.model_type, "quantization_config": None})
 
 
-class DDPLlamaModel(NonUniform, LlamaModel):
-    config_class = DDPLlamaConfig
+# SDPA omits the cap on attention scores, which vLLM applies
+_MORE: dict[str, dict[str, Any]] = {"gemma2": {"_supports_sdpa": False}}
+for _model_type, _config in zip(FAMILIES, CONFIGS, strict=True):
+    _stock = CONFIG_MAPPING[_model_type]
+    # transformers creates a class of its own where GenerationMixin is no direct base
+    _bases = {"Model": (MODEL_MAPPING[_stock],), "ForCausalLM": (MODEL_FOR_CAUSAL_LM_MAPPING[_stock], GenerationMixin)}
+    for _suffix, _kinds in _bases.items():
+        _name = f"DDP{FAMILIES[_model_type]}{_suffix}"
+        _fields = {"config_class": _config, "__module__": __name__, **_MORE.get(_model_type, {})}
+        globals()[_name] = type(_name, (NonUniform, *_kinds), _fields)
 
 
-class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):
-    config_class = DDPLlamaConfig
-
-
-class DDPMistralModel(NonUniform, MistralModel):
-    config_class = DDPMistralConfig
-
-
-class DDPMistralForCausalLM(NonUniform, MistralForCausalLM):
-    config_class = DDPMistralConfig
-
-
-class DDPQwen2Model(NonUniform, Qwen2Model):
-    config_class = DDPQwen2Config
-
-
-class DDPQwen2ForCausalLM(NonUniform, Qwen2ForCausalLM):
-    config_class = DDPQwen2Config
-
-
-class DDPQwen3Model(NonUniform, Qwen3Model):
-    config_class = DDPQwen3Config
-
-
-class DDPQwen3ForCausalLM(NonUniform, Qwen3ForCausalLM):
-    config_class = DDPQwen3Config
-
-
-class DDPGemma2Model(NonUniform, Gemma2Model):
-    config_class = DDPGemma2Config
-    _supports_sdpa = False  # SDPA omits the cap on attention scores, which vLLM applies
-
-
-class DDPGemma2ForCausalLM(NonUniform, Gemma2ForCausalLM):
-    config_class = DDPGemma2Config
-    _supports_sdpa = False
-
-
-class DDPGemma3Model(NonUniform, Gemma3TextModel):
-    config_class = DDPGemma3Config
-
-
-class DDPGemma3ForCausalLM(NonUniform, Gemma3ForCausalLM):
-    config_class = DDPGemma3Config
-
-
-class DDPGraniteModel(NonUniform, GraniteModel):
-    config_class = DDPGraniteConfig
-
-
-class DDPGraniteForCausalLM(NonUniform, GraniteForCausalLM):
-    config_class = DDPGraniteConfig
-
-
-class DDPSmolLM3Model(NonUniform, SmolLM3Model):
-    config_class = DDPSmolLM3Config
-
-
-class DDPSmolLM3ForCausalLM(NonUniform, SmolLM3ForCausalLM):
-    config_class = DDPSmolLM3Config
-
-
-class DDPPhi3Model(NonUniform, Phi3Model):
-    config_class = DDPPhi3Config
-
-
-# otherwise transformers creates a class
-class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM, GenerationMixin):
-    config_class = DDPPhi3Config
+def __getattr__(name: str) -> Any:  # for type checkers: the classes are made above
+    raise AttributeError(name)

@@ -120,6 +120,17 @@ TABLES: dict[str, TensorTable] = {  # model_type of the dense config -> table
     "gemma3_text": replace(NORMS_AROUND, untouched=QUERY_KEY_NORMS),
     "phi3": FUSED,
 }
+FAMILIES = {  # the same -> the family's name in class names
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "phi3": "Phi3",
+}
 
 
 def dense_type(config: Mapping[str, Any]) -> str:

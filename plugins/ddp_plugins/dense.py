@@ -2,7 +2,7 @@
 
 One mechanism serves every family. The stock model is built without decoder layers. Then the
 family's own layer class builds each layer from a copy of the config with that layer's widths. A
-removed block is replaced by one that adds nothing. A family is one class at the end of this file.
+removed block is replaced by one that adds nothing. A family is one row at the end of this file.
 """
 
 import copy
@@ -241,14 +241,6 @@ class NonUniform(CheckedAdapters, CheckedLoading):
         self.widths.check_complete(names)
 
 
-class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):
-    decoder_layer = LlamaDecoderLayer
-
-
-class DDPMistralForCausalLM(NonUniform, MistralForCausalLM):
-    decoder_layer = MistralDecoderLayer
-
-
 class Qwen2DecoderLayer(LlamaDecoderLayer):
     """Llama's layer with q, k, v biases. vLLM's own Qwen2 layer derives `head_dim` from the number
     of heads."""
@@ -256,26 +248,6 @@ class Qwen2DecoderLayer(LlamaDecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str, config: Any) -> None:
         config.qkv_bias = True
         super().__init__(vllm_config, prefix, config)
-
-
-class DDPQwen2ForCausalLM(NonUniform, LlamaForCausalLM):
-    decoder_layer = Qwen2DecoderLayer
-
-
-class DDPQwen3ForCausalLM(NonUniform, Qwen3ForCausalLM):
-    decoder_layer = Qwen3DecoderLayer
-
-
-class DDPGemma2ForCausalLM(NonUniform, Gemma2ForCausalLM):
-    decoder_layer = Gemma2DecoderLayer
-
-
-class DDPGemma3ForCausalLM(NonUniform, Gemma3ForCausalLM):
-    decoder_layer = Gemma3DecoderLayer
-
-
-class DDPGraniteForCausalLM(NonUniform, GraniteForCausalLM):
-    decoder_layer = GraniteDecoderLayer
 
 
 class NoRotation(nn.Module):
@@ -295,9 +267,21 @@ class SmolLM3DecoderLayer(LlamaDecoderLayer):
             self.self_attn.rotary_emb = NoRotation()
 
 
-class DDPSmolLM3ForCausalLM(NonUniform, LlamaForCausalLM):
-    decoder_layer = SmolLM3DecoderLayer
+STOCK: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # family -> vLLM's model and decoder layer
+    "Llama": (LlamaForCausalLM, LlamaDecoderLayer),
+    "Mistral": (MistralForCausalLM, MistralDecoderLayer),
+    "Qwen2": (LlamaForCausalLM, Qwen2DecoderLayer),
+    "Qwen3": (Qwen3ForCausalLM, Qwen3DecoderLayer),
+    "SmolLM3": (LlamaForCausalLM, SmolLM3DecoderLayer),
+    "Granite": (GraniteForCausalLM, GraniteDecoderLayer),
+    "Gemma2": (Gemma2ForCausalLM, Gemma2DecoderLayer),
+    "Gemma3": (Gemma3ForCausalLM, Gemma3DecoderLayer),
+    "Phi3": (Phi3ForCausalLM, LlamaDecoderLayer),
+}
+for _family, (_model, _layer) in STOCK.items():
+    _name = f"DDP{_family}ForCausalLM"
+    globals()[_name] = type(_name, (NonUniform, _model), {"decoder_layer": _layer, "__module__": __name__})
 
 
-class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM):
-    decoder_layer = LlamaDecoderLayer
+def __getattr__(name: str) -> Any:  # for type checkers: the classes are made above
+    raise AttributeError(name)

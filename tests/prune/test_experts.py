@@ -226,8 +226,8 @@ def test_a_layer_may_lose_all_its_experts(dense: Any, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "other width": ({"moe_intermediate_size": 32}, r"shape \[64, 64\].*requires 32 along axis"),
-    "a tensor missing": ({}, r"tensor model\.layers\.2\.mlp\.experts\.3\.down_proj\.weight is missing"),
+    "other width": ({"moe_intermediate_size": 32}, r"shape \[64, 64\].*require 32 along axis"),
+    "a tensor missing": ({}, r"layer 2 lacks the tensors of mlp\.experts\.3\.down_proj"),
 }  # fmt: skip
 
 
