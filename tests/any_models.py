@@ -96,7 +96,6 @@ MODELS: dict[str, Callable[[], Any]] = MIXTURES | {
     "gemma4_text": lambda: tiny_config(
         "Gemma4TextConfig", head_dim=32, vocab_size_per_layer_input=320, hidden_size_per_layer_input=16, pad_token_id=0
     ),
-    "seed_oss": lambda: tiny_config("SeedOssConfig", head_dim=32),
     "hunyuan_v1_dense": lambda: tiny_config("HunYuanDenseV1Config", head_dim=32),
     "starcoder2": lambda: tiny_config("Starcoder2Config"),  # an MLP without a gate, biases everywhere
     # attention and MLP in parallel

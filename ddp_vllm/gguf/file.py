@@ -23,11 +23,11 @@ from gguf.utility import LocalTensor, SafetensorsLocal
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.gguf.graphs import MISSING_PARTS, missing_parts
+from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import weight_files
-from ddp_vllm.remote_code.tensors import LAYERS, dense_type
+from ddp_vllm.remote_code.tensors import FAMILIES, LAYERS, dense_type
 from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, Widths, states_widths
 from ddp_vllm.schema import NAME, Number, SchemaError, check
 
@@ -109,7 +109,7 @@ def _without_graph(config: Mapping[str, Any]) -> str | None:
     model_type = dense_type(config)
     if states_widths(config):
         return f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
-    if model_type not in MISSING_PARTS:
+    if model_type not in FAMILIES:
         return f"it is a stock {model_type} checkpoint, which llama.cpp's own convert_hf_to_gguf.py converts"
     return None
 

@@ -18,4 +18,4 @@ MISSING_PARTS = {
 def missing_parts(model_type: str) -> str:
     """Return which parts of a dense model type llama.cpp would leave out; "" if it computes such
     models exactly."""
-    return MISSING_PARTS.get(model_type, "special parts")
+    return MISSING_PARTS.get(model_type, "untested parts")

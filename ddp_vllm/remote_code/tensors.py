@@ -119,6 +119,7 @@ TABLES: dict[str, TensorTable] = {  # model_type of the dense config -> table
     "gemma2": NORMS_AROUND,
     "gemma3_text": replace(NORMS_AROUND, untouched=QUERY_KEY_NORMS),
     "phi3": FUSED,
+    "seed_oss": DENSE,
 }
 FAMILIES = {  # the same -> the family's name in class names
     "llama": "Llama",
@@ -130,6 +131,7 @@ FAMILIES = {  # the same -> the family's name in class names
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
     "phi3": "Phi3",
+    "seed_oss": "SeedOss",
 }
 
 

@@ -177,6 +177,9 @@ class Widths:
         )
         layers = _list(config.get("ddp_layers"), "ddp_layers", config["num_hidden_layers"])
         flags = {"attn": config.get("attention_bias"), "mlp": config.get("mlp_bias")}
+        biased = {part.name for part in table.projections if flags[part.block]}
+        if not config.get("attention_out_bias", True):
+            biased -= {table.output("attn").name}
         return cls(
             table=table,
             layers=tuple(_layer(entry, f"ddp_layers[{i}]", dense, is_family=True) for i, entry in enumerate(layers)),
@@ -185,7 +188,7 @@ class Widths:
             hidden_size=config.get("hidden_size"),
             vocab_size=config.get("vocab_size"),
             is_tied=bool(config.get("tie_word_embeddings", table.is_tied)),
-            biased=frozenset({*table.biases, *(part.name for part in table.projections if flags[part.block])}),
+            biased=frozenset({*table.biases, *biased}),
             is_quantized=bool(config.get("quantization_config")),
         )
 

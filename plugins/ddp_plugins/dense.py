@@ -267,6 +267,15 @@ class SmolLM3DecoderLayer(LlamaDecoderLayer):
             self.self_attn.rotary_emb = NoRotation()
 
 
+class SeedOssDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer, whose output projection has its own flag for a bias. vLLM has no Seed-OSS model
+    of its own."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str, config: Any) -> None:
+        config.qkv_bias, config.attention_bias = config.attention_bias, config.attention_out_bias
+        super().__init__(vllm_config, prefix, config)
+
+
 STOCK: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # family -> vLLM's model and decoder layer
     "Llama": (LlamaForCausalLM, LlamaDecoderLayer),
     "Mistral": (MistralForCausalLM, MistralDecoderLayer),
@@ -277,6 +286,7 @@ STOCK: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # family -> vLLM'
     "Gemma2": (Gemma2ForCausalLM, Gemma2DecoderLayer),
     "Gemma3": (Gemma3ForCausalLM, Gemma3DecoderLayer),
     "Phi3": (Phi3ForCausalLM, LlamaDecoderLayer),
+    "SeedOss": (LlamaForCausalLM, SeedOssDecoderLayer),
 }
 for _family, (_model, _layer) in STOCK.items():
     _name = f"DDP{_family}ForCausalLM"

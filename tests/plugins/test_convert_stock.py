@@ -97,7 +97,9 @@ REFUSED: dict[str, tuple[str, Edit | dict[str, Any], tuple[str, ...]]] = {  # fa
         "qwen2", drop("0.self_attn.k_proj.bias"), ("the tensors of self_attn.k_proj.bias", "copy the whole folder"),
     ),
     "the head of a class with a table": ("qwen2", drop("lm_head"), ("lm_head.weight is missing", "copy the whole")),
-    "rows of a class with a table": ("qwen2", cut("embed_tokens", to=310), ("has shape [310, 64], but", "require 320 along axis 0")),
+    "rows of a class with a table": (
+        "qwen2", cut("embed_tokens", to=310), ("has shape [310, 64], but", "require 320 along axis 0")
+    ),
     "a bias too many": (
         "olmo2", lambda weights: weights.update({"model.layers.1.mlp.down_proj.bias": torch.ones(64)}),
         ("mlp.down_proj.bias' of shape [64] is none that Olmo2ForCausalLM has", "without adding tensors"),

@@ -37,6 +37,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     # what a block adds is scaled, which a removed block must survive
     "granite": {"family": "Granite", "layers": RAGGED_LAYERS, "residual_multiplier": 0.5, **GRANITE_SCALES},
     "smollm3": {"family": "SmolLM3", "layers": RAGGED_LAYERS, "no_rope_layer_interval": 2},  # layers without positions
+    "seed_oss": {"family": "SeedOss", "layers": RAGGED_LAYERS, "mlp_bias": True},  # no bias on o_proj
     "phi3": {"family": "Phi3", "layers": RAGGED_LAYERS},  # q, k, v in one tensor; gate and up in one
 }
 

@@ -11,6 +11,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -36,5 +37,6 @@ CASES = {
         **SIZES, head_dim=16, sliding_window=6, query_pre_attn_scalar=16,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    "seed_oss": SeedOssConfig(**SIZES, head_dim=16, mlp_bias=True),  # biases on all projections but that of outputs
     "phi3": Phi3Config(**SIZES, sliding_window=6),  # q, k and v in one projection, gate and up in one
 }  # fmt: skip

@@ -37,7 +37,6 @@ MLP = {  # model -> the module of its layers on disk, the projections of its MLP
     "gemma4": ("model.language_model.layers", PLAIN),
     "gemma4_moe": ("model.layers", PLAIN),  # its experts are left alone
     "granitemoehybrid": ("model.layers", ("shared_mlp.input_linear", "shared_mlp.output_linear")),
-    "seed_oss": ("model.layers", PLAIN),
     "hunyuan_v1_dense": ("model.layers", PLAIN),
     "cohere2": ("model.layers", PLAIN),
     "starcoder2": ("model.layers", ("mlp.c_fc", "mlp.c_proj")),
