@@ -7,7 +7,7 @@ A pruned checkpoint is a normal Hugging Face folder with three additions: `ddp_l
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import (
-    EXPERT_COUNT_KEYS,
     dense_layers,
     described,
     dimensions_of,
@@ -27,7 +26,7 @@ from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, check_sizes, states_widths
+from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, stated_widths, states_widths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +35,8 @@ class Checkpoint:
 
     folder: Path
     config: Mapping[str, Any]
-    """`config.json`; stock fields hold the dense values. Where whole experts were removed, it is
-    the dense model's config, which describes the kept experts."""
+    """`config.json`; stock fields hold the dense values, except the number of experts where whole
+    ones were removed."""
     layers: tuple[LayerWidths, ...]
     """The kept widths of each decoder layer."""
     widths: Widths
@@ -48,9 +47,11 @@ class Checkpoint:
     provenance: Mapping[str, Any]
     """Recipe, budget and quality, from the metadata of the masks file; empty if that file is
     missing."""
-    stock: Mapping[str, Any] | None = None
-    """`config.json` of a mixture of experts that any program reads: a dense one, or one without
-    whole experts."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether any program reads the folder: a dense mixture, or one without whole experts."""
+        return not self.widths.is_family and not states_widths(self.config)
 
     @property
     def num_parameters(self) -> int:
@@ -152,51 +153,30 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     config = read_json(folder / "config.json")
     check_links(folder)
     provenance = read_provenance(folder / MASKS_FILE)
-    is_stock = isinstance(config, dict) and "ddp_layers" not in config and not states_widths(config)
-    if is_stock and (dense or "experts" in provenance):
-        _check_dense(folder, config)
-        stock = described(config)
-        if states_widths(stock):
-            return _read_described(folder, stock, provenance, stock=config)
-        config = pruned_config(config, dense_layers(config))
-    if isinstance(config, dict) and states_widths(config):
-        return _read_described(folder, config, provenance)
-    if not isinstance(config, dict) or "ddp_layers" not in config:
-        raise CheckpointError(f"{folder} is not a pruned checkpoint: its config.json has no ddp_layers; prune it first")
     try:
-        check_sizes(config, "hidden_size")
+        if not isinstance(config, dict) or ("ddp_layers" not in config and stated_widths(config) is None):
+            if not isinstance(config, dict) or not dense:
+                raise CheckpointError(
+                    f"{folder} is not a pruned checkpoint: its config.json has neither ddp_layers nor {METHOD}; prune "
+                    "it first"
+                )
+            _check_dense(folder, config)
+            config = dict(described(config))
+            if METHOD not in config:
+                config = pruned_config(config, dense_layers(config))
         widths, tensors = Widths.of(config), checked_tensors(folder)
-        widths.check(tensors)
-    except (WidthsError, OSError) as error:
-        raise CheckpointError(f"{folder}: {error}") from error
-    shapes = unpacked({name: shape for name, shape, _ in tensors}, config)
-    return Checkpoint(
-        folder=folder, config=config, layers=widths.layers, widths=widths, shapes=shapes, provenance=provenance
-    )  # fmt: skip
-
-
-def _read_described(
-    folder: Path, config: Mapping[str, Any], provenance: Mapping[str, Any], stock: Mapping[str, Any] | None = None
-) -> Checkpoint:
-    """Read a model of a stock class. stock: its config.json if that describes nothing.
-    Raises: CheckpointError."""
-    try:
-        widths, tensors = Widths.of(config), checked_tensors(folder)
-        widths.check(tensors)
-        if stock and "experts" in provenance:
-            config = _with_removed_experts(config, widths, provenance["experts"])
-            widths = Widths.of(config)
+        widths.on_disk.check(tensors)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _check_routing(provenance.get("routing", {}).get("chosen", {}), widths, folder / MASKS_FILE)
+    shapes = {name: shape for name, shape, _ in tensors}
     return Checkpoint(
         folder=folder,
         config=config,
         layers=widths.layers,
         widths=widths,
-        shapes={name: shape for name, shape, _ in tensors},
+        shapes=unpacked(shapes, config) if widths.is_family else shapes,
         provenance=provenance,
-        stock=stock,
     )
 
 
@@ -209,24 +189,6 @@ def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
         raise ModelError(f"{folder}: {error}") from None
     family_of(config), dimensions_of(config)
     warn_of_foreign_code(folder, config)
-
-
-def _with_removed_experts(config: Mapping[str, Any], widths: Widths, experts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dense model's config with the widths of all its experts, 0 if removed.
-    Raises: WidthsError."""
-    layers = []
-    for index, layer in enumerate(widths.layers):
-        if (sizes := layer.expert_intermediate_sizes) is not None:
-            kept = experts["stay"].get(str(index), [])
-            if len({*kept}) != len(sizes) or max(kept) >= experts["of"]:
-                raise WidthsError(f"{MASKS_FILE} and config.json keep other experts of layer {index}; copy both again")
-            dense_sizes = tuple(sizes[0] if expert in kept else 0 for expert in range(experts["of"]))
-            layer = replace(layer, expert_intermediate_sizes=dense_sizes)
-        layers.append(layer)
-    sizes = (widths.dense.expert_intermediate_sizes or ())[:1] * experts["of"]
-    dense = replace(widths, layers=tuple(layers), dense=replace(widths.dense, expert_intermediate_sizes=sizes))
-    numbers = {key: experts["of"] for key in EXPERT_COUNT_KEYS if config.get(key)}
-    return {**config, **numbers, "quantization_config": dense.to_json()}
 
 
 def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -14,7 +14,7 @@ from typing import Any
 from ddp_vllm.errors import CheckpointError, SettingError, reading
 from ddp_vllm.families import described, text_config
 from ddp_vllm.remote_code.tensors import BLOCK_OF, TABLES, dense_type
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, states_widths
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, stated_widths
 
 KV_ELEMENT_BYTES = 2
 # one tensor per expert on disk, stacked in memory
@@ -52,7 +52,7 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
         the config describes its MLPs or experts, whose prices follow from these.
     context: the number of tokens attended to.
     """
-    if states_widths(config := described(config)):
+    if stated_widths(config := described(config)) is not None:
         return _described_prices(budget, config, names if isinstance(names, Mapping) else {})
     size = head_dim(config)
     if budget == "kv-bytes":
@@ -128,7 +128,7 @@ def whole_model(
     """Return the total cost of a model with these widths and tensors, including embeddings."""
     if budget == "params":
         return float(sum(map(prod, shapes.values())))
-    if states_widths(config := described(config)):
+    if stated_widths(config := described(config)) is not None:
         if budget == "kv-bytes":
             raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
         return _described_flops(config, shapes, context)
@@ -197,5 +197,5 @@ def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 def _share_of_experts(config: Mapping[str, Any]) -> float:
     """Return the share of the routed experts of a layer that a token is sent to."""
-    number = Widths.of(config).num_experts
+    number = Widths.of(config).on_disk.num_experts
     return (text_config(config).get("num_experts_per_tok") or 1) / number if number else 0.0

@@ -24,12 +24,14 @@ from ddp_vllm.remote_code.files import WidthsError, short
 from ddp_vllm.remote_code.tensors import FAMILIES as FAMILIES
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
+    METHOD,
     LayerWidths,
     Widths,
     block_table,
     check_sizes,
     dense_kv_heads,
     head_dim,
+    stated_widths,
     states_widths,
 )
 from ddp_vllm.schema import NAME, SchemaError, check
@@ -189,7 +191,7 @@ def pruned_config(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> d
 def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of one of `MIXTURES` with a description of its dense routed experts; any
     other config as it is. Raises: ModelError."""
-    if config.get("model_type") not in MIXTURES or states_widths(config):
+    if config.get("model_type") not in MIXTURES or stated_widths(config) is not None:
         return config
     try:
         check_sizes(config, "hidden_size")
@@ -207,7 +209,7 @@ def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
         ),
         is_family=False,
     )
-    return {**config, "quantization_config": widths.to_json()}
+    return {**config, METHOD: widths.to_json()}
 
 
 def count_experts(config: Mapping[str, Any]) -> int:
@@ -234,12 +236,12 @@ def is_routed(config: Mapping[str, Any], index: int) -> bool:
 def described_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
     """Return the config of a pruned model of the stock class: the dense config, and the widths of
     its modules."""
-    dropped = ("auto_map", "_name_or_path", "quantization_config")
+    dropped = ("auto_map", "_name_or_path", "quantization_config", METHOD)
     rest = {key: value for key, value in config.items() if key not in dropped}
     is_deepseek = config.get("model_type") == DEEPSEEK
     place = "modeling_deepseek.AnyDeepseekConfig" if is_deepseek else "configuration_ddp_widths.AnyConfig"
     code = {"auto_map": {"AutoConfig": place}}  # for transformers without ddp-vllm
-    return rest | code | {"quantization_config": widths.to_json()}
+    return rest | code | {METHOD: widths.to_json(), "quantization_config": widths.to_json()}
 
 
 def per_layer_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
@@ -354,7 +356,7 @@ class Dimensions:
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
     """Read the sizes that pruning requires. Raises: ModelError for missing or contradictory
     sizes."""
-    if states_widths(config := described(config)):
+    if stated_widths(config := described(config)) is not None:
         return _described_dimensions(config)
     try:
         check_sizes(config, "hidden_size")
@@ -427,7 +429,7 @@ def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]
 
 def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
     """Return the widths of the dense model from its config."""
-    if states_widths(config := described(config)):
+    if stated_widths(config := described(config)) is not None:
         return list(Widths.of(config).dense_layers)
     heads, kv_heads = config["num_attention_heads"], dense_kv_heads(config)
     queries = (heads // kv_heads,) * kv_heads

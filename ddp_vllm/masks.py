@@ -42,7 +42,6 @@ PROVENANCE = _SAMPLES | {
     "texts?": [TEXT], "fingerprint?": {"text?": NAME},
     "perplexity?": (None, QUALITY), "watched?": {str: (None, QUALITY)},
     "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},
-    "experts?": {"of": Number(1, 10_000, whole=True), "stay": {str: [COUNT, 10_000]}},
     "routing?": {"chosen?": {str: [Number(0, 1e15)]}},
     "latency?": PLACE | {
         "speedup": POSITIVE, "low": POSITIVE, "high": POSITIVE,

@@ -16,9 +16,8 @@ from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, is_leftover, opened_in_place
-from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
-from ddp_vllm.remote_code.widths import Widths, head_dim, states_widths
+from ddp_vllm.remote_code.widths import Widths, head_dim, stated_widths
 from ddp_vllm.schema import COUNT, NAME, TEXT, Number, SchemaError, check
 
 FACTS = {  # the schema of a `ModelFacts` in a results file
@@ -170,7 +169,7 @@ def weight_files(folder: Path) -> list[Path]:
 def is_pruned(folder: Path) -> bool:
     """Tell whether ddp-vllm made the folder of a model. Raises: ModelError if it has no config."""
     config = read_config(folder)
-    return "ddp_layers" in config or states_widths(config) or "experts" in read_provenance(folder / MASKS_FILE)
+    return "ddp_layers" in config or stated_widths(config) is not None
 
 
 def local_folder(model: str) -> Path | None:

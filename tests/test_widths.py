@@ -70,6 +70,39 @@ def test_shapes_follow_from_the_dense_ones() -> None:
     assert widths.expected(f"{LAYERS}.1.mlp.experts.1.w2.weight") == (1, 0)  # a removed expert has no tensor
 
 
+WHOLE = [[8, 0, 8], [0, 8, 8]]
+
+
+def whole(rows: list[list[int]]) -> dict[str, Any]:
+    """The config of a model that lost whole experts, which stock code loads."""
+    stated = {**CONFIG["quantization_config"], "layers": [{"expert_intermediate_sizes": row} for row in rows]}
+    del stated["mlp"]
+    return {"num_hidden_layers": 2, "ddp_widths": stated}
+
+
+def test_whole_experts_are_numbered_anew_on_disk() -> None:
+    shapes = {
+        f"{LAYERS}.{layer}.mlp.experts.{expert}.{name}.weight": [16, 8] if name == "w2" else [8, 16]
+        for layer in range(2) for expert in range(2) for name in ("w1", "w2", "w3")
+    }  # fmt: skip
+    widths = Widths.of(whole(WHOLE))
+    assert widths.to_json() == whole(WHOLE)["ddp_widths"] and widths.num_experts == 3
+    widths.on_disk.check((name, shape, "BF16") for name, shape in shapes.items())
+    with pytest.raises(WidthsError, match=r"experts.2.w1.weight' is of expert 2, but config.json has 2"):
+        widths.on_disk.expected(f"{LAYERS}.1.mlp.experts.2.w1.weight")
+    with pytest.raises(WidthsError, match=r"require 8 along axis 0"):
+        widths.on_disk.check([(f"{LAYERS}.1.mlp.experts.1.w1.weight", [5, 16], "BF16")])
+    with pytest.raises(WidthsError, match=r"keep \[1, 2\] whole experts"):
+        _ = Widths.of(whole([[8, 0, 8], [0, 8, 0]])).on_disk
+
+
+def test_a_copy_that_differs_is_refused() -> None:
+    config = {**CONFIG, "ddp_widths": CONFIG["quantization_config"] | {"layers": [{}] * 4}}
+    with pytest.raises(WidthsError, match="quantization_config is no copy of it"):
+        Widths.of(config)
+    assert Widths.of({**CONFIG, "ddp_widths": CONFIG["quantization_config"]}) == Widths.of(CONFIG)
+
+
 def test_a_wrapper_states_its_layers_inside() -> None:
     config = {**CONFIG, "num_hidden_layers": 1, "text_config": {"num_hidden_layers": 4}}
     assert len(Widths.of(config).layers) == 4

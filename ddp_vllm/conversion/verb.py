@@ -56,7 +56,7 @@ from ddp_vllm.remote_code.files import (
     short,
     weight_files,
 )
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, states_widths
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, stated_widths
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 PIECE = 1 << 24  # bytes copied at once
@@ -127,7 +127,7 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     """Read what a folder holds, from its config and the headers of its weights. Raises: ModelError,
     WidthsError."""
     config = read_config(folder)
-    if "ddp_layers" in config or states_widths(config):
+    if "ddp_layers" in config or stated_widths(config) is not None:
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     stored, dense_folder = stored_tensors(folder), _folder_of(dense_model)
     own = _dense_config(config)

@@ -136,7 +136,7 @@ def _install() -> str:
 
 def _loading(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a paragraph for each runtime that loads the folder, with its command."""
-    if checkpoint.stock:
+    if checkpoint.is_stock:
         yield ORDINARY
         return
     yield PLUGIN
@@ -151,7 +151,7 @@ def _loading(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _removed_units(checkpoint: Checkpoint) -> str:
     """Return the kind of the removed units, in words."""
-    if checkpoint.stock:
+    if checkpoint.is_stock:
         return "whole experts, equally many of each layer,"
     blocks = [_UNITS_OF[kind] for kind in dimensions_of(checkpoint.config).blocks]
     return " and ".join(blocks)

@@ -12,12 +12,12 @@ from typing import Any
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.evaluations import fidelity
-from ddp_vllm.families import dense_layers, described, dimensions_of, text_config
+from ddp_vllm.families import dense_layers, dimensions_of, text_config
 from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.latency import Workload
 from ddp_vllm.pages.page import Section, Table
 from ddp_vllm.provenance import bare_name
-from ddp_vllm.remote_code.widths import LayerWidths, dense_kv_heads, states_widths
+from ddp_vllm.remote_code.widths import LayerWidths, dense_kv_heads
 from ddp_vllm.results import measured_on
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
@@ -120,7 +120,7 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     if converted := provenance.get("converted"):
         sizes_of = "its config.json and its widest layers" if "applied_to" not in provenance else dense_name(checkpoint)
         yield "converted", f"widths from the {converted['format']} of {converted['from']}; dense sizes from {sizes_of}"
-    if not states_widths(checkpoint.config):
+    if checkpoint.widths.is_family:
         devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
         yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
         if quantized := checkpoint.config.get("quantization_config"):
@@ -179,9 +179,9 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
     context = _context(checkpoint)
     parameters = checkpoint.num_parameters
     counts = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
-    config = described(checkpoint.stock or checkpoint.config)
+    config = checkpoint.config
     # it differs by architecture
-    cache = [] if states_widths(config) else [("kv-bytes", "KV-cache bytes per token")]
+    cache = [] if not checkpoint.widths.is_family else [("kv-bytes", "KV-cache bytes per token")]
     for budget, label in [("flops", f"FLOPs per token at {context:,}"), *cache]:
         left = whole_model(budget, config, checkpoint.layers, checkpoint.shapes, context)
         counts.append((label, round(left + _removed(budget, checkpoint)), round(left)))
@@ -202,7 +202,7 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
     are counted if the kept units have them.
     """
     priced = int(_removed("params", checkpoint))
-    if checkpoint.stock:  # each removed expert leaves the router too
+    if checkpoint.is_stock:  # each removed expert leaves the router too
         _, dense, left = units(checkpoint)[0]
         return priced + int(checkpoint.config["hidden_size"]) * (dense - left)
     if not checkpoint.widths.is_family:  # nothing but channels was removed
@@ -229,7 +229,7 @@ def _vectors(block: str, checkpoint: Checkpoint) -> int:
 def _removed(budget: str, checkpoint: Checkpoint) -> float:
     """Return the cost of the removed units in the unit of `budget`. Removing whole experts saves no
     FLOPs per token."""
-    if checkpoint.stock and budget == "flops":
+    if checkpoint.is_stock and budget == "flops":
         return 0.0
     config = checkpoint.config
     layers = prices(budget, config, checkpoint.shapes, _context(checkpoint))
@@ -254,7 +254,7 @@ def width_table(checkpoint: Checkpoint) -> Table:
         return _expert_widths(checkpoint)
     config = checkpoint.config
     width = dimensions_of(config).intermediate_size
-    if states_widths(config):
+    if not checkpoint.widths.is_family:
         sizes = [layer.intermediate_size for layer in checkpoint.layers]
         channels = [[index, f"{size:,}", f"{size / width:.0%}"] for index, size in enumerate(sizes) if size]
         return Table(headings=["layer", f"MLP channels of {width:,}", "MLP left"], rows=channels)

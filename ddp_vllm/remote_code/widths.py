@@ -9,7 +9,7 @@ for the families of `tensors.py`, with one entry per layer and one number for ea
 kept query heads, which are adjacent in `q_proj`. An empty list means that the attention is removed,
 `intermediate_size` 0 that the MLP is. Any other architecture names its pruned blocks on disk:
 
-    "quantization_config": {
+    "ddp_widths": {
       "quant_method": "ddp_widths",
       "layers_module": "model.layers",
       "mlp":     {"inputs": ["mlp.gate_proj", "mlp.up_proj"], "output": "mlp.down_proj", "intermediate_size": 256},
@@ -18,11 +18,12 @@ kept query heads, which are adjacent in `q_proj`. An empty list means that the a
       "layers":  [{"intermediate_size": 96}, {"expert_intermediate_sizes": [64, 0, 33, …]}, {}, …]
     }
 
-vLLM and transformers both look for a quantization method there, which may build each linear layer
-as it likes. What an entry of `layers` does not state is left as it is. One input is the only
-projection of an MLP without a gate, or with `"fused": "halves"` holds gate and up rows. An expert
-of width 0 has no tensors. An MLP keeps at least one channel: a linear layer without inputs is not
-portable.
+Where code must act, `quantization_config` holds a copy: vLLM and transformers both look for a
+quantization method there, which may build each linear layer as it likes. A model without whole
+experts has no copy, because stock code loads it: its kept experts are numbered anew on disk. What
+an entry of `layers` does not state is left as it is. One input is the only projection of an MLP
+without a gate, or with `"fused": "halves"` holds gate and up rows. An expert of width 0 has no
+tensors. An MLP keeps at least one channel: a linear layer without inputs is not portable.
 
 Both forms become one `Widths`: a table of projections, and the number of units that each layer has.
 This file is part of every checkpoint and imports only the standard library, `tensors` and `files`.
@@ -157,6 +158,8 @@ class Widths:
     """Whether the output head is the embedding, and may be absent from disk."""
     biased: frozenset[str] = frozenset()
     """Modules of a layer that have a bias."""
+    is_renumbered: bool = False
+    """Whether whole experts were removed, and the kept experts have new numbers on disk."""
     is_quantized: bool = False
     """Weights may have other shapes, dtypes and additional tensors, which vLLM's quantization
     method checks."""
@@ -232,6 +235,27 @@ class Widths:
     def num_experts(self) -> int:
         """Routed experts per dense layer."""
         return len(self.dense.expert_intermediate_sizes or ())
+
+    @property
+    def on_disk(self) -> "Widths":
+        """The widths by the numbers that experts have on disk. Raises: WidthsError if layers keep
+        different numbers of whole experts."""
+        if not self.is_renumbered:
+            return self
+        rows = [layer.expert_intermediate_sizes for layer in self.layers]
+        numbers = {len(row) - row.count(0) for row in rows if row is not None}
+        if len(numbers) > 1:
+            raise WidthsError(f"config.json: layers of {METHOD} keep {sorted(numbers)} whole experts; {_AGAIN}")
+        kept = (self.dense.expert_intermediate_sizes or ())[: max(numbers, default=0)]
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, expert_intermediate_sizes=None if row is None else kept)
+                for layer, row in zip(self.layers, rows, strict=True)
+            ),
+            dense=replace(self.dense, expert_intermediate_sizes=kept or None),
+            is_renumbered=False,
+        )
 
     @property
     def dense_layers(self) -> tuple[LayerWidths, ...]:
@@ -439,14 +463,20 @@ class Widths:
 
 
 def stated_widths(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of the blocks in a `config.json`; None if it has none."""
-    stated = config.get("quantization_config")
-    return stated if isinstance(stated, Mapping) and stated.get("quant_method") == METHOD else None
+    """Return the description of the blocks in a `config.json`; None if it has none. Raises:
+    WidthsError if its copy differs."""
+    copied = config["quantization_config"] if states_widths(config) else None
+    if (stated := config.get(METHOD)) is None:
+        return copied
+    if not isinstance(stated, Mapping) or copied not in (None, stated):
+        raise WidthsError(f"config.json: {METHOD} is no object, or quantization_config is no copy of it; {_AGAIN}")
+    return stated
 
 
 def states_widths(config: Mapping[str, Any]) -> bool:
-    """Return whether a `config.json` describes pruned blocks."""
-    return stated_widths(config) is not None
+    """Return whether a `config.json` describes blocks that code must build narrower."""
+    stated = config.get("quantization_config")
+    return isinstance(stated, Mapping) and stated.get("quant_method") == METHOD
 
 
 def check_sizes(config: Mapping[str, Any], *required: str) -> None:
@@ -475,7 +505,7 @@ def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
     heads = int(text.get("num_attention_heads") or 1)
     kv_heads = int(text.get("num_key_value_heads") or heads)
     dense = LayerWidths(query_heads_per_kv_head=(heads // kv_heads,) * kv_heads)
-    where, projections = "quantization_config", list[Projection]()
+    where, projections = METHOD, list[Projection]()
     _check_keys(stated, where, {"quant_method", "layers_module", *UNITS, "layers"})
     for block in UNITS:
         value, place, is_mlp = stated.get(block), f"{where}.{block}", block == "mlp"
@@ -506,6 +536,7 @@ def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
         dense=dense,
         layers_module=_name(stated.get("layers_module"), f"{where}.layers_module"),
         is_family=False,
+        is_renumbered=not states_widths(config),
     )
 
 
@@ -526,12 +557,12 @@ def _layer(stated: Any, where: str, dense: LayerWidths, *, is_family: bool) -> L
         layer = replace(layer, query_heads_per_kv_head=heads)
     if is_family or width is not None:
         if not dense.intermediate_size:
-            raise _fault(where, dict(stated), "requires mlp in the quantization_config")
+            raise _fault(where, dict(stated), "requires mlp")
         width = _integer(width, f"{where}.{width_key}", 0 if is_family else 1, dense.intermediate_size)
         layer = replace(layer, intermediate_size=width)
     if sizes is not None:
         if not (experts := dense.expert_intermediate_sizes):
-            raise _fault(where, dict(stated), "requires experts in the quantization_config")
+            raise _fault(where, dict(stated), "requires experts")
         if not isinstance(sizes, list | tuple) or len(sizes) != len(experts):
             raise _fault(f"{where}.{experts_key}", sizes, f"not a list of {len(experts)} widths, one per expert")
         sizes = _integers(sizes, f"{where}.{experts_key}", 0, experts[0])

@@ -32,7 +32,7 @@ from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, index_map, indexed_tensors, short
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
-from ddp_vllm.remote_code.widths import Widths, states_widths
+from ddp_vllm.remote_code.widths import METHOD, Widths
 
 if TYPE_CHECKING:  # which imports torch
     from ddp_models.structure import Structure
@@ -210,7 +210,7 @@ def _read_any(folder: Path, config: Mapping[str, Any], headers: Iterable["Header
         raise _contradicting(error) from None
     text = {**structure.text, **text_config(config)}
     described = {**config, "text_config": text} if isinstance(config.get("text_config"), Mapping) else text
-    described["quantization_config"] = structure.widths.to_json()
+    described[METHOD] = structure.widths.to_json()
     sizes = dimensions_of(described)
     if sizes.num_experts:  # MLPs of the first layers are a small part of a mixture
         sizes = replace(sizes, blocks=("experts",))
@@ -226,7 +226,7 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
         `dense`.
     """
     folder, config = checkpoint.folder, checkpoint.config
-    if states_widths(config) and dense.structure:
+    if not checkpoint.widths.is_family and dense.structure:
         return _open_described(checkpoint, dense)
     if config.get("quantization_config"):
         raise CheckpointError(f"{folder} is quantized; recover or measure the folder it was made from, then quantize")
@@ -262,7 +262,7 @@ def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
             f"{dense.folder} has another {different[0]} than {checkpoint.folder} had before pruning; pass the model it "
             "was pruned from"
         )
-    if checkpoint.stock:
+    if checkpoint.is_stock:
         return open_source(str(checkpoint.folder))
     register_pruned(checkpoint.config)
     return replace(dense, folder=checkpoint.folder, shapes=checkpoint.shapes)

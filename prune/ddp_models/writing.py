@@ -18,7 +18,6 @@ from ddp_vllm.families import pruned_config
 from ddp_vllm.model_files import write_json, write_model_files
 from ddp_vllm.remote_code.files import INDEX_FILE, index_map
 from ddp_vllm.remote_code.tensors import dense_type
-from ddp_vllm.remote_code.widths import states_widths
 
 MAX_SHARD_BYTES = 4_000_000_000
 
@@ -81,6 +80,6 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the config of a checkpoint for a new copy of it; the only code that it names is
     ours."""
-    if checkpoint.stock or states_widths(checkpoint.config):
-        return dict(checkpoint.stock or checkpoint.config)
+    if not checkpoint.widths.is_family:
+        return dict(checkpoint.config)
     return pruned_config({**checkpoint.config, "model_type": dense_type(checkpoint.config)}, checkpoint.layers)

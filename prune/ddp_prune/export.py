@@ -32,7 +32,7 @@ from ddp_vllm.model_files import state_tokenizer_class
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.remote_code.widths import UNITS, LayerWidths, Place
+from ddp_vllm.remote_code.widths import METHOD, UNITS, LayerWidths, Place, Widths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 Slice = Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]
@@ -76,7 +76,7 @@ def export(
         numbers = fewer_experts(source.config, len(next(iter(kept.values()))))
         # the class of some families has another name for the key of the published config
         config = stock | ({key: number for key, number in numbers.items() if key in stock} or numbers)
-        provenance = {**provenance, "experts": {"of": source.sizes.num_experts, "stay": kept}}
+        config |= {METHOD: without_experts(source.widths, kept).to_json()}
     else:
         slicer = UnitSlicer(gates, source)
         slice_tensor = slicer.slice
@@ -212,6 +212,16 @@ def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
         raise CheckpointError("the masks do not keep whole experts, equally many in every layer; prune again")
     rows = zip(source.sizes.routed_layers, kept_LE, strict=True)
     return {layer: row.nonzero().flatten().tolist() for layer, row in rows}
+
+
+def without_experts(dense: Widths, kept: Mapping[int, list[int]]) -> Widths:
+    """Return the widths of a model with whole experts, 0 for the others."""
+    layers = list(dense.layers)
+    for layer, numbers in kept.items():
+        sizes = enumerate(layers[layer].expert_intermediate_sizes or ())
+        kept_sizes = tuple(size if expert in numbers else 0 for expert, size in sizes)
+        layers[layer] = replace(layers[layer], expert_intermediate_sizes=kept_sizes)
+    return replace(dense.only(("experts",)), layers=tuple(replace(layer, intermediate_size=0) for layer in layers))
 
 
 class WholeExpertSlicer:

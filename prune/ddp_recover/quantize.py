@@ -82,7 +82,7 @@ def _open(folder: Path) -> Checkpoint:
     """Read and check a model. Raises: CheckpointError, SettingError; ModelError for a dense model
     of no family."""
     checkpoint = read_checkpoint(folder, dense=True)
-    if checkpoint.stock:  # transformers keeps its experts in one tensor, no module
+    if checkpoint.is_stock:  # transformers keeps its experts in one tensor, no module
         raise SettingError(
             f"{folder} has routed experts, which quantize would skip: it quantizes linear layers only. "
             f"It is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "

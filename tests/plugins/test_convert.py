@@ -151,7 +151,7 @@ def test_experts_of_different_widths(name: str, made: Callable[[str], Path], tmp
     dense = load_file(made(name) / "dense" / "model.safetensors")
     tensors |= {part: dense[part] for part in tensors if ".experts." not in part}  # MLPs of the first layers
     save_file(tensors, folder / "model.safetensors")
-    edit_config(folder, lambda config: config.pop("quantization_config"))
+    edit_config(folder, lambda config: [config.pop(key, None) for key in ("quantization_config", "ddp_widths")])
     passed(invoke("convert", folder, "-o", tmp_path / "out"))
     written = read_config(tmp_path / "out")["quantization_config"]
     assert written["experts"] == stated["experts"]

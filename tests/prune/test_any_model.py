@@ -99,8 +99,8 @@ def test_masked_equals_exported(name: str, dense: Callable[[str], Path], tmp_pat
     assert source.structure
     stated = source.structure.widths
     layers, projections = (MLP | ROUTED)[name]
-    block: Any = stated.experts if name in ROUTED else stated.mlp
-    assert (stated.layers_module, block.projections) == (layers, projections)
+    block: Any = stated.block_json("experts" if name in ROUTED else "mlp")
+    assert (stated.layers_module, (*block["inputs"], block["output"])) == (layers, projections)
     assert source.sizes.blocks == (("experts",) if name in ROUTED else ("mlp",))
     source = source.with_blocks(source.prunable)  # of some mixtures the MLPs of the first layers too
     gates = random_gates(source)
@@ -114,10 +114,10 @@ def test_masked_equals_exported(name: str, dense: Callable[[str], Path], tmp_pat
     torch.testing.assert_close(logits(read_again(tmp_path / "pruned").to(exact)), masked, atol=5e-6, rtol=0)
     config, stock = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "pruned", dense(name)))
     assert {key: config[key] for key in stock} == stock and set(config) - set(stock) == {
-        "auto_map", "quantization_config"
+        "auto_map", "ddp_widths", "quantization_config"
     }  # fmt: skip
     cut = sum(int((values == 0).sum()) for values in gates.values()) - ("mlp" in gates)  # an MLP keeps one channel
-    rows = sum(3 if len(each.inputs) == 2 or each.fused else 2 for each in (block,))
+    rows = 3 if len(block["inputs"]) == 2 or "fused" in block else 2
     num_dense = sum(tensor.numel() for tensor in weights(dense(name)).values())
     if not any(each.endswith("bias") for each in checkpoint.shapes if ".mlp." in each):
         assert num_dense - checkpoint.num_parameters == cut * rows * source.sizes.hidden_size
@@ -261,7 +261,7 @@ def test_an_mlp_of_another_form_is_left_alone(dense: Callable[[str], Path], tmp_
     tiny_config("Gemma4TextConfig", **settings, **shared, use_double_wide_mlp=True).save_pretrained(tmp_path)
     shapes = {name: list(tensor.shape) for name, tensor in weights(dense("gemma4_text")).items()}
     found = find_structure(tmp_path, shapes)
-    assert [layer.intermediate_size for layer in found.widths.layers] == [96, 96, None]
+    assert [layer.intermediate_size for layer in found.widths.layers] == [96, 96, 0]
     assert found.widths.block_json("mlp") == {
         "inputs": [*PLAIN[:2]], "output": PLAIN[2], "intermediate_size": 96
     }  # fmt: skip

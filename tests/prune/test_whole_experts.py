@@ -154,7 +154,7 @@ def test_prune_recover_and_prune_channels_too(train: str, tiny_experts: Path, ti
     assert "budget: keep 3 of 5 whole experts of each layer" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "pruned")
     assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
-    assert checkpoint.stock and checkpoint.stock["num_local_experts"] == 3
+    assert checkpoint.is_stock and checkpoint.config["num_local_experts"] == 3
     found = losses(AutoModelForCausalLM.from_pretrained(tmp_path / "pruned"), heldout_of(tiny_experts, tiny_text))
     stated = checkpoint.provenance["perplexity"]["block_losses"]["pruned"]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(stated), atol=5e-5, rtol=0)
@@ -164,12 +164,12 @@ def test_prune_recover_and_prune_channels_too(train: str, tiny_experts: Path, ti
     apply_masks(str(tiny_experts), tmp_path / "pruned" / MASKS_FILE, tmp_path / "again", overwrite=False)
     assert weights[0].read_bytes() == weights[1].read_bytes()
     passed(recover(tmp_path / "pruned", tmp_path / "recovered", "--tokens", "64"))
-    assert read_checkpoint(tmp_path / "recovered").stock == checkpoint.stock
+    assert read_checkpoint(tmp_path / "recovered").config == checkpoint.config
     assert weights[2].read_bytes() != weights[0].read_bytes()
     passed(prune(tmp_path / "recovered", tiny_text, tmp_path / "channels", "--sparsity", "0.4"))
     ragged = read_checkpoint(tmp_path / "channels")
     widths = [layer.expert_intermediate_sizes for layer in ragged.layers]
-    assert not ragged.stock and [len(row or ()) for row in widths] == [3, 3] and len({*widths[0], *widths[1]}) > 2
+    assert not ragged.is_stock and [len(row or ()) for row in widths] == [3, 3] and len({*widths[0], *widths[1]}) > 2
 
 
 def test_too_few_experts_for_a_token_are_refused(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
