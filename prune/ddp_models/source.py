@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_config
-from ddp_vllm.errors import CheckpointError, ModelError, OutputError, SettingError
+from ddp_vllm.errors import CheckpointError, ModelError, SettingError
 from ddp_vllm.families import (
     BLOCK_NAMES,
     FAMILIES,
@@ -260,12 +260,6 @@ def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
         return open_source(str(checkpoint.folder))
     register_pruned(checkpoint.config)
     return replace(dense, folder=checkpoint.folder, shapes=checkpoint.shapes)
-
-
-def check_spares_source(output: Path, source: Source) -> None:
-    """Refuse an output that would replace the dense model itself. Raises: OutputError."""
-    if source.folder.resolve().is_relative_to(output.resolve()):
-        raise OutputError(f"{output} holds the dense model, which --overwrite would delete; choose another folder")
 
 
 def check_index(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp_models.source import Source, check_spares_source, open_source
+from ddp_models.source import Source, open_source
 from ddp_models.writing import stored_tensors, write_model
 from ddp_prune.gates import Masks
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
@@ -308,7 +308,6 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
         than a block; else as `open_source` and `export`.
     """
     source = open_source(model)
-    check_spares_source(output, source)
     # the folder of a model, possibly from an untrusted source
     if (masks.parent / "config.json").exists():
         check_links(masks.parent)

@@ -49,7 +49,7 @@ def plan(
         for this machine, and the weights of a hub model are not downloaded.
     """
     first, last = recipes[0], recipes[-1]
-    source = find_model(first, output, load=not on)
+    source = find_model(first, load=not on)
     profile = latency_profile(first, source, _refuse_to_measure)
     lines, removed, pools_of = list[str](), list[float | None](), []
     source.describe_rest(lines.append)

@@ -72,7 +72,7 @@ def prune_sizes(
     recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
     if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
-        check_output(output, overwrite=overwrite)
+        check_output(output, overwrite=overwrite, reads=[model])
     _check_model(recipes[0])
     _check_texts(recipes[0])
     from ddp_prune import pipeline
@@ -151,7 +151,7 @@ def apply(
     align: move channels between layers until all widths are multiples of this number.
     """
     output = Path(output)
-    check_output(output, overwrite=overwrite)
+    check_output(output, overwrite=overwrite, reads=[model])
     if not Path(masks).is_file():
         raise CheckpointError(f"{masks} is not a file; give the {MASKS_FILE} of a pruned folder")
     read_provenance(Path(masks))  # refuses another file

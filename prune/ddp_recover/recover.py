@@ -21,7 +21,6 @@ from ddp_models.loading import check_sharding, load
 from ddp_models.source import (
     Source,
     check_index,
-    check_spares_source,
     open_pruned,
     open_source,
     weight_files,
@@ -49,7 +48,7 @@ from ddp_training.processes import (
 from ddp_training.run_folder import RunFolder, SizeFolder, inputs_of
 from ddp_training.weights import TrainedWeights, UpdatedWeights, highest_rate, obstacle_to_8_bits
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError
+from ddp_vllm.errors import CheckpointError, SettingError, TextError
 from ddp_vllm.families import Dimensions
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.model_files import tokenizer_and_config_files
@@ -117,14 +116,14 @@ def recover(
             with raise_on_all_ranks(accelerator):
                 if main:
                     clear(output)
-                    check_output(output, overwrite=run.record["overwrite"])
+                    check_output(output, overwrite=run.record["overwrite"], reads=[recipe.model, recipe.teacher])
             _recover(recipe, run, print_line, console)
         run.remove()
 
 
 def _recover(recipe: RecoveryRecipe, run: RunFolder, print_line: PrintLine, console: Console) -> None:
     accelerator = run.accelerator
-    checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe, run.output))
+    checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe))
     set_seed(recipe.seed)
     print_line(describe_device(accelerator))
     too_large = (
@@ -165,15 +164,11 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, print_line: PrintLine, cons
                 print_written(written, recipe.teacher, console)
 
 
-def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:
-    """Return the pruned checkpoint, its source and the dense source, checked against each other,
-    recipe and output."""
+def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
+    """Return the pruned checkpoint, its source and the dense source, checked against each other and
+    the recipe."""
     checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
-    check_spares_source(output, dense)
     check_index(dense.folder)
-    folders = checkpoint.folder.resolve(), output.resolve()
-    if any(folder.is_relative_to(other) for folder, other in (folders, folders[::-1])):
-        raise OutputError(f"{output} is the pruned model, or one is inside the other; choose another folder")
     longest = dense.text_config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} takes {longest:,}; lower --seq-len")

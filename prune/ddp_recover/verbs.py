@@ -45,13 +45,14 @@ def recover(
     folder, output = Path(model), Path(output)
     clear(output)
     if not (run_folder(output) / RECORD).exists():  # an interrupted run decides later
-        check_output(output, overwrite=overwrite)
+        check_output(output, overwrite=overwrite, reads=[folder])
     read_checkpoint(folder)
     provenance = local_provenance(folder / MASKS_FILE)
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     pruned_with = provenance.get("recipe", {}) | dense
     resolved = load_recovery(Path(recipe) if recipe else None, {**settings, "model": model}, pruned_with)
-    interrupted_run(output, [resolved], overwrite=overwrite)
+    if not interrupted_run(output, [resolved], overwrite=overwrite):
+        check_output(output, overwrite=overwrite, reads=[folder, resolved.teacher])
     if not provenance:
         raise CheckpointError(f"{folder} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
     check_model(resolved.teacher, with_tokenizer=False)
@@ -75,7 +76,7 @@ def quantize(
     names them. verbose: print which layers have widths that vLLM's faster kernels do not support.
     The other arguments are those of `prune`.
     """
-    check_output(Path(output), overwrite=overwrite)
+    check_output(Path(output), overwrite=overwrite, reads=[model])
     read_checkpoint(Path(model), dense=True)
     from ddp_recover import quantize as quantizing
 

@@ -241,6 +241,9 @@ class RunFolder:
                 os.truncate(self.metrics, sum(map(len, done)))
 
     def _remove_if_empty(self) -> None:
+        """Leave nothing behind if no state was saved, as after an error before the first step."""
+        if not self.record.get("states", True):
+            self.remove()
         with suppress(OSError):  # there is something to resume from, or another process works on it
             self.folder.rmdir()
 

@@ -174,7 +174,7 @@ def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "read_inputs", None)
         for more in ([], ["--overwrite"]):
-            assert_refused(family(tiny_text, *more), 5, NAMES[1], "exists" if not more else "not written by ddp-vllm")
+            assert_refused(family(tiny_text, *more), 5, NAMES[1], "did not write it; choose another folder")
     shutil.rmtree(tmp_path / "out" / NAMES[1])
     other = write_texts("other.jsonl", [" ".join(f"word {i * j}" for j in range(99)) for i in range(40)])
     passed(family(other))
