@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.budget import make_checked_pools
 from ddp_prune.gates import GatedModel
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer

@@ -27,8 +27,8 @@ import torch
 from ddp_benchmarks.protocol import rotated, script_parser
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
-from ddp_prune.budget import make_checked_pools
 from ddp_prune.gates import GatedModel
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer

@@ -93,12 +93,17 @@ class Fit:
     passing: float
     """Bytes per device of a forward and backward pass on top of that."""
     free: float
-    copies_fit: bool
+    leaves_out: bool
     """Whether copies of the heads and channels that are still open fit too."""
 
     @property
     def peak(self) -> float:
         return self.held + self.passing
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the fields of a `Run` that it decides."""
+        names = ("num_sequences", "checkpointed", "leaves_out")
+        return self.mode._asdict() | {name: getattr(self, name) for name in names}
 
 
 def allowed_modes(recipe: TrainingSettings) -> list[Mode]:
@@ -177,7 +182,7 @@ def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode, 
     copies = sum(math.prod(shape) for name, shape in source.memory_shapes.items() if not name.startswith(FROZEN))
     return Fit(
         mode=mode, num_sequences=number, checkpointed=checkpointed, held=held, passing=transient + passing,
-        free=devices.free, copies_fit=devices.num_shards == 1 and copies * sized.itemsize + passing <= USABLE * left,
+        free=devices.free, leaves_out=devices.num_shards == 1 and copies * sized.itemsize + passing <= USABLE * left,
     )  # fmt: skip
 
 

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from ddp_models.loading import check_sharding
 from ddp_models.source import Source, check_index, open_source
-from ddp_prune.budget import Pool, make_checked_pools
+from ddp_prune.budget import Pool
 from ddp_prune.export import export, layer_widths
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import resolve_runs
 from ddp_prune.run import Run
@@ -88,7 +89,7 @@ def _prune_sizes(
     source.describe_rest(print_line)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
-    runs = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
+    runs, _ = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
     last = runs[-1]
     start_tracker(accelerator, "ddp-vllm", last.recipe)
     inputs = main_process_first(accelerator, partial(read_inputs, last, source, accelerator, console))

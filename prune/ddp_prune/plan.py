@@ -8,9 +8,10 @@ from typing import Any
 
 from ddp_models.loading import check_sharding
 from ddp_models.source import Source
-from ddp_prune.budget import Pool, make_checked_pools
+from ddp_prune.budget import Pool
 from ddp_prune.fit import USABLE, Devices, Fit, allowed_modes, choose, fit, gigabytes, tokens_per_second
 from ddp_prune.pipeline import find_model, latency_profile
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import resolve_runs, seconds_a_step
@@ -68,10 +69,10 @@ def plan(
     print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
     record = broadcast_from_main(accelerator, find_record(output, recipes, overwrite=True))
-    runs = resolve_runs(recipes, pools_of, source, profile, record.get("resolved", {}), accelerator, lines.append)
+    runs, found = resolve_runs(
+        recipes, pools_of, source, profile, record.get("resolved", {}), accelerator, lines.append
+    )
     last = runs[-1].recipe
-    found = runs[-1].fit
-    assert found
     steps = runs[-1].steps.last
     text = (
         f"text: {steps:,} steps of {last.batch_size:,} × {last.seq_len:,} tokens, "

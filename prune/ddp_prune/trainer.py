@@ -121,7 +121,7 @@ class Trainer:
         self.gated, self.batches, self.run, self.recipe = gated, batches, run, run.recipe
         self.pools, self.accelerator = pools, accelerator
         self.teacher = Teacher(gated.model, batches) if run.recipe.distillation > 0 else None
-        self.narrow = narrow_layers(gated) if run.fit is None or run.fit.copies_fit else None
+        self.narrow = narrow_layers(gated) if run.leaves_out else None
         self.gates = GateState.opened(gated.shapes, accelerator.device)
         self.rounding: dict[str, dict[str, float]] = {}
         self.weights: TrainedWeights | None = None  # trained together with the gates

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ddp_vllm
 from ddp_models.source import check_model
 from ddp_prune.cards import parse_cards
+from ddp_prune.checks import check_suits
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import schedule
 from ddp_text.rows import check_sources
@@ -134,7 +135,7 @@ def _check_model(recipe: Recipe) -> None:
     if recipe.profile and not Path(recipe.profile).is_file():
         raise SettingError(f"profile is {recipe.profile}, which is not a file; give one that ddp-vllm profile wrote")
     if source:
-        recipe.check_suits(source.with_blocks(recipe.blocks))
+        check_suits(recipe, source.with_blocks(recipe.blocks))
         if recipe.profile:
             stock, elsewhere = read_config(source.folder), recipe.other_machine
             find_profile(

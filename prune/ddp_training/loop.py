@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from ddp_training.batches import Settings
 from ddp_training.processes import broadcast_from_main
-from ddp_training.run_folder import Unsaved
+from ddp_training.saved import Unsaved
 from ddp_vllm.errors import TrainingError
 
 # shortest time between two saves: a kill costs at most that much work if a save takes up to 6 s

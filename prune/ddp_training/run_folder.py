@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ddp_training.saved import Like, Saved, Unsaved
 from ddp_training.settings import TrainingSettings, decisive
 from ddp_vllm.errors import DdpError, OutputError
 from ddp_vllm.output import atomic_file, locked, sync
@@ -43,8 +44,6 @@ from ddp_vllm.remote_code.files import read_bytes
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-
-Like = Callable[[str], "torch.Tensor | None"]
 
 RECORD, METRICS, LOCK = "run.json", "metrics.jsonl", "lock"
 FORMAT = 1  # of run.json
@@ -260,34 +259,6 @@ class RunFolder:
             raise OutputError(f"the run cannot be saved in {self.folder} ({reason}); {remedy}") from error
 
 
-class Saved(NamedTuple):
-    """What a learner resumes from."""
-
-    step: int
-    """The next step."""
-    tensors: "dict[str, torch.Tensor]"
-    extra: dict[str, Any]
-    """Plain data, such as metrics of the rounding."""
-
-
-class Unsaved:
-    """Keeps nothing: for training in memory, without a folder."""
-
-    where = "nothing was saved"
-    search: int | None = None
-    """Steps after which the search ends, from whose end the next size starts; None for the last
-    size."""
-
-    def resume(self, like: Like) -> Saved | None:
-        """Return the state to start from; None to start anew. like: as of `_read_state`."""
-
-    def save(self, step: int, tensors: "dict[str, torch.Tensor]", extra: dict[str, Any]) -> None:
-        """Replace the saved state; `step` is the next one. All processes call this together."""
-
-    def log(self, metrics: dict[str, float]) -> None:
-        """Keep the metrics of one step."""
-
-
 @dataclass(frozen=True)
 class SizeFolder(Unsaved):
     """The part of a run that trains one size."""
@@ -461,11 +432,7 @@ def _write_state(folder: Path, tensors: "dict[str, torch.Tensor]") -> None:
 
 
 def _read_state(folder: Path, like: Like) -> "dict[str, torch.Tensor]":
-    """Return the tensors that `_write_state` wrote.
-
-    like: returns the tensor that is filled with a stored one, sharded or not, by its name; None
-        for a new one in host memory.
-    """
+    """Return the tensors that `_write_state` wrote."""
     import torch
     from torch import distributed
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader

@@ -11,8 +11,9 @@ from commands import invoke, passed
 from latency_profiles import CONFIG, MIXTURE, written
 from runs import SMALL
 
-from ddp_prune.budget import Pool, keep_schedule, make_pools
+from ddp_prune.budget import Pool, keep_schedule
 from ddp_prune.gates import Masks
+from ddp_prune.pools import make_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import choose_counts
 from ddp_vllm.checkpoint import read_checkpoint

@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from ddp_models.loading import load_model, load_sharded
 from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel
+from ddp_prune.learn import learn
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_training import loop as train_module
 from ddp_training.loss import OutputHead, distill, final_hidden
@@ -119,7 +119,7 @@ def noting(steps: list[float], state: Callable[[Trainer], Any]) -> Callable[[Tra
     return noted
 
 
-def learn(model: str, folder: Path) -> None:
+def learn_in_two(model: str, folder: Path) -> None:
     """Learn masks in several ways; process 0 writes `<case>.safetensors`, each process `facts-<rank>.json`."""
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -137,7 +137,7 @@ def learn(model: str, folder: Path) -> None:
                 raise KeyboardInterrupt
 
         with saved_in(folder / name, recipe) as progress:
-            learned = train(gated, BLOCKS, Run.alone(recipe), pools_of(gated, recipe), accelerator, progress, report)
+            learned = learn(gated, BLOCKS, Run.alone(recipe), pools_of(gated, recipe), accelerator, progress, report)
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
