@@ -7,7 +7,7 @@ rename.
 | `.NAME.old` | the folder that it was to replace | `clear`, which puts it back if there is no other |
 | `.NAME.lock` | the lock of the folder's writer | `clear` |
 | `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, in later writers |
-| `NAME.run` | the state of an interrupted run (`ddp_training.run_folder`) | the run, at the end of its command |
+| `NAME.run` | the state of an interrupted run (`ddp_prune.run_folder`) | the run, at the end of its command |
 
 No link is followed, and only folders of ours (`is_ours`) are removed. Nothing here imports torch.
 """

@@ -2,7 +2,7 @@
 
 import math
 
-from ddp_models.source import Source
+from ddp_prune.models.source import Source
 from ddp_prune.recipe import Recipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import MIXTURES

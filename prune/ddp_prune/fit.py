@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from ddp_models.loading import loading_options
-from ddp_models.source import AGAIN, Source
 from ddp_prune.cards import CARDS, Card, parse_cards
+from ddp_prune.core.batches import sequences_at_once
+from ddp_prune.core.decoder import auto_class, num_chosen_experts
+from ddp_prune.core.loss import head_bytes
+from ddp_prune.core.passes import fit_attention, free_memory
+from ddp_prune.core.weights import RANK
+from ddp_prune.models.loading import loading_options
+from ddp_prune.models.source import AGAIN, Source
 from ddp_prune.recipe import Recipe
-from ddp_training.batches import sequences_at_once
-from ddp_training.decoder import auto_class, num_chosen_experts
-from ddp_training.loss import head_bytes
-from ddp_training.memory import fit_attention, free_memory
-from ddp_training.settings import TrainingSettings, optimizer_suits
-from ddp_training.weights import RANK
+from ddp_prune.settings import TrainingSettings, optimizer_suits
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import dense_layers

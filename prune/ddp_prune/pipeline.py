@@ -7,17 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ddp_models.loading import check_sharding
-from ddp_models.source import Source, check_index, open_source
-from ddp_prune.budget import Pool
-from ddp_prune.export import export, layer_widths
-from ddp_prune.pools import make_checked_pools
-from ddp_prune.recipe import Recipe
-from ddp_prune.resolve import resolve_runs
-from ddp_prune.run import Run
-from ddp_prune.train import Inputs, Result, read_inputs, train_size
-from ddp_text.rows import sources_of
-from ddp_training.processes import (
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.processes import (
     describe_device,
     finish_run,
     main_process_first,
@@ -25,7 +16,16 @@ from ddp_training.processes import (
     raise_on_all_ranks,
     start_tracker,
 )
-from ddp_training.run_folder import RunFolder, SizeFolder
+from ddp_prune.export import export, layer_widths
+from ddp_prune.models.loading import check_sharding
+from ddp_prune.models.source import Source, check_index, open_source
+from ddp_prune.pools import make_checked_pools
+from ddp_prune.recipe import Recipe
+from ddp_prune.resolve import resolve_runs
+from ddp_prune.run import Run
+from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.text.rows import sources_of
+from ddp_prune.train import Inputs, Result, read_inputs, train_size
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import FAMILIES, MIXTURES, dimensions_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ddp_models.source import Source
-from ddp_prune.budget import LatencyPool, Pool, WholeExpertPool
 from ddp_prune.checks import check_suits
+from ddp_prune.core.budget import LatencyPool, Pool, WholeExpertPool
+from ddp_prune.models.source import Source
 from ddp_prune.recipe import Recipe
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError

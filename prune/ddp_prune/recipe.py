@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ddp_training.settings import TrainingSettings
+from ddp_prune.settings import TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import BLOCK_NAMES
 from ddp_vllm.latency import PHASES, Workload

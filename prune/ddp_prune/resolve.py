@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_models.loading import check_sharding, load_teacher, loading_options
-from ddp_models.source import Source
-from ddp_prune.budget import Pool
+from ddp_prune.core.batches import Batches, sequences_at_once
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.learn import TRAINERS, prepare_passes
+from ddp_prune.core.passes import explained
+from ddp_prune.core.rate import trial_steps
+from ddp_prune.core.weights import obstacle_to_8_bits
 from ddp_prune.fit import (
     TRAINING_SHARE,
     Devices,
@@ -28,15 +31,12 @@ from ddp_prune.fit import (
     held_bytes,
     suited_modes,
 )
-from ddp_prune.learn import TRAINERS, prepare_passes
+from ddp_prune.models.loading import check_sharding, load_teacher, loading_options
+from ddp_prune.models.source import Source
 from ddp_prune.pools import head_unit_of
-from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Run, schedule
 from ddp_prune.train import load_trained, too_large
-from ddp_training.batches import Batches, sequences_at_once
-from ddp_training.memory import explained
-from ddp_training.weights import obstacle_to_8_bits
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 

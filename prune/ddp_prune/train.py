@@ -14,25 +14,25 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_models.evaluation import Evaluation, bos_warning
-from ddp_models.loading import load, load_teacher
-from ddp_models.source import Source, weight_files
-from ddp_models.texts import load_text, load_watched
-from ddp_prune.budget import Pool
-from ddp_prune.gates import GatedModel
-from ddp_prune.learn import Joint, learn
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.fusion import fuse_elementwise
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.learn import Joint, learn
+from ddp_prune.core.passes import explained
+from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.trainer import Learned
+from ddp_prune.core.weights import TrainedWeights, UpdatedWeights
+from ddp_prune.models.evaluation import Evaluation, bos_warning
+from ddp_prune.models.loading import load, load_teacher
+from ddp_prune.models.source import Source, weight_files
 from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.trainer import Learned
-from ddp_text.blocks import Blocks, select_loss_mask
-from ddp_text.rows import sources_of
-from ddp_text.tokens import load_tokenizer
-from ddp_training.fusion import fuse_elementwise
-from ddp_training.memory import explained
-from ddp_training.run_folder import inputs_of
-from ddp_training.saved import Unsaved
-from ddp_training.weights import TrainedWeights, UpdatedWeights
+from ddp_prune.run_folder import inputs_of
+from ddp_prune.text.blocks import Blocks, select_loss_mask
+from ddp_prune.text.rows import sources_of
+from ddp_prune.text.tokens import load_tokenizer
+from ddp_prune.texts import load_text, load_watched
 from ddp_vllm.errors import ModelError
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.pages.progress import StepProgress

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ddp_vllm
-from ddp_models.source import check_model
 from ddp_prune.cards import parse_cards
 from ddp_prune.checks import check_suits
+from ddp_prune.models.source import check_model
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import schedule
-from ddp_text.rows import check_sources
-from ddp_training.run_folder import interrupted_run
+from ddp_prune.run_folder import interrupted_run
+from ddp_prune.text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.errors import CheckpointError, SettingError, line_printer
 from ddp_vllm.masks import MASKS_FILE, read_provenance

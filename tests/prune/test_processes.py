@@ -21,14 +21,14 @@ from two_processes import (
     summed_gradients,
 )
 
-from ddp_models.loading import load_model, load_sharded
-from ddp_models.source import open_source
-from ddp_prune.gates import GatedModel
-from ddp_prune.learn import learn
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.learn import learn
+from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.trainer import Learned
+from ddp_prune.models.loading import load_model, load_sharded
+from ddp_prune.models.source import open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.trainer import Learned
-from ddp_training.saved import Unsaved
 from ddp_vllm.errors import ModelError
 
 PRUNE = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "4", "--seq-len", "16"]

@@ -19,9 +19,9 @@ from commands import assert_refused, invoke, passed
 from runs import edit_json, edit_weights, out_of_memory, prune
 from safetensors.torch import load_file, save_file
 
-from ddp_models.source import open_source
 from ddp_prune import train
 from ddp_prune.export import export
+from ddp_prune.models.source import open_source
 from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ddp_models.source import Source, open_source
 from ddp_prune.fit import CARDS, MODES, Devices, Fit, Mode, SizedModel, choose, fit, flops_per_token, held_bytes
+from ddp_prune.models.source import Source, open_source
 from ddp_prune.plan import estimate
 from ddp_prune.recipe import Recipe
 from ddp_vllm import plan
