@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_benchmarks.verbs import bench, bench_steps, evaluate, profile
     from ddp_prune.recipe import Recipe
+    from ddp_prune.recovery_verbs import evaluate_text, quantize, recover
     from ddp_prune.verbs import apply, plan, prune, prune_sizes
-    from ddp_recover.verbs import evaluate_text, quantize, recover
     from ddp_study.verbs import study
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.conversion.verb import convert
@@ -48,7 +48,7 @@ __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
 
 FUNCTIONS = {  # module -> the public names it defines
     "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply"),
-    "ddp_recover.verbs": ("recover", "quantize", "evaluate_text"),
+    "ddp_prune.recovery_verbs": ("recover", "quantize", "evaluate_text"),
     "ddp_study.verbs": ("study",),
     "ddp_benchmarks.verbs": ("profile", "bench", "bench_steps", "evaluate"),
     "ddp_vllm.folder": ("read",),
@@ -65,9 +65,9 @@ FUNCTIONS = {  # module -> the public names it defines
 
 COMMANDS = {  # command -> (module that defines it, line in the list of commands)
     "prune": ("ddp_prune.cli", "Find the units a model needs least, remove them and write the smaller model."),
-    "recover": ("ddp_recover.cli", "Train a pruned model on the dense model's outputs to recover quality."),
+    "recover": ("ddp_prune.recovery_cli", "Train a pruned model on the dense model's outputs to recover quality."),
     "apply": ("ddp_prune.cli", "Prune a model by a published masks file, without training."),
-    "quantize": ("ddp_recover.cli", "Quantize a pruned or dense model with llm-compressor."),
+    "quantize": ("ddp_prune.recovery_cli", "Quantize a pruned or dense model with llm-compressor."),
     "study": ("ddp_study.cli", "Reproduce a table of the paper with a model of your own."),
     "convert": ("ddp_vllm.conversion.cli", "Write a model that another tool pruned as a folder that vLLM serves."),
     "export": ("ddp_vllm.gguf.cli", "Write a model as one GGUF file for llama.cpp."),

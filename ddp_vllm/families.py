@@ -7,7 +7,7 @@ the projections that compute it and its columns of the projection that writes it
 (`remote_code/tensors.py`). How to add a family: docs/families.md.
 
 Of a model without a row here, the MLPs or routed experts are pruned, which
-`ddp_models/structure.py` finds. Its config then describes them (`remote_code/widths.py`).
+`ddp_prune/models/structure.py` finds. Its config then describes them (`remote_code/widths.py`).
 For a few mixtures of experts `described` derives that description from the stock config alone.
 """
 

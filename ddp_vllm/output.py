@@ -7,7 +7,7 @@ rename.
 | `.NAME.old` | the folder that it was to replace | `clear`, which puts it back if there is no other |
 | `.NAME.lock` | the lock of the folder's writer | `clear` |
 | `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, in later writers |
-| `NAME.run` | the state of an interrupted run (`ddp_training.run_folder`) | the run, at the end of its command |
+| `NAME.run` | the state of an interrupted run (`ddp_prune.run_folder`) | the run, at the end of its command |
 
 No link is followed, and only folders of ours (`is_ours`) are removed. Nothing here imports torch.
 """
@@ -20,7 +20,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -53,12 +53,16 @@ def is_ours(folder: Path) -> bool:
     return not names or MASKS_FILE in names
 
 
-def check_output(output: Path, *, overwrite: bool) -> None:
+def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
     """Refuse an output folder that exists, before any work is done, after a `clear`.
 
+    reads: models that the command reads, folders or hub names; a folder in `output` would be lost.
     Raises: OutputError if `output` exists and `overwrite` is off, if ddp-vllm did not write it or
-        cannot rename it, or if nothing can be written there.
+        cannot rename it, if it holds a folder of `reads`, or if nothing can be written there.
     """
+    for folder in map(Path, reads):
+        if folder.is_dir() and folder.resolve().is_relative_to(output.resolve()):
+            raise OutputError(f"{output} holds {folder}, which this command reads; choose another folder")
     clear(output)
     with writing(output):
         _check_name(output)
@@ -70,12 +74,10 @@ def check_output(output: Path, *, overwrite: bool) -> None:
             raise OutputError(
                 f"{output} cannot be written: {parent} is not a folder you may write to; choose another one"
             ) from None
+        if output.exists() and not is_ours(output):
+            raise OutputError(f"{output} exists, and ddp-vllm did not write it; choose another folder")
         if output.exists() and not overwrite:
             raise OutputError(f"{output} exists; choose another folder or pass --overwrite")
-        if output.exists() and not is_ours(output):
-            raise OutputError(
-                f"{output} was not written by ddp-vllm, so --overwrite leaves it alone; choose another folder"
-            )
 
 
 def _check_name(output: Path) -> None:

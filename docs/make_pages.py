@@ -20,8 +20,8 @@ import make_measured
 import ddp_vllm
 from ddp_prune.cli import INSTEAD
 from ddp_prune.recipe import AlmSettings, Recipe
-from ddp_recover.recipe import INHERITED, RecoveryRecipe
-from ddp_training.settings import TrainingSettings
+from ddp_prune.recovery_recipe import INHERITED, RecoveryRecipe
+from ddp_prune.settings import TrainingSettings
 from ddp_vllm import api
 from ddp_vllm.cli import main as command_line
 from ddp_vllm.options import Grouped, heading_of

@@ -139,7 +139,7 @@ def test_outputs_that_are_refused(tmp_path: Path) -> None:
         check_output(tmp_path / ("x" * 300), overwrite=False)
     (tmp_path / "thesis.txt").write_text("years of work")
     for place in (tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(OutputError, match="leaves it alone"):
+        with pytest.raises(OutputError, match="did not write it"):
             check_output(place, overwrite=True)
     (tmp_path / "empty").mkdir()
     check_output(tmp_path / "empty", overwrite=True)
@@ -153,7 +153,7 @@ def test_files_of_others_are_not_deleted(name: str, tmp_path: Path) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / file).write_text("years of work")
     with (
-        pytest.raises(OutputError, match=r"did not write|leaves it alone"),
+        pytest.raises(OutputError, match="did not write"),
         atomic_folder(tmp_path / "out", overwrite=True),
     ):
         pass
@@ -188,7 +188,7 @@ def test_only_a_folder_with_masks_is_replaced(folder: Path, tmp_path: Path) -> N
     with atomic_folder(folder, overwrite=True) as new:
         (new / "config.json").write_text("{}")
     assert [path.name for path in folder.iterdir()] == ["config.json"]
-    with pytest.raises(OutputError, match="leaves it alone"):
+    with pytest.raises(OutputError, match="did not write it"):
         check_output(folder, overwrite=True)
 
 

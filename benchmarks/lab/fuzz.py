@@ -38,12 +38,12 @@ from transformers import LlamaConfig
 
 import ddp_vllm
 from ddp_benchmarks.protocol import result_line, script_parser
-from ddp_models.loading import load_model
-from ddp_models.source import open_pruned, open_source
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_pruned, open_source
 from ddp_prune.recipe import Recipe
-from ddp_text.blocks import save_blocks, saved_blocks
-from ddp_text.tokens import Tokens
-from ddp_training.run_folder import RunFolder, SizeFolder
+from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.text.blocks import save_blocks, saved_blocks
+from ddp_prune.text.tokens import Tokens
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import DdpError

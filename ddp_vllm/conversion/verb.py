@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.conversion.shapes import AGAIN, check_constants, read_layers, with_biases, zeros
 from ddp_vllm.conversion.stock import describe
-from ddp_vllm.errors import ModelError, OutputError, line_printer
+from ddp_vllm.errors import ModelError, line_printer
 from ddp_vllm.families import (
     EXPERT_COUNT_KEYS,
     FAMILIES,
@@ -104,9 +104,7 @@ def convert(
     Raises: ModelError if no supported family can have such widths; OutputError.
     """
     source, target = Path(folder), Path(output)
-    check_output(target, overwrite=overwrite)
-    if any(each.exists() and each.resolve().is_relative_to(target.resolve()) for each in (source, Path(dense or ""))):
-        raise OutputError(f"{target} holds the model to convert, or its dense model; choose another folder")
+    check_output(target, overwrite=overwrite, reads=[source, *([dense] if dense else [])])
     try:
         plan = plan_of(source, str(dense) if dense else None)
     except (WidthsError, ModelError) as error:

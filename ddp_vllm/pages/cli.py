@@ -32,7 +32,7 @@ def inspect(folder: Path, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), show_default="FOLDER itself", help="Where to write.")
 def report(folder: Path, output: Path | None) -> None:
-    """Draw the removed units as one page, report.html, with its pictures as PNG files in report/.
+    """Draw the removed units as one page, report.html.
 
     `prune` draws this page too. FOLDER is any pruned checkpoint.
     """

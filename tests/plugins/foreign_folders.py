@@ -20,7 +20,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.gates import GatedModel
 from ddp_study.activation_scores import flap
 from ddp_study.scores import observe_projections
 from ddp_vllm.families import dimensions_of, family_of

@@ -11,10 +11,10 @@ from family_cases import CASES, SIZES
 from runs import die_at, heldout_of, prune, recover, weights
 from transformers import AutoModelForCausalLM
 
-from ddp_models.evaluation import Evaluation
 from ddp_prune.masks_file import read_masks
-from ddp_recover.weight_trainer import WeightTrainer
-from ddp_text.tokens import load_tokenizer
+from ddp_prune.models.evaluation import Evaluation
+from ddp_prune.text.tokens import load_tokenizer
+from ddp_prune.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ddp_text.blocks import load_blocks
+from ddp_prune.text.blocks import load_blocks
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"

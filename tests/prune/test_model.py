@@ -15,8 +15,8 @@ from runs import edit_weights, export_whole, weights
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, LlamaModel
 
-from ddp_models.loading import load_model, loading_options
-from ddp_models.source import open_source, weight_files
+from ddp_prune.models.loading import load_model, loading_options
+from ddp_prune.models.source import open_source, weight_files
 from ddp_vllm.errors import ModelError
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # changes of the config, what the line must say

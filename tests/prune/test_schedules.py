@@ -8,12 +8,12 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ddp_prune.alm import learning_rate, sharpness_at
-from ddp_prune.budget import keep_schedule
+from ddp_prune.core.alm import learning_rate, sharpness_at
+from ddp_prune.core.budget import keep_schedule
+from ddp_prune.core.trainer import natural_step
+from ddp_prune.core.weights import BETAS, LARGEST_GRADIENT, WARMUP, TrainedWeights, rate_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, schedule
-from ddp_prune.trainer import natural_step
-from ddp_training.weights import BETAS, LARGEST_GRADIENT, WARMUP, TrainedWeights, rate_of
 
 
 def test_gates_close_on_a_quadratic_that_ends_at_85_percent_of_the_search() -> None:

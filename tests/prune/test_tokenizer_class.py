@@ -12,8 +12,8 @@ import torch
 from runs import edit_json, export_whole
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MistralConfig, PreTrainedTokenizerFast
 
-from ddp_models.source import open_source
 from ddp_prune.masks_file import write_masks
+from ddp_prune.models.source import open_source
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.remote_code.modeling_deepseek import DeepseekConfig, register_deepseek
 
@@ -61,8 +61,8 @@ FRESH = """
 import json, sys
 from pathlib import Path
 from ddp_prune.export import apply_masks
-from ddp_models.source import open_source
-from ddp_text.tokens import load_tokenizer
+from ddp_prune.models.source import open_source
+from ddp_prune.text.tokens import load_tokenizer
 dense, masks, pruned, text = sys.argv[1:]
 tokenizer = load_tokenizer(str(open_source(dense).folder))
 apply_masks(dense, Path(masks), Path(pruned), overwrite=False)
