@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ddp_benchmarks.expert_layers import CONCENTRATION
 from ddp_vllm.families import dense_layers, pruned_config
 from ddp_vllm.remote_code.widths import LayerWidths
+from expert_layers import CONCENTRATION
 from lease import DRY
 
 LLAMA = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -55,7 +55,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def draw_shares(keep: float, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Return kept shares as `bench kernel` draws them: Beta distributed, with mean `keep`."""
+    """Return kept shares as `expert_layers.draw_widths` draws them: Beta distributed, with mean `keep`."""
     shares = generator.beta(CONCENTRATION * keep, CONCENTRATION * (1 - keep), count)
     return np.clip(shares * keep / shares.mean(), 0.0, 1.0)
 

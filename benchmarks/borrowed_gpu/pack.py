@@ -139,8 +139,7 @@ def vllm_parts(version: str, work: Path) -> list[Path]:
 
 
 def own_metadata(work: Path) -> Path:
-    """Return the metadata by which entry points find the plugin and the kernel without an
-    installation."""
+    """Return the metadata by which vLLM finds the plugin without an installation."""
     version = re.search(r'^__version__ = "([^"]+)"', (REPO / "ddp_vllm/__init__.py").read_text(), re.M)[1]
     project = (REPO / "pyproject.toml").read_text()
     groups = re.findall(r'^\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "([\w.:]+)"', project, re.M)

@@ -31,7 +31,7 @@ from typing import Any
 from page import write_page
 
 HERE = Path(__file__).resolve().parent
-REPO = HERE.parents[1]
+REPO, KERNELS = HERE.parents[1], HERE.parent / "kernels"
 DRY = bool(os.environ.get("LEASE_DRY"))
 CALL_SECONDS = {"1": 150, "2": 230, "3": 270, "gpu": 10**6}
 STOPPING = 3.0  # seconds to end a step that ran out of time
@@ -57,8 +57,10 @@ def script(name: str, *words: object) -> list[object]:
     return [sys.executable, HERE / name, *words]
 
 
-def bench_kernel(*words: object) -> list[object]:
-    tiny = (
+def kernel_speed(*words: object) -> list[object]:
+    tiny = [
+        "--shape",
+        "qwen3-30b-a3b",
         "--scale",
         "0.05",
         "--experts",
@@ -71,9 +73,8 @@ def bench_kernel(*words: object) -> list[object]:
         "1",
         "--sparsity",
         "40",
-    )
-    command = [sys.executable, "-m", "ddp_vllm", "bench", "kernel", "--overwrite", "-o", "{out}"]
-    return [*command, *(("--shape", "qwen3-30b-a3b", *tiny) if DRY else words)]
+    ]
+    return [sys.executable, KERNELS / "kernel_speed.py", "-o", "{out}", *(tiny if DRY else words)]
 
 
 def pytest(*words: object) -> list[object]:
@@ -96,7 +97,7 @@ def first_call() -> list[Step]:
 def second_call() -> list[Step]:
     models = [("qwen3-30b-a3b", 0), ("qwen3-30b-a3b", 40), ("qwen3-8b", 0), ("qwen3-8b", 40)]
     models += [("qwen3-30b-a3b", 60), ("qwen3-8b", 20), ("qwen3-30b-a3b", 20), ("qwen3-8b", 60)]
-    kernel = bench_kernel(
+    kernel = kernel_speed(
         "--shape", "qwen3-30b-a3b", "--tokens", "1,32,128,512,4096", "--sparsity", "40,0", "--rounds", 5
     )
     return [
@@ -138,7 +139,7 @@ def all_of_a_gpu(model: str, data: str, out: Path) -> list[Step]:
         Step(name="tests", words=pytest()),
         Step(name="correct", words=script("correct.py", "{out}")),
         Step(name="training", words=script("training_kernels.py", "{out}")),
-        Step(name="kernel", words=bench_kernel("--shape", "all")),
+        Step(name="kernel", words=kernel_speed("--shape", "all")),
         Step(name="step", words=step_cost),  # one case at a time, since twelve at once fit no GPU
         Step(name="prune", words=[*vllm, "prune", model, "--sparsity", 0.5, *text, "--overwrite", "-o", pruned, *few]),
         Step(name="sharegpt", words=[*bench, "--dense", model, "--pruned", pruned, *talks, *fewer]),
@@ -165,7 +166,7 @@ class Runner:
     def environment(self, ends: float) -> dict[str, str]:
         """Return the environment of a step that should end at `ends`, in seconds of the wall
         clock."""
-        packages = [REPO, REPO / "prune", REPO / "plugins", REPO / "benchmarks"]
+        packages = [REPO, REPO / "prune", REPO / "plugins", REPO / "benchmarks", KERNELS]
         packages += [self.home / name for name in ("site", "vllm", "vllm_site") if (self.home / name).exists()]
         before = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
         facts = {"LEASE_WORK": str(self.home / "work"), "LEASE_ENDS": str(ends), "PYTHONUNBUFFERED": "1"}

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from ddp_prune.mode import allowed_modes
 
 import ddp_vllm
 from ddp_models.source import open_source
 from ddp_prune.budget import make_checked_pools
-from ddp_prune.mode import allowed_modes
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe, load_recipe
 from ddp_prune.resolve import seconds_a_step

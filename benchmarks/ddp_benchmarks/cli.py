@@ -117,66 +117,6 @@ def _picture(results: Mapping[str, Any], path: Path) -> str:
 
 
 @bench.command()
-@list_option("--shape", "shapes", default="qwen3-30b-a3b", metavar="MODEL,…", help="Models, or all.")
-@list_option("--tokens", of=int, default="1,4,16,64,256,1024,4096", help="Batch sizes.")
-@list_option("--sparsity", "sparsities", of=int, default="0,20,40,60", help="Percent removed.")
-@default_option("--rounds", default=9, help="Interleaved measurements of each kernel.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), show_default="cuda if available", help="Where the kernels run."
-)
-@choice_option("--dtype", ["bfloat16", "float16", "float32"], "Of weights and activations.")
-@default_option("--scale", default=1.0, help="Factor of hidden and intermediate size.")
-@click.option("--experts", type=int, show_default="the model's", help="Maximum number of experts.")
-@choice_option("--clock", ["wall", "cpu"], "On a CPU.")
-@default_option("--popularity", default=0.5, help="Unevenness of the routing.")
-@_seed
-@default_option("--output", "-o", type=_PATH, default="kernel.json", help="Results.")
-@_overwrite
-@_json
-def kernel(
-    shapes: tuple[str, ...], device: str | None, output: Path, overwrite: bool, as_json: bool, **options: Any
-) -> None:
-    """Compare one layer's experts of different widths with vLLM's fused experts and with equal
-    widths.
-
-    \b
-    ddp-vllm bench kernel --shape all
-    ddp-vllm bench kernel --shape olmoe-1b-7b --experts 16 --scale 0.5 --tokens 1,16 --sparsity 40
-    """
-    from ddp_vllm.output import check_file
-
-    check_file(output, overwrite=overwrite)
-    import torch
-
-    from ddp_benchmarks.expert_layers import SHAPES
-    from ddp_benchmarks.kernel import KernelSettings, run_kernel_benchmark
-    from ddp_benchmarks.tables import kernel_line, plain_console, print_kernel
-    from ddp_vllm.results import write_results
-
-    settings = KernelSettings(
-        shapes=tuple(SHAPES) if shapes == ("all",) else shapes,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        **options,
-    )
-    settings.check()
-    console = plain_console()
-    results: dict[str, Any] = {}
-
-    def save(partial_results: Mapping[str, Any]) -> None:
-        results.update(partial_results)
-        write_results(results, output)
-
-    try:
-        run_kernel_benchmark(settings, print_line=partial(console.print, style="dim"), save=save)
-    finally:  # an interrupted run prints its results so far
-        if results:
-            print_kernel(results, console)
-            console.print(f"{output} has every ratio and width")
-            if as_json:
-                echo(kernel_line(results))
-
-
-@bench.command()
 @_dense
 @_pruned
 @choice_option("--phase", PHASES, "The step to compare; decode also reports prefill.")
