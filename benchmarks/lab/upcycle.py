@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from ddp_study.study import read_test_blocks
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ddp_benchmarks.fetch import fetch_conversations, fetch_model
@@ -41,7 +42,6 @@ from ddp_benchmarks.protocol import script_parser
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel, block_losses
-from ddp_study.study import read_test_blocks
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_training.loss import OutputHead, distill, final_hidden, perplexity_of

@@ -14,7 +14,7 @@ from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightTh
 from ddp_prune.gates import Masks
 from ddp_prune.selection import exact_support
 from ddp_prune.trainer import KEPT_FLOOR
-from ddp_study.scores import Search
+from scores import Search
 
 START = 3.0  # initial log α
 
