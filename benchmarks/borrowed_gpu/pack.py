@@ -30,9 +30,9 @@ from pathlib import Path
 import numpy as np
 
 import weights
-from ddp_benchmarks.fetch import fetch_model
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
+from fetch import fetch_model
 
 REPO = Path(__file__).resolve().parents[2]
 ARCHITECTURE = 90

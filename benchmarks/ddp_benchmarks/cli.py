@@ -53,7 +53,12 @@ def bench() -> None:
 @default_option("--num-prompts", default=1000, help="Conversations to replay.")
 @default_option("--pairs", default=5, help="Measurements of each model.")
 @click.option(
-    "--dataset-path", "--dataset", "dataset", type=_PATH, show_default="fetched", help="ShareGPT file (JSON or JSONL)."
+    "--dataset-path",
+    "--dataset",
+    "dataset",
+    type=_PATH,
+    show_default="ShareGPT of the Hub",
+    help="Conversations in any form that prune reads.",
 )
 @click.option("--output", "-o", type=_PATH, show_default="DIR/sharegpt-MODE.json", help="Results.")
 @_overwrite

@@ -37,7 +37,6 @@ from accelerate import Accelerator
 from ddp_study.study import read_test_blocks
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from ddp_benchmarks.fetch import fetch_conversations, fetch_model
 from ddp_benchmarks.protocol import script_parser
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
@@ -46,6 +45,7 @@ from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_training.loss import OutputHead, distill, final_hidden, perplexity_of
 from ddp_vllm.output import atomic_folder
+from fetch import fetch_conversations, fetch_model
 from study import add_test_options, gate, print_result
 
 DEALT_BLOCKS, SEQ_LEN = 32, 256  # text that channels are dealt out by
