@@ -207,9 +207,11 @@ def _refuse_without(needed: str, *names: str) -> None:
 
 @click.command()
 @click.argument("model")
-@list_option("--tasks", default="paper", metavar="TASK,…", help="Tasks or suites: paper, nine, llama, generative.")
+@list_option(
+    "--tasks", default="paper", metavar="TASK,…", help="Tasks of lm-eval, or suites: paper, nine, llama, generative."
+)
 @choice_option("--backend", ["hf", "vllm"], "Runs the tasks: transformers or vLLM.")
-@list_option("--rows", of=Path, help="Folders or files with the rows of the tasks, instead of the Hub's.")
+@click.option("--include-path", type=_PATH, metavar="FOLDER", help="Further tasks for lm-eval, such as local ones.")
 @list_option("--text", "texts", help="Compare with the dense model on these texts.")
 @default_option("--tokens", default=16_384, help="Tokens of each --text, at least 8 blocks.")
 @click.option("--max-ratio", type=float, help="With --text: exit with 9 if perplexity is above this × the dense one.")
@@ -240,25 +242,26 @@ def eval(
 
     \b
     ddp-vllm eval ./pruned --against MODEL
-    ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --rows ./bench
+    ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100
     ddp-vllm eval ./pruned --text test.jsonl --max-ratio 1.1
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
     model or --against. Give it text that pruning did not read. Tasks run only if --tasks is passed
-    too. With --rows no rows come from the Hub: it has one file per task, such as piqa_val.jsonl,
-    and missing files are an error. Finished tasks are cached and reused.
+    too. A task NAME_local of --include-path counts as lm-eval's NAME. An interrupted evaluation
+    resumes from lm-eval's cache of responses.
     """
-    from ddp_benchmarks.evaluate import EvalSettings, evaluate
+    from ddp_benchmarks.evaluate import EvalSettings, choose_tasks, evaluate
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.tables import plain_console, print_quality
-    from ddp_benchmarks.tasks import choose_tasks
     from ddp_vllm.evaluations import against_output, default_output
     from ddp_vllm.results import results_folder
 
     with_tasks = click.get_current_context().get_parameter_source("tasks") is ParameterSource.COMMANDLINE
     if texts:
         if not with_tasks:
-            _refuse_without("--tasks together with --text", "backend", "rows", "limit", "batch_size", "model_args")
+            _refuse_without(
+                "--tasks together with --text", "backend", "include_path", "limit", "batch_size", "model_args"
+            )
         _evaluate_text(model, texts, against, output, options, as_json=as_json, quiet=quiet, max_ratio=max_ratio)
         if not with_tasks:
             return

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_benchmarks.protocol import result_line
-from ddp_vllm.evaluations import TASKS, in_points, mean_difference, score
+from ddp_vllm.evaluations import TASKS, in_points, mean_difference, score, task_of
 from ddp_vllm.intervals import ratio_text, spread
 from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import main_metric, main_verdict, measured, on_gpu
@@ -165,7 +165,8 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
     table = Table("task", "metric", box=box.SIMPLE_HEAD, title=f"first {limit} rows of each task" if limit else None)
     for heading in [model["ddp_vllm"]["model"]["name"] for model in models] + (["retained"] if dense else []):
         table.add_column(heading, justify="right")
-    for name, task in TASKS.items():
+    for name in sorted(results["results"], key=lambda name: [*TASKS, name].index(name)):
+        task = task_of(results, name)
         if score(results, name) is not None:
             cells = _quality([score(model, name) for model in models], in_percent=task.higher_is_better)
             table.add_row(task.heading, task.metric.replace("_", " "), *cells)

@@ -113,16 +113,16 @@ def evaluate(
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's
     results.
 
-    tasks: names separated by commas, or one of the suites `paper`, `nine`, `llama`, `generative`.
+    tasks: lm-eval's names separated by commas, or one of the suites `paper`, `nine`, `llama`, `generative`.
     output: a folder, by default `eval` in the model's. settings: any field of `EvalSettings`
-    (`limit`, `rows`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
+    (`limit`, `include_path`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     from ddp_benchmarks import evaluate as evaluating
-    from ddp_benchmarks.tasks import choose_tasks
 
     folder = Path(output) if output else default_output(str(model))
-    settings["rows"] = tuple(map(Path, _several(settings.get("rows", ()))))
-    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, **settings)
+    if settings.get("include_path"):
+        settings["include_path"] = Path(settings["include_path"])
+    chosen = evaluating.EvalSettings(model=str(model), tasks=evaluating.choose_tasks(tasks), output=folder, **settings)
     chosen.check()
     with results_folder(folder):
         return dict(evaluating.evaluate(chosen, print_line=line_printer(verbose)))
