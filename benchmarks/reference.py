@@ -99,6 +99,7 @@ class Command(NamedTuple):
             if time.monotonic() > self.deadline:
                 process.send_signal(signal.SIGINT)
                 ended = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(ended[1])
                 if ended[1]:
                     raise SystemExit("the minutes are over; the same command resumes")
                 break

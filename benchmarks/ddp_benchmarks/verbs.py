@@ -80,7 +80,7 @@ def bench_steps(
     is, and was predicted to be if this workload was its budget.
     """
     from ddp_benchmarks.side_by_side import StepSettings, compare_steps
-    from ddp_vllm.checkpoint import read_checkpoint
+    from ddp_vllm.masks import MASKS_FILE, read_provenance
     from ddp_vllm.model_facts import is_pruned
     from ddp_vllm.output import check_file
     from ddp_vllm.results import write_results
@@ -89,8 +89,9 @@ def bench_steps(
         check_file(Path(output), overwrite=overwrite)
     workload = Workload(phase=phase, batch=concurrency, context=context_length)
     chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **settings)
+    # also of a folder without weights, for `-- --load-format dummy`
     provenances = [
-        read_checkpoint(Path(folder)).provenance if is_pruned(Path(folder)) else {} for folder in chosen.pruned
+        read_provenance(Path(folder) / MASKS_FILE) if is_pruned(Path(folder)) else {} for folder in chosen.pruned
     ]
     predictions = [provenance.get("latency", {}) for provenance in provenances]
     results = compare_steps(chosen, print_line=line_printer(verbose))
