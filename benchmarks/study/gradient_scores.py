@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp_prune.core.gates import GatedModel, Masks
 from ddp_prune.core.loss import OutputHead
-from ddp_study.scores import Score, backward, coupled, projections, routed_experts
+from scores import Score, backward, coupled, projections, routed_experts
 
 RANK = 8
 SCALE = 2.0  # LoRAPrune's lora_alpha of 16 over the rank
@@ -66,39 +66,24 @@ def llm_pruner(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     """Return LLM-Pruner's first-order score (arXiv:2305.11627): Σ |w·g|, g the mean gradient of the
     blocks.
 
-    Stores one gradient per prunable weight; `llm_pruner_mixed` stores two. Not implemented in
-    either: exempting the first four and last two layers.
+    Stores one gradient per prunable weight. Not implemented: its second-order term, which changed
+    no result in our tables, and exempting the first four and last two layers.
     """
-    first, _ = _gradients(gated, blocks, squared=False)
+    first = _gradients(gated, blocks)
     return coupled(gated, lambda weight: (weight.detach().float() * first[weight]).abs())
 
 
-def llm_pruner_mixed(gated: GatedModel, blocks: torch.Tensor) -> Masks:
-    """Return LLM-Pruner's Σ |w·g − ½ w²·F|, F the mean of the blocks' squared gradients."""
-    first, second = _gradients(gated, blocks, squared=True)
-
-    def value(weight: torch.Tensor) -> torch.Tensor:
-        w = weight.detach().float()
-        return (w * first[weight] - 0.5 * w.square() * second[weight]).abs()
-
-    return coupled(gated, value)
-
-
-def _gradients(gated: GatedModel, blocks: torch.Tensor, *, squared: bool) -> tuple[Gradients, Gradients]:
-    """Return the mean over blocks of each weight's gradient and, if `squared`, of its square, in
-    float32."""
+def _gradients(gated: GatedModel, blocks: torch.Tensor) -> Gradients:
+    """Return the mean over blocks of each weight's gradient, in float32."""
     weights = _pruned_weights(gated)
     first: Gradients = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in weights}
-    second: Gradients = {weight: torch.zeros_like(first[weight]) for weight in weights if squared}
     with _with_gradients(weights):
         for tokens in blocks.split(1):
             backward(gated, tokens)
             for weight in weights:
                 first[weight] += weight.grad / len(blocks)
-                if squared:
-                    second[weight] += weight.grad.float().square() / len(blocks)
                 weight.grad = None
-    return first, second
+    return first
 
 
 def loraprune(gated: GatedModel, blocks: torch.Tensor) -> Masks:
@@ -156,7 +141,6 @@ def _adapter(weight: torch.Tensor, generator: torch.Generator) -> Adapter:
 
 METHODS = {
     "llm-pruner": Score(source="arXiv:2305.11627", score=llm_pruner, scope="layer"),
-    "llm-pruner-mixed": Score(source="arXiv:2305.11627", score=llm_pruner_mixed, scope="layer"),
     "loraprune": Score(source="arXiv:2305.18403, only its scores", score=loraprune, scope="layer", suits="dense"),
     "taylor": Score(source="arXiv:1905.10650", score=lambda gated, blocks: of_gates(gated, blocks)[0]),
     "fisher": Score(source="arXiv:2204.09656", score=lambda gated, blocks: of_gates(gated, blocks)[1]),

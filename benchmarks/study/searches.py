@@ -14,7 +14,7 @@ from ddp_prune.core.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStrai
 from ddp_prune.core.gates import Masks
 from ddp_prune.core.selection import exact_support
 from ddp_prune.core.trainer import KEPT_FLOOR
-from ddp_study.scores import Search
+from scores import Search
 
 START = 3.0  # initial log α
 

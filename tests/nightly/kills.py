@@ -13,7 +13,7 @@ The parent process imports all modules once and never starts a thread; each run 
 calls the command line's function. Pictures are empty, because to draw them takes longer than
 everything else.
 
-    python benchmarks/lab/kills.py --kills 400 --seed 0
+    python tests/nightly/kills.py --kills 400 --seed 0
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """How long does a training step take, and in how much memory? The paper's table 8, on one GPU with
 random weights.
 
-    python table8.py OUT.json [--rounds 3]
+    python benchmarks/borrowed_gpu/step_cost.py OUT.json [--rounds 3]
 
 Paper (LLaMA-2-7B, 4 GPUs, 16 x 2,048 tokens): masks 2.1 s and 18 GB, with distillation 2.5 and 19,
 LoRA 2.4 and 18, full fine-tuning 2.9 and 83. A step here is one micro-batch of 4 x 2,048 tokens; 4
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.core.batches import Batches, fit_batches
+from ddp_prune.core.batches import Batches
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.learn import prepare_passes
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.trainer import Trainer
 from ddp_prune.pools import make_checked_pools
@@ -31,8 +32,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_vllm.families import dimensions_of, family_of
 from lease import DEVICE, DRY, Results, is_over, synchronize
-from models import config_of
-from training_kernels import build
+from machine import build, config_of
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [  # the paper's rows first
     # before rotary embeddings are compiled for good
@@ -73,18 +73,18 @@ def mask_step(
     recipe = Recipe(
         model="random", sparsity=0.5, steps=100_000, polish=0.0, distillation=options.get("distillation", 2.0),
         batch_size=sequences, seq_len=SEQ_LEN, micro_batch_size=sequences, train="masks",
-        activation_checkpointing=options.get("checkpointing", "auto"),
+        activation_checkpointing=options.get("checkpointing", "on"),
     )  # fmt: skip
     accelerator, sizes = Accelerator(cpu=DRY), dimensions_of(full)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    source: Any = SimpleNamespace(config=full, sizes=sizes, family=family_of(full), shapes=shapes)
+    source: Any = SimpleNamespace(config=full, text_config=full, sizes=sizes, family=family_of(full), shapes=shapes)
     unit, pools = make_checked_pools(recipe, source, shapes)
     if not DRY and options.get("fused", True):
         with suppress(Exception):  # as `load_trained` does
             fuse_elementwise(model)
-    gated, batches, lines = GatedModel(model, source.family, sizes, unit), Batches(blocks, recipe, accelerator), []
-    fit_batches(gated, batches, recipe, accelerator, lines.append)
-    trainer = Trainer(gated, batches, Run.alone(recipe), pools, accelerator)
+    gated, run = GatedModel(model, source.family, sizes, unit), Run.alone(recipe)
+    batches = prepare_passes(model, Batches(blocks, recipe, accelerator), run)
+    trainer = Trainer(gated, batches, run, pools, accelerator)
     if share := options.get("open_share"):
         support = trainer.gates.support
         trainer.gates.support = {
@@ -97,7 +97,7 @@ def mask_step(
         "micro_batch": batches.micro_batch_size,
         "narrow": trainer.narrow is not None,
     }
-    return lambda: trainer.step(next(numbers)), facts | {"lines": lines}
+    return lambda: trainer.step(next(numbers)), facts
 
 
 def active_parameters(model: Any, config: dict[str, Any]) -> float:

@@ -41,14 +41,14 @@ from ddp_prune.run import Run
 from ddp_prune.run_folder import inputs_of
 from ddp_prune.text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_study.page import CELLS, STUDY_FILE
-from ddp_study.scores import Score, Search, choose, unfit
-from ddp_study.study import MASKS, Row, Study, read_test_blocks
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import FAMILIES, MIXTURES, dense_layers
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import locked, make_folder, write_text
+from findings import CELLS, STUDY_FILE
+from rows import MASKS, Row, Study, read_test_blocks
+from scores import Score, Search, choose, unfit
 
 DENSE = "dense"
 OPTIMIZER = "adamw"  # of trained weights
@@ -184,7 +184,6 @@ class Cells:
                 facts |= {key: facts[key] + first[key] for key in TOGETHER if key in facts and key in first}
             facts |= {"source": row.method.source if row.method else row.first or row.name}
             facts["is_search"] = not isinstance(row.method, Score)
-            facts["command"] = self.study.command(row, sparsity, seed, self.output)
             write_text(json.dumps({"method": row.name, "sparsity": sparsity, "seed": seed, **facts}), path)
 
     def evaluate(self, masks: Masks | None, heldout: torch.Tensor) -> dict[str, float]:

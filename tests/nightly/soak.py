@@ -1,7 +1,7 @@
 """Does a server of a pruned model answer many clients at once as it answers one, without memory
 growth?
 
-    python benchmarks/lab/soak.py [MODEL] [--requests 2000] [--clients 16] [-- VLLM ARGUMENTS]
+    python tests/nightly/soak.py [MODEL] [--requests 2000] [--clients 16] [-- VLLM ARGUMENTS]
 
 Runs `vllm serve` in float32. Of ten requests five ask for a whole answer, three stream it, one
 disconnects during its stream, and one is invalid. All answers are greedy and must equal, token by

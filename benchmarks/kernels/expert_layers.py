@@ -17,6 +17,8 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """A kernel with its experts: maps the three tensors of a `Batch` to outputs `[T, H]`."""
 CONCENTRATION = 4.0
+POPULARITY = 0.5
+"""Standard deviation of the experts' popularity; the preference of a token has 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,3 +124,8 @@ def work(batches: Sequence[Batch], widths: Sequence[int], hidden_size: int, item
     read = sum(int(width[ids.unique().cpu().long()].sum()) for _, _, ids in batches)
     computed = sum(int(width[ids.cpu().long()].sum()) for _, _, ids in batches)
     return 3 * hidden_size * item_bytes * read / len(batches), 6 * hidden_size * computed / len(batches)
+
+
+def numbers(text: str) -> list[int]:
+    """Parse an option such as `1,16,64`."""
+    return [int(part) for part in text.split(",")]

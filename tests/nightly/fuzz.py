@@ -3,10 +3,11 @@
 The script prunes, recovers and measures tiny models. Each seed then changes one file: bytes, a
 value in its JSON, the header of its tensors, or the file itself. The commands and functions that
 read it run in this process, with two seconds of a core. Each must fail with one line, or go on with
-the weights that are on disk; a damaged state of a run, or damaged cached tokens, must be ignored.
-Another plausible value (`rope_theta`, a seed, a result) is accepted.
+the weights that are on disk; a damaged
+state of a run, or damaged cached tokens, must be ignored. Another plausible value (`rope_theta`, a
+seed, a result) is accepted.
 
-    python benchmarks/lab/fuzz.py --first 0 --last 20000
+    python tests/nightly/fuzz.py --first 0 --last 20000
 """
 
 import contextlib

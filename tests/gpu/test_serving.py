@@ -1,27 +1,22 @@
-"""Does the plugin serve pruned models correctly on this GPU, in bfloat16, with and without CUDA
-graphs?
+"""Does the plugin serve pruned models correctly on this GPU, in bfloat16, with and without CUDA graphs?
 
-    python correct.py OUT.json [--go FILE] [--only CASE;…]
-
-Random models of middle size answer four prompts. The log-probabilities of vLLM's greedy tokens are
-compared with those of transformers in float32 on the same weights and tokens. A case that was right
-in OUT.json is not run again.
+Random models of middle size answer four prompts. The log-probabilities of vLLM's greedy tokens are compared with
+those of transformers in float32 on the same weights and tokens.
 """
 
-import argparse
-import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from ddp_vllm.families import dense_layers, pruned_config
 from ddp_vllm.remote_code.module_widths import ModuleWidths
-from lease import DEVICE, DRY, WORK, Results, is_over, wait_for
+from lease import DEVICE, DRY, wait_for
 
 LAYERS = [  # unequal KV heads, removed attention, a removed MLP, odd widths
     ([4, 4, 4, 4], 1408), ([4, 4], 777), ([], 1000), ([4], 0), ([4, 4, 4], 65), ([4, 4, 4, 4], 512),
@@ -61,7 +56,7 @@ class Case:
         return self.options.get("tensor_parallel_size", 1)
 
 
-DRAFT = {"method": "draft_model", "model": str(WORK / "correct" / "ragged"), "num_speculative_tokens": 3}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}  # its model is `ragged`
 CASES = {  # the most important first
     "ragged, graphs": Case(model="ragged"),
     "experts, graphs": Case(model="experts"),
@@ -181,17 +176,6 @@ def ask(folder: Path, case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]
     ], facts
 
 
-def gap_between(answers: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> float:
-    """Return the largest gap of log-probabilities in nats, over the tokens before the first that
-    differs."""
-    gaps = [0.0]
-    for answer, other in zip(answers, others, strict=True):
-        pairs = zip(answer["tokens"], other["tokens"], answer["logprobs"], other["logprobs"], strict=True)
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-        gaps += [abs(logprob - other_logprob) for _, _, logprob, other_logprob in same]
-    return max(gaps)
-
-
 @torch.no_grad()
 def compare(folder: Path, case: Case, answers: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the gaps in nats between vLLM's log-probabilities and those of transformers in
@@ -215,50 +199,38 @@ def compare(folder: Path, case: Case, answers: Sequence[dict[str, Any]]) -> dict
     return {"worst_gap": max(gaps), "mean_gap": sum(gaps) / len(gaps), "worst_regret": max(regrets)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--go", help="use the GPU when this file exists")
-    parser.add_argument("--only", help=f"some cases, with ; between: {'; '.join(CASES)}")
-    args = parser.parse_args()
-    names = args.only.split(";") if args.only else list(CASES)
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of the random models, which are written when a case needs them."""
     from ddp_plugins.register import register_models
 
     register_models()
-    wait_for(args.go)
-    results, before = Results(args.out), list[dict[str, Any]]()
-    if args.out.exists():
-        before = [row for row in json.loads(args.out.read_text()).get("rows", []) if row.get("right")]
-    results["rows"] = before
-    devices = 1 if DRY else torch.cuda.device_count()
-    # ranks are forked on a CPU, and threads survive no fork
-    for name in sorted(names, key=lambda name: -CASES[name].ranks):
-        case = CASES[name]
-        if name in {row["case"] for row in before} or case.ranks > devices or is_over():
-            continue
-        with results.row(case=name) as row:
-            folder = WORK / "correct" / case.model
-            for model in {case.model, *(["ragged"] if "speculative_config" in case.options else [])}:
-                if not (WORK / "correct" / model / "config.json").exists():
-                    write_model(WORK / "correct" / model, model)
-            answers, facts = ask(folder, case)
-            row |= facts | compare(folder, case, answers) | {"answers": answers}
-            row["right"] = max(row["worst_gap"], row["worst_regret"]) < TOLERANCE and facts.get(case.counter, 1) > 0
-            if case.options is GRAPHS and not DRY:
-                row["right"] &= "FULL" in row["cudagraph_mode"]  # otherwise nothing was captured
-            if case.options is EAGER:
-                graphs = [other for other in results["rows"] if other["case"] == name.replace("eager", "graphs")]
-                row["gap_to_graphs"] = max((gap_between(answers, other["answers"]) for other in graphs), default=None)
+    import vllm  # noqa: F401  (imported before the GPU is free)
+
+    wait_for()
+    yield tmp_path_factory.mktemp("serving")
+
+
+# ranks are forked on a CPU, and threads survive no fork
+@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: -CASES[name].ranks))
+def test_vllm_answers_as_transformers(name: str, folder: Path) -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    case = CASES[name]
+    if case.ranks > (1 if DRY else torch.cuda.device_count()):
+        pytest.skip(f"needs {case.ranks} GPUs")
+    if "speculative_config" in case.options:
+        case = replace(case, options=case.options | {"speculative_config": DRAFT | {"model": str(folder / "ragged")}})
+    for model in {case.model, "ragged"}:
+        if not (folder / model / "config.json").exists():
+            write_model(folder / model, model)
+    try:
+        answers, facts = ask(folder / case.model, case)
+        facts |= compare(folder / case.model, case, answers)
+    finally:
         cleanup_dist_env_and_memory()
-    done = {row["case"] for row in results["rows"] if row.get("right")}
-    missing = [name for name in names if name not in done]
-    no_device = [name for name in missing if CASES[name].ranks > devices]
-    print(f"{len(done)} right; not right or not run: {'; '.join(missing) or 'none'}")
-    results["not run, for lack of devices"] = ", ".join(no_device)
-    results.finish(complete=missing == no_device)
-
-
-if __name__ == "__main__":
-    main()
+    print(name, facts)
+    assert max(facts["worst_gap"], facts["worst_regret"]) < TOLERANCE, facts
+    assert facts.get(case.counter, 1) > 0, facts
+    if case.options is GRAPHS and not DRY:
+        assert "FULL" in facts["cudagraph_mode"], "nothing was captured"

@@ -1,24 +1,14 @@
-"""Do the GPU's paths of training compute what their plain references compute, and how much faster
-are they?
-
-    python training_kernels.py OUT.json
+"""Do the GPU's paths of training compute what their plain references compute, and how much faster are they?
 
 1. Each kernel on activations of a real model's size, against its formula in plain torch.
-2. The gates' gradients of two small models, dense and mixture, on the GPU against the CPU, which
-    has the plain forms.
+2. The gates' gradients of two small models, dense and mixture, on the GPU against the CPU, which has the plain forms.
 3. A block of a 7B model with fused norms, rotary embeddings and activations against eager mode.
 """
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from lease import DEVICE, DRY, Results, error_of, seconds_of
-
-if DRY:
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -29,25 +19,25 @@ from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.loss_kernel import distill_chunk
 from ddp_vllm.families import choose_head_unit, dimensions_of, family_of
-from models import CONFIGS, TINY
+from lease import DEVICE, DRY, error_of, seconds_of
+from machine import CONFIGS, TINY, build
 
 ROUNDING = 1e-2  # of bfloat16 results, share of the norm
+TOKENS = 20 if DRY else 8192
 Values = tuple[torch.Tensor, ...]
 
 
-def compare(results: Results, name: str, kernel: Callable[[], Values], plain: Callable[[], Values], moved: int) -> None:
-    """Add a row: errors of the kernel's results, times of both, and the rate of the bytes that must
-    be moved."""
-    with results.row(case=name) as row:
-        row["errors"] = [error_of(value, expected) for value, expected in zip(kernel(), plain(), strict=True)]
-        row["right"] = max(row["errors"]) < ROUNDING
-        seconds, plain_seconds = seconds_of(kernel), seconds_of(plain)
-        row |= {"us": 1e6 * seconds, "plain_us": 1e6 * plain_seconds, "faster": plain_seconds / seconds}
-        row["gb_per_s"] = moved / seconds / 1e9
+def compare(kernel: Callable[[], Values], plain: Callable[[], Values], moved: int) -> None:
+    """Compare the results, and print the times and the rate of the bytes that must be moved."""
+    errors = [error_of(value, expected) for value, expected in zip(kernel(), plain(), strict=True)]
+    assert max(errors) < ROUNDING, errors
+    seconds, plain_seconds = seconds_of(kernel), seconds_of(plain)
+    print(f"{1e6 * seconds:.0f} us, {plain_seconds / seconds:.1f} times as fast, {moved / seconds / 1e9:.0f} GB/s")
 
 
-def check_gates(results: Results, tokens: int, units: int, columns: int) -> None:
-    gradient, x = (torch.randn(tokens, units * columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize(("units", "columns"), [(24, 1), (3, 16)] if DRY else [(11008, 1), (32, 128), (8, 512)])
+def test_gates(units: int, columns: int) -> None:
+    gradient, x = (torch.randn(TOKENS, units * columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     mask = torch.rand(units, device=DEVICE)
 
     def plain() -> Values:
@@ -55,11 +45,11 @@ def check_gates(results: Results, tokens: int, units: int, columns: int) -> None
         spread = mask.to(x.dtype).repeat_interleave(columns)
         return gradient * spread, products.sum(0), products.square().sum(0)
 
-    name = f"gate_backward, {tokens} tokens, {units} units of {columns}"
-    compare(results, name, lambda: gate_backward(gradient, x, mask, columns), plain, 3 * x.nbytes)
+    compare(lambda: gate_backward(gradient, x, mask, columns), plain, 3 * x.nbytes)
 
 
-def check_expert_gates(results: Results, slots: int, num_experts: int, channels: int) -> None:
+def test_expert_gates() -> None:
+    slots, num_experts, channels = (20, 3, 40) if DRY else (65536, 128, 768)
     gradient, x = (torch.randn(slots, channels, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     mask = torch.rand(num_experts, channels, device=DEVICE)
     # the last one is idle
@@ -74,15 +64,17 @@ def check_expert_gates(results: Results, slots: int, num_experts: int, channels:
         products = gradient.float() * x
         return gradient * mask.to(x.dtype)[expert], sums(products), sums(products.square())
 
-    name = f"{slots} slots, {num_experts} experts of {channels}"
     forward = lambda: (scale_experts(x, mask, ends),)  # noqa: E731
-    compare(results, f"scale_experts, {name}", forward, lambda: (x * mask.to(x.dtype)[expert],), 2 * x.nbytes)
+    compare(forward, lambda: (x * mask.to(x.dtype)[expert],), 2 * x.nbytes)
     backward = lambda: expert_gates_backward(gradient, x, mask, ends)  # noqa: E731
-    compare(results, f"expert_gates_backward, {name}", backward, plain, 3 * x.nbytes)
+    compare(backward, plain, 3 * x.nbytes)
 
 
-def check_loss(results: Results, tokens: int, vocabulary: int, eta: float, masked: bool, cap: float | None) -> None:
-    """Compare with autograd of torch's own cross-entropy and KL divergence."""
+@pytest.mark.parametrize("vocabulary", [300] if DRY else [49152, 151936])
+@pytest.mark.parametrize(("eta", "masked", "cap"), [(2.0, False, None), (0.0, True, None), (2.0, True, 30.0)])
+def test_loss(vocabulary: int, eta: float, masked: bool, cap: float | None) -> None:
+    """By autograd of torch's own cross-entropy and KL divergence."""
+    tokens = 3 if DRY else 436
     student, teacher = (3 * torch.randn(tokens, vocabulary, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     labels = torch.randint(vocabulary, (tokens,), device=DEVICE)
     mask = torch.rand(tokens, device=DEVICE) if masked else None
@@ -103,20 +95,8 @@ def check_loss(results: Results, tokens: int, vocabulary: int, eta: float, maske
         (losses[0] + eta * losses[-1] * bool(eta)).backward()
         return losses.detach(), leaf.grad
 
-    name = f"distill_chunk, {tokens} x {vocabulary}, eta {eta:g}{', loss mask' * masked}{f', cap {cap}' if cap else ''}"
     # the copy reads and writes too
-    compare(results, name, kernel, plain, (7 if eta else 5) * student.nbytes)
-
-
-def build(config: dict[str, Any], device: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """Return a random model and the config that the product reads."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kind = config["model_type"]
-    settings = AutoConfig.for_model(kind, **{name: value for name, value in config.items() if name != "model_type"})
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
-    return model.requires_grad_(False).eval(), settings.to_dict() | config
+    compare(kernel, plain, (7 if eta else 5) * student.nbytes)
 
 
 def gate_gradients(config: dict[str, Any], device: str) -> Values:
@@ -138,18 +118,16 @@ def gate_gradients(config: dict[str, Any], device: str) -> Values:
     return tuple(value.detach().cpu() for value in (loss, *pairs))
 
 
-def check_model(results: Results, name: str) -> None:
+@pytest.mark.parametrize("name", ["llama-2-7b", "qwen3-30b-a3b"])
+def test_gate_gradients_of_a_small_model(name: str) -> None:
     config = CONFIGS[name] | {key: value for key, value in TINY.items() if key in CONFIGS[name]}
-    with results.row(case=f"gate gradients of a small {name}, GPU against CPU") as row:
-        on_cpu, on_gpu = gate_gradients(config, "cpu"), gate_gradients(config, DEVICE)
-        row["errors"] = [error_of(value, expected) for value, expected in zip(on_gpu, on_cpu, strict=True)]
-        row["right"] = max(row["errors"]) < 1e-3
-        row["grouped"] = experts.can_group(torch.empty(1, 8, 8, device=DEVICE, dtype=torch.bfloat16))
+    on_cpu, on_gpu = gate_gradients(config, "cpu"), gate_gradients(config, DEVICE)
+    assert max(error_of(value, expected) for value, expected in zip(on_gpu, on_cpu, strict=True)) < 1e-3
+    print("grouped:", experts.can_group(torch.empty(1, 8, 8, device=DEVICE, dtype=torch.bfloat16)))
 
 
-def check_fusion(results: Results) -> None:
-    """Forward and backward of two layers; the rotary function stays compiled, so this is the last
-    check."""
+def test_fusion() -> None:
+    """Forward and backward of two layers; the rotary function stays compiled, so this is the last test."""
     config = CONFIGS["llama-2-7b"] | (TINY if DRY else {}) | {"num_hidden_layers": 2, "num_key_value_heads": 8}
     model, _ = build({k: v for k, v in config.items() if "expert" not in k and "moe" not in k}, DEVICE, torch.bfloat16)
     tokens = torch.randint(3, config["vocab_size"], (2, 32) if DRY else (4, 2048), device=DEVICE)
@@ -160,30 +138,7 @@ def check_fusion(results: Results) -> None:
         output.float().square().mean().backward()
         return output.detach(), hidden.grad
 
-    with results.row(case="norms, rotary embeddings and activations, fused against eager") as row:
-        expected, plain_seconds = run(), seconds_of(run)
-        row["parts"] = fuse_elementwise(model, "eager" if DRY else "inductor")
-        row["errors"] = [error_of(value, other) for value, other in zip(run(), expected, strict=True)]
-        row["right"] = max(row["errors"]) < 2 * ROUNDING
-        seconds = seconds_of(run)
-        row |= {"us": 1e6 * seconds, "plain_us": 1e6 * plain_seconds, "faster": plain_seconds / seconds}
-
-
-def main() -> None:
-    results = Results(sys.argv[1])
-    torch.manual_seed(0)
-    tokens = 20 if DRY else 8192
-    for units, columns in ((24, 1), (3, 16)) if DRY else ((11008, 1), (32, 128), (8, 512)):
-        check_gates(results, tokens, units, columns)
-    check_expert_gates(results, *((20, 3, 40) if DRY else (65536, 128, 768)))
-    for vocabulary in (300,) if DRY else (49152, 151936):
-        for eta, masked, cap in ((2.0, False, None), (0.0, True, None), (2.0, True, 30.0)):
-            check_loss(results, 3 if DRY else 436, vocabulary, eta, masked, cap)
-    for name in ("llama-2-7b", "qwen3-30b-a3b"):
-        check_model(results, name)
-    check_fusion(results)
-    results.finish()
-
-
-if __name__ == "__main__":
-    main()
+    expected, plain_seconds = run(), seconds_of(run)
+    parts = fuse_elementwise(model, "eager" if DRY else "inductor")
+    assert max(error_of(value, other) for value, other in zip(run(), expected, strict=True)) < 2 * ROUNDING
+    print(f"{parts} parts, {plain_seconds / seconds_of(run):.2f} times as fast as eager mode")

