@@ -1,14 +1,14 @@
 """The paper's tasks, and the results of lm-eval on them, which `eval` writes and `compare`
 reads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp, inf, isnan, nan
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
-from ddp_vllm.errors import TextError
+from ddp_vllm.errors import LimitError, SettingError, TextError
 from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.machine import PLACE
 from ddp_vllm.masks import QUALITY
@@ -217,6 +217,56 @@ def fidelity(quality: Mapping[str, Any]) -> str:
     if not last:
         return ""
     return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
+
+
+def retained(results: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
+    """Return the fraction of the dense model's accuracy that a model retains: of the mean over
+    tasks of multiple choice, and of every task in which it writes, which the mean would hide.
+
+    It is not a number where the dense model has no right answer.
+    """
+    written = [name for name, task in TASKS.items() if task.is_generated]
+    fractions = {}
+    for name in ("mean accuracy", *written):
+        after, before = (
+            (score(each, name) or (None,))[0] if name in TASKS else (mean_accuracy(each) or {}).get("value")
+            for each in (results, dense)
+        )
+        if after is not None and before is not None:
+            heading = TASKS[name].heading if name in TASKS else name
+            fractions[heading] = after / before if before else nan
+    return fractions
+
+
+def check_min_retained(limit: float | None, tasks: Sequence[str], against: str | None) -> None:
+    """Refuse a limit that no evaluation of these tasks can meet or miss. Raises: SettingError."""
+    if limit is None:
+        return
+    if not against:
+        raise SettingError("--min-retained has no effect without --against; add --against or omit it")
+    if not 0 < limit <= 1:
+        raise SettingError(f"--min-retained {limit:g} is not a fraction; give a number above 0 and up to 1, as 0.97")
+    if not any(TASKS[name].higher_is_better for name in tasks):
+        raise SettingError("--min-retained requires a task with an accuracy; add one to --tasks")
+
+
+def judge_retained(results: Mapping[str, Any], dense: Mapping[str, Any], limit: float | None) -> None:
+    """Do nothing without a limit. Raises: LimitError if less than `limit` of the dense model's
+    accuracy is retained."""
+    if limit is None:
+        return
+    missed = [
+        f"an unknown share of {name}, where the dense model has no right answer"
+        if isnan(value)
+        else f"{value:.3g} of {name}"
+        for name, value in retained(results, dense).items()
+        if not value >= limit - 1e-9  # a quotient of decimal fractions may be rounded down
+    ]
+    if missed:
+        raise LimitError(
+            f"the model retains {' and '.join(missed)}, below --min-retained {limit:g}; train for longer with "
+            "ddp-vllm recover, or remove less"
+        )
 
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -11,7 +11,8 @@ from click.testing import Result
 from commands import assert_refused, invoke, passed
 
 from ddp_benchmarks.evaluate import EvalSettings, _cache_file, run_alone
-from ddp_vllm.evaluations import mean_difference
+from ddp_vllm.errors import LimitError
+from ddp_vllm.evaluations import judge_retained, mean_difference, retained
 from ddp_vllm.model_facts import describe_model
 
 
@@ -58,6 +59,13 @@ def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(
     again = passed(run(*arguments, "--against", str(dense)))
     assert "reusing 2 of 2 tasks" in again.stdout and list((tmp_path / "out" / "tasks").iterdir()) == cached
     assert "100.0 %" in again.stdout and "cannot tell: between 69.3 points worse and 69.3 better" in again.stdout
+    of_piqa = ["piqa" if argument == "piqa,gsm8k" else argument for argument in arguments]
+    passed(run(*of_piqa, "--against", str(dense), "--min-retained", "1"))
+    missed = run(*arguments, "--against", str(dense), "--min-retained", "0.97")
+    assert (
+        missed.exit_code == 9
+        and "an unknown share of GSM8K, where the dense model has no right answer, below" in missed.stderr
+    )
     results = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
     assert results["ddp_vllm"]["model"]["model"] == str(dense)
     assert not (dense / "eval").exists() and not (halved / "eval").exists()
@@ -105,6 +113,24 @@ def test_the_difference_of_means_is_that_of_pairs() -> None:
     assert half_width == pytest.approx(1.96 * sum(errors) ** 0.5 / 2)
     assert mean_difference(pruned, {"ddp_vllm": {"answers": {"a": first}}}) is None
     assert mean_difference(pruned, {"ddp_vllm": {}}) is None
+
+
+def test_retained_accuracy_is_that_of_the_mean_and_of_each_task_in_which_the_model_writes() -> None:
+    """The mean of piqa and boolq is 0.72 of 0.80; ifeval rises while gsm8k falls."""
+
+    def results(piqa: float, boolq: float, gsm8k: float, ifeval: float) -> dict[str, dict[str, dict[str, float]]]:
+        of_tasks = {"piqa": {"acc_norm,none": piqa}, "boolq": {"acc,none": boolq}}
+        written = {"exact_match,flexible-extract": gsm8k}, {"prompt_level_loose_acc,none": ifeval}
+        return {"results": of_tasks | dict(zip(("gsm8k", "ifeval"), written, strict=True))}
+
+    pruned, dense = results(0.64, 0.80, 0.30, 0.6), results(0.70, 0.90, 0.40, 0.5)
+    fractions = retained(pruned, dense)
+    assert fractions == pytest.approx({"mean accuracy": 0.9, "GSM8K": 0.75, "IFEval": 1.2})
+    judge_retained(pruned, dense, 0.75)
+    with pytest.raises(LimitError, match=r"retains 0\.75 of GSM8K, below --min-retained 0\.8;"):
+        judge_retained(pruned, dense, 0.8)
+    with pytest.raises(LimitError, match="an unknown share of GSM8K"):
+        judge_retained(results(1, 1, 0.3, 0.5), results(1, 1, 0, 0.5), 0.5)
 
 
 _LOAD = """
@@ -162,6 +188,13 @@ BAD: dict[str, tuple[list[str], int, str]] = {  # options, exit code, what is sa
     "unknown task": (["--tasks", "arc"], 2, "unknown task 'arc'"),
     "no rows": (["--limit", "0"], 2, "--limit 0 is below 1"),
     "no batch": (["--batch-size", "0"], 2, "--batch-size 0 is below 1"),
+    "no fraction": (["--against", "tiny", "--min-retained", "97"], 2, "--min-retained 97 is not a fraction"),
+    "nothing to compare with": (["--min-retained", "0.9"], 2, "no effect without --against"),
+    "no accuracy": (
+        ["--tasks", "wikitext", "--against", "tiny", "--min-retained", "0.9"],
+        2,
+        "requires a task with an accuracy",
+    ),
     "no value": (["--model-args", "x"], 2, "name=value"),
     "no file of a task": (["--rows", "data", "--tasks", "rte"], 4, "no local file for rte (rte_val.jsonl)"),
     "an output that is a file": (["--rows", "data", "--tasks", "piqa", "-o", "file"], 5, "choose another output"),
