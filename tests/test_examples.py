@@ -198,8 +198,8 @@ def test_the_script_of_the_page_on_an_8b(dense: Path, chats: Path, tmp_path: Pat
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     settings = {
-        "MODEL": str(dense), "ADAPTER": "adapter", "CHATS": str(chats), "GENERAL": "", "BUDGET": "--sparsity 0.3",
-        "LOAD": "--context-length 64", "MINUTES": "0.05", "TASKS": "",
+        "MODEL": str(dense), "ADAPTER": "adapter", "CHATS": str(chats), "GENERAL": "", "BUDGET": "--sparsity 0.3 --seq-len 32 --batch-size 2",
+        "CONCURRENCY": "2", "LENGTH": "96", "MINUTES": "0.1", "TASKS": "",
         "SERVER": f"--port {port} --max-model-len 128 --enforce-eager",
     }  # fmt: skip
     missed = subprocess.run(
