@@ -199,7 +199,7 @@ def test_the_script_of_the_page_on_an_8b(dense: Path, chats: Path, tmp_path: Pat
         port = free.getsockname()[1]
     settings = {
         "MODEL": str(dense), "ADAPTER": "adapter", "CHATS": str(chats), "GENERAL": "", "BUDGET": "--sparsity 0.3 --seq-len 32 --batch-size 2",
-        "CONCURRENCY": "2", "LENGTH": "96", "MINUTES": "0.1", "TASKS": "",
+        "CONCURRENCY": "2", "LENGTH": "96", "MINUTES": "0.5", "TASKS": "",
         "SERVER": f"--port {port} --max-model-len 128 --enforce-eager",
     }  # fmt: skip
     missed = subprocess.run(
