@@ -34,7 +34,6 @@ step "2. Prune. Gates of the least important heads and channels close; the remai
 
 step "3. Look. The report also shows ten answers of the dense and the pruned model: $OUT/pruned/report.html"
 ddp-vllm inspect "$OUT/pruned"
-ddp-vllm verify "$OUT/pruned"
 
 step "4. Is it still good? Perplexity, KL divergence and top-1 agreement on text of your users."
 # For accuracy on tasks: ddp-vllm eval "$OUT/pruned" --against "$MODEL"

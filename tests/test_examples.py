@@ -22,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from ddp_benchmarks.engine import CPU_DEFAULTS
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 CHATML = (
@@ -134,20 +136,6 @@ def test_mixture(more: list[str], chats: Path, tmp_path: Path, example: Callable
     assert ("layer 1: 3 of 4 experts, 32 to 32 channels" in printed) == bool(more) and "layer 1: " in printed
 
 
-def test_export_gguf(dense: Path, tmp_path: Path, example: Callable[..., str]) -> None:
-    pytest.importorskip("gguf")
-    printed = example("export_gguf.py", "--model", dense, "--output", "model.gguf")
-    assert printed.endswith("llama-server -m model.gguf\n") and (tmp_path / "model.gguf").exists()
-
-
-@pytest.mark.vllm
-@pytest.mark.nightly
-def test_chat(dense: Path, tmp_path: Path) -> None:
-    words = ["--model", dense, "--question", "the", "--max-model-len", "128", "--max-tokens", "4"]
-    words += ["--gpu-memory-utilization", "0.3"]  # other tests run at the same time
-    assert run(tmp_path, sys.executable, EXAMPLES / "chat.py", *words).strip()
-
-
 @pytest.mark.vllm
 @pytest.mark.nightly
 def test_speedrun(dense: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +151,8 @@ def served(folder: Path, script: Path, port: int, **settings: str) -> tuple[str,
     log = folder / "log.txt"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            ["bash", script], cwd=folder, env=environment_of(folder) | settings, stdout=output, stderr=output,
-            start_new_session=True,
+            ["bash", script], cwd=folder, env=environment_of(folder) | CPU_DEFAULTS | settings,
+            stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         try:
             while process.poll() is None:
@@ -178,7 +166,7 @@ def served(folder: Path, script: Path, port: int, **settings: str) -> tuple[str,
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
             process.wait(60)
-    raise AssertionError(f"exit code {process.returncode}: {log.read_text()[-3000:]}")
+    raise AssertionError(f"exit code {process.returncode}: {log.read_text()[-9000:]}")
 
 
 @pytest.mark.vllm
@@ -198,7 +186,8 @@ def test_the_script_of_the_page_on_an_8b(dense: Path, chats: Path, tmp_path: Pat
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     settings = {
-        "MODEL": str(dense), "ADAPTER": "adapter", "CHATS": str(chats), "GENERAL": "", "BUDGET": "--sparsity 0.3 --seq-len 32 --batch-size 2",
+        "MODEL": str(dense), "ADAPTER": "adapter", "CHATS": str(chats), "GENERAL": "",
+        "BUDGET": "--sparsity 0.3 --seq-len 32 --batch-size 2",
         "CONCURRENCY": "2", "LENGTH": "96", "MINUTES": "0.5", "TASKS": "",
         "SERVER": f"--port {port} --max-model-len 128 --enforce-eager",
     }  # fmt: skip
