@@ -135,8 +135,9 @@ class Recipe(TrainingSettings):
     """What is trained while units are removed: `masks` alone, as in the paper, or also the
     remaining `weights`, or low-rank additions to them (`lora`). Embeddings are never trained, and
     additions are merged at the end. With its teacher, a second copy of the model, `weights`
-    requires 20 bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`; `lora` requires little more than the 2 bytes of `masks`. `auto` is the
-    first of weights, lora and masks that memory holds, and `masks` for the controller `alm`."""
+    requires 20 bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`; `lora` requires
+    little more than the 2 bytes of `masks`. `auto` is the first of weights, lora and masks that
+    memory holds, and `masks` for the controller `alm`."""
 
     def __post_init__(self) -> None:
         if self.speedup and self.budget == "units":
