@@ -1,11 +1,15 @@
 """Documents that say what the code says: the command reference, and links that lead somewhere."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+
+from ddp_vllm.cli import main as command_line
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")])
@@ -89,3 +93,30 @@ def test_no_sentence_is_long(page: Path) -> None:
 def test_a_long_sentence_is_seen() -> None:
     lengths = [words(one) for one in sentences(f"# A title\n\nOne. {'word ' * 36}end. Two.\n\n| a | b c |\n")]
     assert [length for length in lengths if length] == [1, 37, 1, 1, 2]
+
+
+def usages(page: str) -> list[list[str]]:
+    """Return the words of every line of a Bash block that starts ddp-vllm, without those with variables or globs."""
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").split("\n")]
+    words_of = [shlex.split(line, comments=True) for line in lines if re.match(r"ddp-vllm|accelerate|torchrun", line)]
+    return [line for line in words_of if not any(character in " ".join(line) for character in "$*<>")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_usage_lines_can_be_pasted(page: Path) -> None:
+    """Every option exists, and has a value of its kind; nothing runs."""
+    for line in usages(page.read_text(encoding="utf-8")):
+        name = "ddp_vllm" if "ddp_vllm" in line else "ddp-vllm"
+        command: click.Command = command_line
+        context, rest = click.Context(command), line[line.index(name) + 1 :]
+        while isinstance(command, click.Group):
+            found = command.get_command(context, rest[0])
+            assert found, line
+            command, rest = found, rest[1:]
+            context = click.Context(command, parent=context)
+        command.parse_args(context, rest)
+
+
+def test_usage_lines_are_found() -> None:
+    assert len([line for page in PAGES for line in usages(page.read_text(encoding="utf-8"))]) > 40
