@@ -8,15 +8,15 @@ TORCH := torch==2.13.0+cpu
 # file stays in one of them: its engine starts once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile
 
-.PHONY: install demo check test test-all gpu lint clean
+.PHONY: install demo check test test-all test-newest gpu lint clean
 
 install: .venv/.installed
 
 # PyPI's plain torch brings gigabytes of CUDA; the CPU build comes from wherever pip finds it, else from PyTorch's index.
-.venv/.installed: pyproject.toml requirements/cpu.txt requirements/quantize.txt $(wildcard requirements/stubs/*/pyproject.toml)
+.venv/.installed: pyproject.toml requirements/cpu.txt requirements/constraints.txt requirements/quantize.txt $(wildcard requirements/stubs/*/pyproject.toml)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q $(TORCH) || $(BIN)/pip install -q --index-url https://download.pytorch.org/whl/cpu $(TORCH)
-	$(BIN)/pip install -q -r requirements/cpu.txt
+	$(BIN)/pip install -q -r requirements/cpu.txt -c requirements/constraints.txt
 	$(BIN)/pip install -q --no-deps --upgrade --target .venv/quantize -r requirements/quantize.txt
 	touch $@
 
@@ -38,6 +38,11 @@ test: lint
 # With the long tests: fuzzing, kills, a busy server, compiled models, other GPUs.
 test-all: lint
 	$(PYTEST)
+
+# Nightly: the tests without vLLM on the newest transformers, peft and torchao, whatever pyproject.toml allows.
+test-newest: install
+	$(BIN)/pip install -q --no-deps --upgrade --target .venv/newest transformers peft torchao
+	PYTHONPATH=.venv/newest $(PYTEST) -m "not vllm and not gpu and not nightly"
 
 # What only a machine with a GPU can say, in an environment where `pip install ".[prune,serve,eval,dev]"` was run:
 # `make gpu`, or `make gpu-correct` for a step. Without a network: MODEL= is a folder and DATA= a file of conversations.

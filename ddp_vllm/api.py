@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_benchmarks.verbs import bench, bench_steps, evaluate, profile
     from ddp_prune.recipe import Recipe
+    from ddp_prune.recovery_verbs import evaluate_text, quantize, recover
     from ddp_prune.verbs import apply, plan, prune, prune_sizes
-    from ddp_recover.verbs import evaluate_text, quantize, recover
     from ddp_study.verbs import study
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.conversion.verb import convert
@@ -35,23 +35,23 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
         TextError,
         TrainingError,
     )
-    from ddp_vllm.folder import read, verify
+    from ddp_vllm.folder import read
     from ddp_vllm.gguf.export import export
     from ddp_vllm.pages.verbs import compare, inspect, push, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
     "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert", "export", "read", "inspect",
-    "verify", "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare",
+    "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare",
     "Recipe", "Checkpoint", "DdpError", "SettingError", "ModelError", "TextError", "OutputError", "TrainingError",
     "CheckpointError", "ServingError", "LimitError",
 ]  # fmt: skip
 
 FUNCTIONS = {  # module -> the public names it defines
     "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply"),
-    "ddp_recover.verbs": ("recover", "quantize", "evaluate_text"),
+    "ddp_prune.recovery_verbs": ("recover", "quantize", "evaluate_text"),
     "ddp_study.verbs": ("study",),
     "ddp_benchmarks.verbs": ("profile", "bench", "bench_steps", "evaluate"),
-    "ddp_vllm.folder": ("read", "verify"),
+    "ddp_vllm.folder": ("read",),
     "ddp_vllm.pages.verbs": ("inspect", "report", "compare", "push"),
     "ddp_vllm.conversion.verb": ("convert",),
     "ddp_vllm.gguf.export": ("export",),
@@ -65,14 +65,13 @@ FUNCTIONS = {  # module -> the public names it defines
 
 COMMANDS = {  # command -> (module that defines it, line in the list of commands)
     "prune": ("ddp_prune.cli", "Find the units a model needs least, remove them and write the smaller model."),
-    "recover": ("ddp_recover.cli", "Train a pruned model on the dense model's outputs to recover quality."),
+    "recover": ("ddp_prune.recovery_cli", "Train a pruned model on the dense model's outputs to recover quality."),
     "apply": ("ddp_prune.cli", "Prune a model by a published masks file, without training."),
-    "quantize": ("ddp_recover.cli", "Quantize a pruned or dense model with llm-compressor."),
+    "quantize": ("ddp_prune.recovery_cli", "Quantize a pruned or dense model with llm-compressor."),
     "study": ("ddp_study.cli", "Reproduce a table of the paper with a model of your own."),
     "convert": ("ddp_vllm.conversion.cli", "Write a model that another tool pruned as a folder that vLLM serves."),
     "export": ("ddp_vllm.gguf.cli", "Write a model as one GGUF file for llama.cpp."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
-    "verify": ("ddp_vllm.pages.cli", "Compare the files of a pruned checkpoint with the hashes of its manifest."),
     "push": ("ddp_vllm.pages.cli", "Publish a pruned checkpoint on the Hugging Face hub."),
     "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint as one page, report.html."),
     "profile": ("ddp_benchmarks.cli", "Measure the time of a step on this machine by the widths of the layers."),

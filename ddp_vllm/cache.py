@@ -1,6 +1,7 @@
 """The folder of downloads, tokens and compiled kernels. It imports quickly, because vLLM's workers
 import it."""
 
+import hashlib
 import os
 import stat
 import tempfile
@@ -36,6 +37,15 @@ def is_own(path: Path) -> bool:
     """Tell whether only this user can have written a file or folder, which is not a link."""
     status = path.lstat()
     return not stat.S_ISLNK(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file. Raises: ValueError for a pipe or a device, which never ends;
+    OSError."""
+    if not file.is_file():
+        raise ValueError(f"{file.name} is not a file")
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def unwritable_cache(folder: Path | str, error: Exception) -> OutputError:

@@ -94,11 +94,6 @@ class Checkpoint:
         return self.widths
 
     @property
-    def has_constants(self) -> bool:
-        """Whether constant vectors replace experts."""
-        return isinstance(self.widths, ModuleWidths) and bool(self.widths.approximate_experts)
-
-    @property
     def has_experts(self) -> bool:
         """Whether routed experts were pruned."""
         return any(layer.expert_intermediate_sizes is not None for layer in self.layers)

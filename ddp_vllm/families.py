@@ -8,7 +8,7 @@ the projections that compute it and its columns of the projection that writes it
 docs/dev/CONTRIBUTING.md.
 
 Of a model without a row here, the MLPs or routed experts are pruned, which
-`ddp_models/structure.py` finds. Its config then describes them (`remote_code/module_widths.py`).
+`ddp_prune/models/structure.py` finds. Its config then describes them (`remote_code/module_widths.py`).
 For a few mixtures of experts `described` derives that description from the stock config alone.
 """
 
@@ -23,8 +23,6 @@ from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.remote_code import DEEPSEEK
 from ddp_vllm.remote_code.files import WidthsError, short
 from ddp_vllm.remote_code.module_widths import (
-    APPROXIMATE,
-    METHOD,
     Block,
     LayerChannels,
     ModuleWidths,
@@ -51,10 +49,8 @@ BLOCK_NAMES = {
     "mlp": "mlp",
     "experts": "experts",
 }  # module type -> name in the setting `prune`
-# values of `head_unit` if the units are whole routed experts: those that leave the router too, and
-# those that are replaced by constant vectors
+# value of `head_unit` if the units are whole routed experts, which leave the router too
 WHOLE_EXPERT = "expert"
-CONSTANT_EXPERT = "constant expert"
 # model_type of the dense config -> the family's name in class names of remote code and vLLM's
 # plugin
 FAMILIES = {
@@ -243,8 +239,6 @@ def described_config(config: Mapping[str, Any], widths: ModuleWidths) -> dict[st
     is_deepseek = config.get("model_type") == DEEPSEEK
     place = "modeling_deepseek.AnyDeepseekConfig" if is_deepseek else "configuration_ddp_widths.AnyConfig"
     code = {"auto_map": {"AutoConfig": place}}  # for transformers without ddp-vllm
-    if replaced := widths.approximate_experts:
-        return rest | code | {APPROXIMATE: replaced, METHOD: widths.to_json()}
     return rest | code | {"quantization_config": widths.to_json()}
 
 
@@ -279,16 +273,6 @@ def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
         why = "experts in groups" if config["model_type"] != DEEPSEEK else "no stock class in transformers"
         raise SettingError(f"this {config['model_type']} model has {why}, so it keeps all experts; prune channels")
     return {key: kept for key in EXPERT_COUNT_KEYS if config.get(key)}
-
-
-def narrowing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `from_pretrained` requires besides a folder whose config.json states widths where
-    transformers does not look for them; {} for others."""
-    if METHOD not in config:
-        return {}
-    from ddp_vllm.remote_code.configuration_ddp_widths import WidthsConfig
-
-    return {"quantization_config": WidthsConfig(**config[METHOD])}
 
 
 def register_pruned(config: Mapping[str, Any]) -> None:

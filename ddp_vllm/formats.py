@@ -4,7 +4,6 @@
 |---|---|---|
 | `per_layer_config` | transformers, NVIDIA's AnyModel with `base_architecture` | layer → own fields, and `skip` |
 | `block_configs` | NVIDIA's Puzzletron and Nemotron-NAS | per layer `attention` and `ffn`, or `subblock_configs` |
-| `layer_head_num`, `layer_inter_size` | RTP-LLM, after LLM-Pruner | query heads and channels of each layer |
 | `drop_attn_list`, `drop_mlp_list` | LLM-Drop | removed blocks: their layers, or a truth value per layer |
 
 An entry becomes the fields of config.json that a layer has for itself, and from them its widths.
@@ -19,7 +18,7 @@ from typing import Any
 
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import FAMILIES, MIXTURES, dense_layers, family_of, pruned_config
+from ddp_vllm.families import KNOWN, MIXTURES, dense_layers, family_of, pruned_config
 from ddp_vllm.remote_code.files import WidthsError, short
 from ddp_vllm.remote_code.module_widths import ModuleWidths
 from ddp_vllm.remote_code.widths import (
@@ -37,9 +36,7 @@ from ddp_vllm.schema import ANY, NAME, Number, SchemaError, check
 
 # LLM-Drop's keys -> the blocks that they remove
 DROPPED = {"drop_attn_list": "attn", "drop_mlp_list": "mlp"}
-# RTP-LLM's keys -> the field of config.json that a layer has for itself
-LISTS = {"layer_head_num": "num_attention_heads", "layer_inter_size": "intermediate_size"}
-FORMATS = ("per_layer_config", "block_configs", *LISTS, *DROPPED)
+FORMATS = ("per_layer_config", "block_configs", *DROPPED)
 # in the config that vLLM gets: the folder may have tensors that are left out
 IN_PLACE = "ddp_opened_in_place"
 SUBBLOCKS = "subblocks_safetensors"  # folder in which Puzzletron keeps a file for every block
@@ -61,7 +58,6 @@ _FORM = {
     "per_layer_config?": (None, {str: {}}),
     "block_configs?": (None, [{"attention?": (None, _PART), "ffn?": (None, _PART), "parallel_blocks?": ANY,
                                "subblock_configs?": (None, [_PART, 10])}, 10_000]),
-    **dict.fromkeys((f"{key}?" for key in LISTS), (None, [Number(0, 10_000_000, whole=True), 10_000])),
     **dict.fromkeys((f"{key}?" for key in DROPPED), (None, [(bool, Number(0, 100_000, whole=True)), 10_000])),
 }  # fmt: skip
 _SKIPPED = {"attention": "attn", "self_attn": "attn", "mla": "attn", "mlp": "mlp", "ffn": "mlp", "moe": "mlp"}
@@ -82,8 +78,7 @@ _NO_FIELDS = (
 def base_type(config: Mapping[str, Any]) -> str:
     """Return the model type of the dense model that a tool pruned."""
     base = str(config.get("base_architecture") or "").removesuffix("ForCausalLM")
-    families = {**FAMILIES, **MIXTURES}
-    model_type = next((kind for kind, name in families.items() if name == base), str(config.get("model_type")))
+    model_type = next((kind for kind, name in KNOWN.items() if name == base), str(config.get("model_type")))
     return "llama" if model_type == NEMOTRON_NAS else model_type
 
 
@@ -121,27 +116,9 @@ def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[L
         if len(blocks) != number:
             raise ModelError(f"config.json: block_configs has {len(blocks)} entries for {number} layers")
         fields = {index: _fields(block, dense, index) for index, block in enumerate(blocks)}
-    elif any(config.get(key) for key in LISTS):
-        fields = _listed_fields(config, dense, number)
     elif not dropped:
         return None
     return [_widths(index, fields.get(index, {}), dense, dropped.get(index, set())) for index in range(number)]
-
-
-def _listed_fields(config: Mapping[str, Any], dense: Mapping[str, Any], number: int) -> dict[int, dict[str, Any]]:
-    """Return RTP-LLM's lists in the fields of `per_layer_config`; KV heads are removed with their
-    query heads. Raises: ModelError for lists of another length."""
-    fields: dict[int, dict[str, Any]] = {index: {} for index in range(number)}
-    for key, field in LISTS.items():
-        values = config.get(key) or ()
-        if values and len(values) != number:
-            raise ModelError(f"config.json: {key} has {len(values)} entries for {number} layers")
-        for index, value in enumerate(values):
-            fields[index][field] = value
-            if field == HEADS:
-                # with a remainder, `groups` refuses the heads
-                fields[index][KV_HEADS] = value * dense_kv_heads(dense) // dense[HEADS] or min(1, value)
-    return fields
 
 
 def _dropped_blocks(config: Mapping[str, Any], number: int) -> dict[int, set[str]]:
@@ -316,7 +293,7 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     None if it states none, if all layers are alike, if ddp-vllm wrote it, or for another family,
     which is vLLM's own business. Raises: ModelError.
     """
-    if not any(config.get(key) for key in FORMATS) or base_type(config) not in {**FAMILIES, **MIXTURES}:
+    if "ddp_layers" in config or not any(config.get(key) for key in FORMATS) or base_type(config) not in KNOWN:
         return None
     # vLLM's classes load them
     quantized = {key: config[key] for key in ("quantization_config",) if config.get(key)}

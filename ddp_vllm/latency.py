@@ -213,8 +213,7 @@ class Profile:
     def times(self, workload: Workload) -> StepTimes:
         """Return the parts of a step, by medians over rounds.
 
-        Times are interpolated between measured batches and contexts. Raises: SettingError outside
-        of them.
+        Raises: SettingError if this workload was not measured.
         """
         dense = statistics.median(seconds_of(run["dense"], workload) for run in self.content["times"])
         shares = {name: statistics.median(rounds) for name, rounds in self._shares(workload).items()}
@@ -302,24 +301,15 @@ def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seconds_of(cells: Sequence[Mapping[str, Any]], workload: Workload) -> float:
-    """Return the seconds of a workload, bilinear between the batches and contexts of measured
-    cells.
-
-    Raises: SettingError outside of them.
-    """
-    seconds = {(cell["batch"], cell["context"]): cell[workload.phase] for cell in cells}
-    batches, contexts = (sorted({cell[axis] for cell in seconds}) for axis in (0, 1))
-    for name, value, known in (
-        ("concurrency", workload.batch, batches), ("context-length", workload.context, contexts),
-    ):  # fmt: skip
-        if not known[0] <= value <= known[-1]:
-            raise SettingError(
-                f"the profile was measured with --{name} {' to '.join(map(str, sorted({known[0], known[-1]})))}, "
-                f"not {value}; measure that too: "
-                f"ddp-vllm profile MODEL --{name} {','.join(map(str, sorted({*known, value})))}"
-            )
-    along_batch = [(b, _between([(c, seconds[b, c]) for c in contexts], workload.context)) for b in batches]
-    return _between(along_batch, workload.batch)
+    """Return the seconds of a workload. Raises: SettingError if it was not measured."""
+    for cell in cells:
+        if (cell["batch"], cell["context"]) == (workload.batch, workload.context):
+            return float(cell[workload.phase])
+    measured = " and ".join(sorted({f"{cell['batch']} × {cell['context']:,}" for cell in cells}))
+    raise SettingError(
+        f"the profile was measured for sequences × tokens of {measured}, not {workload.batch} × {workload.context:,}; "
+        f"measure that: ddp-vllm profile MODEL --concurrency {workload.batch} --context-length {workload.context}"
+    )
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -229,8 +229,8 @@ def _num_parameters(
     files: Sequence[Path], counts: Callable[[str, Sequence[int]], bool] = lambda name, shape: True
 ) -> int | None:
     try:
-        tensors = (tensor for path in files for tensor in file_tensors(path))
-        return sum(prod(shape) for name, shape, _ in tensors if counts(name, shape)) or None
+        shapes = {name: shape for path in files for name, shape, _ in file_tensors(path)}
+        return sum(prod(shape) for name, shape in shapes.items() if counts(name, shape)) or None
     except (WidthsError, OSError) as error:
         raise ModelError(str(error)) from error
 

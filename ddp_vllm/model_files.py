@@ -7,25 +7,40 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ddp_vllm.remote_code import code_of
 
-# copied along with the weights: data files known by name, never code
-TOKENIZER_AND_CONFIG_FILES = (
-    *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
-    *("LICENSE", "LICENSE.md", "LICENSE.txt", "LICENSE-CODE", "LICENSE-MODEL", "NOTICE", "NOTICE.md", "NOTICE.txt"),
+LARGEST = 200_000_000  # bytes of a file that is copied along; tokenizers take up to 40 MB
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+# neither copied along with a model nor downloaded, unlike all other files of its folder
+NOT_COPIED = (
+    *("*.bin", "*.bin.*", "*.pt", "*.pth", "*.ckpt*", "*.h5", "*.msgpack", "*.gguf", "*.onnx*", "*.tflite", "*.pkl"),
+    *("*.npz", "*.tar*", "*.zip", "consolidated*", "params.json"),  # other formats' copies
+    *("*.py", "*.pyc", "*.so", "*.sh", "*.ipynb"),
+    *("README.md", "report.html", "ddp_*", "sharegpt-*", "hf_quant_config.json", ".*"),
+    *("[!a]*/*", "a[!d]*/*"),  # all folders but additional_chat_templates
 )
+TOKENIZERS = ("tokenizer.json", "*.model", "*.model.v*", "vocab*", "*.tiktoken", "tekken.json", "merges*")
 
 
 def tokenizer_and_config_files(folder: Path) -> list[Path]:
-    """Return the files that are copied along with a model's weights. `check_links` must have
-    checked the folder."""
-    return [file for pattern in TOKENIZER_AND_CONFIG_FILES for file in sorted(folder.glob(pattern)) if file.is_file()]
+    """Return the files that are copied along with a model's weights: tokenizer, processors of
+    pictures, templates, licenses, and whatever else is small. `check_links` must have checked the
+    folder."""
+    files = (file for pattern in ("*", "*/*") for file in sorted(folder.glob(pattern)) if file.is_file())
+    return [file for file in files if _is_copied(file.relative_to(folder).as_posix(), file.stat().st_size)]
+
+
+def _is_copied(name: str, size: int) -> bool:
+    return size <= LARGEST and not any(fnmatchcase(name, pattern) for pattern in (*NOT_COPIED, *WEIGHTS))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a folder has the files of a tokenizer."""
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZERS)
 
 
 def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> None:
@@ -36,10 +51,10 @@ def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> 
             copy = folder / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
-    tokenizer = folder / "tokenizer_config.json"
-    settings = _tokenizer_settings(tokenizer)
-    if settings.pop("auto_map", None) is not None:  # it would name code, which is not copied
-        write_json(settings, tokenizer)
+    for path in folder.glob("*config.json"):
+        settings = _settings(path)
+        if settings.pop("auto_map", None) is not None:  # it would name code, which is not copied
+            write_json(settings, path)
     write_json(config, folder / "config.json")
     for file in code_of(config):
         shutil.copyfile(file, folder / file.name)
@@ -50,9 +65,9 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _tokenizer_settings(path: Path) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json; {} if it cannot be read, in which case
-    transformers fails too."""
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the content of a file of settings; {} if it cannot be read, in which case transformers
+    fails too."""
     with suppress(OSError, ValueError, RecursionError):
         settings = json.loads(path.read_text(encoding="utf-8"))
         return settings if isinstance(settings, dict) else {}
@@ -68,7 +83,7 @@ def state_tokenizer_class(source: Path, target: Path) -> None:
     """
     from transformers import AutoTokenizer
 
-    if not any(target.glob("tokenizer*")):
+    if not has_tokenizer(target):
         return
     try:
         name = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
@@ -77,6 +92,6 @@ def state_tokenizer_class(source: Path, target: Path) -> None:
     # the name in transformers 4
     name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
     path = target / "tokenizer_config.json"
-    settings = _tokenizer_settings(path)
+    settings = _settings(path)
     if settings.get("tokenizer_class") != name:
         write_json(settings | {"tokenizer_class": name}, path)

@@ -7,10 +7,9 @@ rename.
 | `.NAME.old` | the folder that it was to replace | `clear`, which puts it back if there is no other |
 | `.NAME.lock` | the lock of the folder's writer | `clear` |
 | `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, in later writers |
-| `NAME.run` | the state of an interrupted run (`ddp_training.run_folder`) | the run, at the end of its command |
+| `NAME.run` | the state of an interrupted run (`ddp_prune.run_folder`) | the run, at the end of its command |
 
-No link is followed, and only folders of ours (`manifest.is_ours`) are removed. Nothing here imports
-torch.
+No link is followed, and only folders of ours (`is_ours`) are removed. Nothing here imports torch.
 """
 
 import errno
@@ -21,12 +20,12 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddp_vllm.errors import OutputError, is_utf8
-from ddp_vllm.manifest import MANIFEST, is_ours, manifest_of
+from ddp_vllm.masks import MASKS_FILE
 
 LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
 # on some network file systems; filelock itself handles ENOSYS
@@ -46,12 +45,24 @@ def writing(output: Path) -> Iterator[None]:
         raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
 
 
-def check_output(output: Path, *, overwrite: bool) -> None:
+def is_ours(folder: Path) -> bool:
+    """Tell whether ddp-vllm wrote a folder, which then has a masks file, or the folder is empty."""
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return not names or MASKS_FILE in names
+
+
+def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
     """Refuse an output folder that exists, before any work is done, after a `clear`.
 
+    reads: models that the command reads, folders or hub names; a folder in `output` would be lost.
     Raises: OutputError if `output` exists and `overwrite` is off, if ddp-vllm did not write it or
-        cannot rename it, or if nothing can be written there.
+        cannot rename it, if it holds a folder of `reads`, or if nothing can be written there.
     """
+    for folder in map(Path, reads):
+        if folder.is_dir() and folder.resolve().is_relative_to(output.resolve()):
+            raise OutputError(f"{output} holds {folder}, which this command reads; choose another folder")
     clear(output)
     with writing(output):
         _check_name(output)
@@ -63,12 +74,10 @@ def check_output(output: Path, *, overwrite: bool) -> None:
             raise OutputError(
                 f"{output} cannot be written: {parent} is not a folder you may write to; choose another one"
             ) from None
+        if output.exists() and not is_ours(output):
+            raise OutputError(f"{output} exists, and ddp-vllm did not write it; choose another folder")
         if output.exists() and not overwrite:
             raise OutputError(f"{output} exists; choose another folder or pass --overwrite")
-        if output.exists() and not is_ours(output):
-            raise OutputError(
-                f"{output} was not written by ddp-vllm, so --overwrite leaves it alone; choose another folder"
-            )
 
 
 def _check_name(output: Path) -> None:
@@ -136,8 +145,8 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder in the same parent, which becomes `output` when the block ends
     without an error.
 
-    Files are synced before the rename, so a crash leaves the old folder or the new one. The
-    manifest is written last.
+    Files are synced before the rename, so a crash leaves the old folder or the new one. The block
+    writes the masks file, by which the folder can be replaced later.
     Raises: OutputError as `check_output`, if another process writes the same output, if a link or
         files of others have the name of the temporary folder, and for any OSError of the block.
     """
@@ -148,10 +157,11 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     with writing(output), locked(lock, f"another process writes {output}; wait for it, or choose another folder"):
         _clear(output, temporary, old)
         temporary.mkdir()
-        (temporary / MANIFEST).touch()
+        (temporary / MASKS_FILE).touch()  # if it is killed, the folder is still known as ours
         try:
             yield temporary
-            (temporary / MANIFEST).write_text(manifest_of(temporary), encoding="utf-8")
+            if not (temporary / MASKS_FILE).stat().st_size:
+                (temporary / MASKS_FILE).unlink()
             for path in temporary.rglob("*"):
                 if path.is_file():
                     # safetensors writes files for their owner alone

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.cache import cache_folder
+from ddp_vllm import __version__
+from ddp_vllm.cache import cache_folder, sha256
 from ddp_vllm.errors import CheckpointError, OutputError
-from ddp_vllm.manifest import sha256
-from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_provenance
 from ddp_vllm.output import write_text
 
 # settings that may hold paths; `data` and `watch` several
@@ -80,6 +80,16 @@ def published(provenance: Mapping[str, Any]) -> dict[str, Any]:
     if "recovery" in hidden:
         hidden["recovery"] = published(hidden["recovery"])
     return hidden
+
+
+def write_provenance(masks: Path, provenance: Mapping[str, Any]) -> None:
+    """Write a masks file without masks, where it is not known which units were removed, or none
+    were."""
+    from safetensors.numpy import save_file
+
+    header = {"ddp_vllm": __version__, **published(provenance)}
+    save_file({}, masks, masks_metadata(header, {}))
+    remember(masks, provenance)
 
 
 def remember(masks: Path, provenance: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ import make_measured
 
 import ddp_vllm
 from ddp_prune.recipe import AlmSettings, Recipe
-from ddp_recover.recipe import RecoveryRecipe
+from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_vllm import api
 from ddp_vllm.cli import main as command_line
 from ddp_vllm.options import Grouped

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ddp_models.source import Source
 from ddp_prune.fit import MODES, UTILIZATION, Devices, Fit
+from ddp_prune.models.source import Source
 from ddp_prune.plan import estimate
 from ddp_prune.recipe import Recipe
 from ddp_vllm.families import dimensions_of, family_of

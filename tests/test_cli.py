@@ -164,7 +164,6 @@ WRONG = {  # words of a command -> exit code, and a part of the message
     "prune dense --sparsity 0.2 --dry-run --on h300": (2, "--on is 'h300'; give a card"),
     "prune dense --sparsity 0.2 --on h100-80gb -o o": (2, "--on estimates for other GPUs"),
     "apply dense --masks good.jsonl -o o": (7, "is not a masks file"),
-    "verify gone": (7, "gone is not a folder"),
     "apply dense --masks gone -o o": (7, "is not a file"),
     "recover ./gone -o o": (7, "is missing"),
     "quantize ./gone --scheme W8A8 -o o": (7, "is missing"),

@@ -207,3 +207,11 @@ def test_every_example_runs_here() -> None:
     code = Path(__file__).read_text(encoding="utf-8")
     for example in EXAMPLES.iterdir():
         assert example.name.startswith("__") or f'"{example.name}"' in code, example
+
+
+def test_the_core_runs_on_a_model_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "core.py"), run_name="__main__")
+    kept = [[int(number) for number in re.findall(r"(\d+) of", line)] for line in capsys.readouterr().out.splitlines()]
+    # a KV group has 3 · 16 rows of 64 weights and a column block of 16; a channel three rows of 64
+    cost = sum(heads * (2 * 8 + 2 * 8 + 8 + 8) * 64 + channels * 3 * 64 for heads, channels in kept)
+    assert len(kept) == 4 and 0.58 < cost / (4 * (4 * 48 * 64 + 256 * 3 * 64)) <= 0.6

@@ -14,22 +14,15 @@ from ddp_vllm import api
 ROOT = Path(__file__).parent.parent
 ROOMS = {  # package -> its folder
     "ddp_vllm": ROOT / "ddp_vllm",
-    "ddp_text": ROOT / "prune" / "ddp_text",
-    "ddp_training": ROOT / "prune" / "ddp_training",
-    "ddp_models": ROOT / "prune" / "ddp_models",
     "ddp_prune": ROOT / "prune" / "ddp_prune",
-    "ddp_recover": ROOT / "prune" / "ddp_recover",
     "ddp_plugins": ROOT / "plugins" / "ddp_plugins",
     "ddp_benchmarks": ROOT / "benchmarks" / "ddp_benchmarks",
     "ddp_study": ROOT / "benchmarks" / "ddp_study",
 }
 # package -> the others it may import; the ground floor is for all
 ARROWS = {
-    "ddp_models": {"ddp_text", "ddp_training"},
-    "ddp_prune": {"ddp_text", "ddp_training", "ddp_models"},
-    "ddp_recover": {"ddp_text", "ddp_training", "ddp_models", "ddp_prune"},
-    "ddp_study": {"ddp_text", "ddp_training", "ddp_models", "ddp_prune"},
-    "ddp_benchmarks": {"ddp_text"},
+    "ddp_study": {"ddp_prune"},
+    "ddp_benchmarks": {"ddp_prune"},  # its room `text` alone, so that both read the same chats
 }
 TABLE = ROOT / "ddp_vllm" / "api.py"  # the one file of the ground floor that names the packages above it
 BORROWED = {  # package -> the verbs of other packages that it calls through that table
@@ -77,7 +70,7 @@ def test_a_room_imports_itself_and_the_ground_floor_only(room: str) -> None:
     for file in files:
         if file != TABLE:
             assert _named(file) <= {"ddp_vllm", room} | ARROWS.get(room, set()), f"{file.relative_to(ROOT)}"
-    without_verbs = {"ddp_plugins", "ddp_text", "ddp_training", "ddp_models"}
+    without_verbs = {"ddp_plugins"}
     assert _named(TABLE) == set(ROOMS) - without_verbs
 
 
@@ -102,6 +95,27 @@ ABOVE = {  # package -> its files, all or those of its top folder, and the modul
     ),  # these build on what a checkpoint is
     "ddp_prune": ("**/*.py", ("ddp_vllm.pages.report", "ddp_vllm.pages.pictures")),  # callers hand in what draws
 }
+
+
+INSIDE = {  # room of ddp_prune -> the modules of ddp_prune that it may import besides its own
+    "core": ("ddp_prune.recipe", "ddp_prune.run", "ddp_prune.settings"),  # settings and steps, as plain values
+    "text": (),
+    "models": ("ddp_prune.core", "ddp_prune.text", "ddp_prune.settings"),
+}
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_the_core_knows_no_files_commands_or_memory(room: str) -> None:
+    allowed = (f"ddp_prune.{room}", *INSIDE[room])
+    for file in (ROOMS["ddp_prune"] / room).glob("*.py"):
+        ours = {module for _, module in _imports(file) if module.startswith("ddp_prune")}
+        assert not {module for module in ours if not module.startswith(allowed)}, file
+
+
+def test_benchmarks_read_texts_as_pruning_does_and_nothing_else_of_it() -> None:
+    for file in ROOMS["ddp_benchmarks"].rglob("*.py"):
+        ours = {module for _, module in _imports(file) if module.startswith("ddp_prune")}
+        assert not {module for module in ours if not module.startswith("ddp_prune.text")}, file
 
 
 @pytest.mark.parametrize("room", ABOVE)

@@ -24,9 +24,9 @@ def layers(*widths: tuple[int, int]) -> list[LayerWidths]:
     return [LayerWidths(query_heads_per_kv_head=(2,) * heads, intermediate_size=channels) for heads, channels in widths]
 
 
-@pytest.mark.parametrize("batch, context", [(8, 256), (1, 1024), (4, 700)])
+@pytest.mark.parametrize("batch, context", [(8, 256), (1, 1024)])
 def test_an_untimed_model_takes_as_long_as_its_blocks(profile: Profile, batch: int, context: int) -> None:
-    """With widths, batches and contexts between the measured ones, and with removed blocks."""
+    """With widths between the measured ones, and with removed blocks."""
     pruned = layers((4, 900), (0, 513), (2, 0), (3, 128))
     expected = seconds(dense_layers(CONFIG), batch, context) / seconds(pruned, batch, context)
     speedup, low, high = profile.speedup(pruned, Workload(phase="decode", batch=batch, context=context))
@@ -65,7 +65,7 @@ def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp
 
 
 def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
-    with pytest.raises(SettingError, match="--concurrency 1 to 8, not 16"):
+    with pytest.raises(SettingError, match="8 × 256, not 16 × 256; measure that: ddp-vllm profile MODEL --concurrency 16"):
         profile.times(Workload(phase="decode", batch=16, context=256))
     with pytest.raises(SettingError, match="not finished"):
         read_profile(written(tmp_path, complete=False))

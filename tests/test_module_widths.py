@@ -144,38 +144,3 @@ def test_tensors_of_other_widths(case: str) -> None:
 def test_quantized_weights() -> None:
     with pytest.raises(WidthsError, match=r"is 'F8_E4M3': .*; export the unquantized model"):
         check(CONFIG, tensors(), "F8_E4M3")
-
-
-CONSTANT = f"{LAYERS}.1.mlp.experts.1.approx_value"
-CONSTANTS: dict[str, tuple[Any, dict[str, list[int] | None], str]] = {  # approximate_experts, tensors -> words
-    "an expert that is kept": ({"1": [0, 1]}, {}, "approximate_experts is {'1': [0, 1]}, but ddp_widths replaces"),
-    "no expert": ({}, {}, "approximate_experts is {}, but ddp_widths replaces the experts {'1': [1]}"),
-    "another layer": ({"2": [1]}, {}, "but ddp_widths replaces the experts {'1': [1]}"),
-    "no numbers": ({"1": ["1"]}, {}, "not lists of expert ids by layer"),
-    "a list": ([1], {}, "not lists of expert ids by layer"),
-    "an id twice": ({"1": [1, 1]}, {}, "not lists of expert ids by layer"),
-    "a missing constant": ({"1": [1]}, {CONSTANT: None}, f"tensor {CONSTANT} is missing"),
-    "another length": ({"1": [1]}, {CONSTANT: [17]}, "has shape [17], but the output of an expert has 16 entries"),
-    "a constant too many": ({"1": [1]}, {CONSTANT.replace("1.app", "0.app"): [16]}, "that config.json does not name"),
-}
-
-
-@pytest.mark.parametrize("case", CONSTANTS)
-def test_constants_that_contradict_the_config(case: str) -> None:
-    named, changed, words = CONSTANTS[case]
-    config = copy.deepcopy(CONFIG)
-    config["ddp_widths"] = config.pop("quantization_config")
-    config["ddp_widths"]["experts"]["constants"] = True
-    check(config | {"approximate_experts": {"1": [1]}}, tensors() | {CONSTANT: [16]})
-    shapes = {name: shape for name, shape in (tensors() | {CONSTANT: [16]} | changed).items() if shape is not None}
-    with pytest.raises(WidthsError) as error:
-        check(config | {"approximate_experts": named}, shapes)
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_layer_without_experts_is_refused() -> None:
-    config = copy.deepcopy(CONFIG)
-    config["quantization_config"]["experts"]["constants"] = True
-    config["quantization_config"]["layers"][1]["expert_intermediate_sizes"] = [0, 0, 0]
-    with pytest.raises(WidthsError, match="keeps no expert, but vLLM requires one per layer"):
-        ModuleWidths.of(config | {"approximate_experts": {"1": [0, 1, 2]}})

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from ddp_vllm.cache import check_cache, is_own
-from ddp_vllm.errors import CheckpointError, OutputError
-from ddp_vllm.manifest import MANIFEST, check_manifest, differences
+from ddp_vllm.errors import OutputError
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.output import atomic_file, atomic_folder, check_file, check_output, locked, write_files, write_text
 
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"old": 1}')
     (folder / "model.safetensors").write_bytes(bytes(100))
-    (folder / MANIFEST).touch()
+    (folder / MASKS_FILE).touch()
     return folder
 
 
@@ -44,7 +44,7 @@ def test_a_folder_appears_whole_or_not_at_all(
         (new / "sub").mkdir()
         (new / "sub" / "a").write_text("1")
         assert out.exists() == overwrite
-    assert {path.name for path in out.rglob("*")} == {"sub", "a", MANIFEST} and [*out.parent.iterdir()] == [out]
+    assert {path.name for path in out.rglob("*")} == {"sub", "a"} and [*out.parent.iterdir()] == [out]
 
 
 def killed(writer: str, written: str, path: Path) -> None:
@@ -67,7 +67,7 @@ def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", ".out.tmp"]
     with atomic_folder(out) as folder:
         (folder / "config.json").write_text("{}")
-    assert {path.name for path in tmp_path.rglob("*")} == {"out", "config.json", MANIFEST}
+    assert {path.name for path in tmp_path.rglob("*")} == {"out", "config.json"}
 
 
 def test_what_was_put_aside_stays_while_there_is_nothing_else(folder: Path) -> None:
@@ -112,7 +112,7 @@ def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
         (folder / "config.json").write_text("{}")
         with pytest.raises(OutputError, match=r"another process writes .*out; wait"), atomic_folder(tmp_path / "out"):
             pass
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", MANIFEST]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json"]
 
 
 @pytest.mark.parametrize(("umask", "modes"), [(0o077, (0o700, 0o600)), (0o002, (0o775, 0o664))])
@@ -126,7 +126,7 @@ def test_who_may_read_is_what_the_user_set(umask: int, modes: tuple[int, int], t
     finally:
         os.umask(before)
     written = [tmp_path / "out", *(tmp_path / "out").iterdir()]
-    assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1], modes[1]]
+    assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1]]
 
 
 def test_outputs_that_are_refused(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_outputs_that_are_refused(tmp_path: Path) -> None:
         check_output(tmp_path / ("x" * 300), overwrite=False)
     (tmp_path / "thesis.txt").write_text("years of work")
     for place in (tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(OutputError, match="leaves it alone"):
+        with pytest.raises(OutputError, match="did not write it"):
             check_output(place, overwrite=True)
     (tmp_path / "empty").mkdir()
     check_output(tmp_path / "empty", overwrite=True)
@@ -153,7 +153,7 @@ def test_files_of_others_are_not_deleted(name: str, tmp_path: Path) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / file).write_text("years of work")
     with (
-        pytest.raises(OutputError, match=r"did not write|leaves it alone"),
+        pytest.raises(OutputError, match="did not write"),
         atomic_folder(tmp_path / "out", overwrite=True),
     ):
         pass
@@ -172,7 +172,6 @@ def test_a_file_is_written_past_a_planted_link(tmp_path: Path, monkeypatch: pyte
 
 def test_a_report_follows_no_links(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    (folder / MANIFEST).write_text('{"sha256": {}}')
     (folder / "report.html").symlink_to(tmp_path / "thesis.txt")
     write_files(folder, {"report.html": b"page"})
     assert (folder / "report.html").read_text() == "page" and not (folder / "report.html").is_symlink()
@@ -182,26 +181,15 @@ def test_a_report_follows_no_links(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_the_manifest_tells_what_is_not_as_it_was_written(tmp_path: Path) -> None:
-    with atomic_folder(tmp_path / "out") as folder:
-        for name in ("config.json", "model.safetensors", "tokenizer.json"):
-            (folder / name).write_text(name)
-    folder = tmp_path / "out"
-    pages = ("README.md", "report.html", "report/widths.png")
-    for name in (*pages, "eval/results.json", "sharegpt-offline.json", "sharegpt-serve.png"):
-        write_text("written later", folder / name)
-    assert list(differences(folder)) == []
-    (folder / "tokenizer.json").unlink()
-    (folder / "model.safetensors").write_bytes(b"model.safetensorr")
-    (folder / "evil.py").touch()
-    os.mkfifo(folder / "pipe")
-    assert list(differences(folder)) == [
-        "tokenizer.json is missing", "evil.py was added", "pipe was added", "model.safetensors was changed"
-    ]  # fmt: skip
-    (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")
-    with pytest.raises(CheckpointError, match=r"config.json is not a file"):
-        check_manifest(folder)
+def test_only_a_folder_with_masks_is_replaced(folder: Path, tmp_path: Path) -> None:
+    """The mark of a folder of ours is the masks file that every writer puts in."""
+    with atomic_folder(folder, overwrite=True) as new:
+        (new / MASKS_FILE).write_bytes(b"masks")
+    with atomic_folder(folder, overwrite=True) as new:
+        (new / "config.json").write_text("{}")
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    with pytest.raises(OutputError, match="did not write it"):
+        check_output(folder, overwrite=True)
 
 
 def test_what_is_private_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

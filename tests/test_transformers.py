@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ddp_models.source import open_source
 from ddp_prune.export import export
+from ddp_prune.models.source import open_source
 from ddp_vllm.families import unit_shapes
 
 pytestmark = pytest.mark.real_model

@@ -31,8 +31,8 @@ import numpy as np
 
 import weights
 from ddp_benchmarks.fetch import fetch_model
-from ddp_text.blocks import load_blocks
-from ddp_text.tokens import load_tokenizer
+from ddp_prune.text.blocks import load_blocks
+from ddp_prune.text.tokens import load_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 ARCHITECTURE = 90

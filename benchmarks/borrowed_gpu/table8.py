@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.budget import make_checked_pools
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.batches import Batches, fit_batches
+from ddp_prune.core.fusion import fuse_elementwise
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.trainer import Trainer
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.trainer import Trainer
-from ddp_training.batches import Batches, fit_batches
-from ddp_training.fusion import fuse_elementwise
-from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_vllm.families import dimensions_of, family_of
 from lease import DEVICE, DRY, Results, is_over, synchronize
 from models import config_of

@@ -20,18 +20,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from ddp_prune.mode import allowed_modes
 
 import ddp_vllm
-from ddp_models.source import open_source
-from ddp_prune.budget import make_checked_pools
-from ddp_prune.mode import allowed_modes
-from ddp_prune.rate import trial_steps
+from ddp_prune.core.processes import make_accelerator
+from ddp_prune.core.rate import trial_steps
+from ddp_prune.models.source import open_source
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe, load_recipe
 from ddp_prune.resolve import seconds_a_step
 from ddp_prune.run import Run
-from ddp_text import blocks as product
-from ddp_text.tokens import Tokens, load_tokenizer
-from ddp_training.processes import make_accelerator
+from ddp_prune.text import blocks as product
+from ddp_prune.text.tokens import Tokens, load_tokenizer
 from ddp_vllm.cache import cache_folder
 from lease import DRY, ENDS, Results
 

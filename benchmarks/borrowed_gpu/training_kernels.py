@@ -22,12 +22,12 @@ if DRY:
 import torch
 import torch.nn.functional as F
 
-from ddp_prune import experts
-from ddp_prune.gate_kernels import expert_gates_backward, gate_backward, scale_experts
-from ddp_prune.gates import GatedModel
-from ddp_training.fusion import fuse_elementwise
-from ddp_training.loss import OutputHead, distill, final_hidden
-from ddp_training.loss_kernel import distill_chunk
+from ddp_prune.core import experts
+from ddp_prune.core.fusion import fuse_elementwise
+from ddp_prune.core.gate_kernels import expert_gates_backward, gate_backward, scale_experts
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.loss_kernel import distill_chunk
 from ddp_vllm.families import choose_head_unit, dimensions_of, family_of
 from models import CONFIGS, TINY
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_text.conversations import Conversation, RowParser
-from ddp_text.messages import EXAMPLE, Notes, words_of
-from ddp_text.rows import open_rows, reading_text
+from ddp_prune.text.conversations import Conversation, RowParser
+from ddp_prune.text.messages import EXAMPLE, Notes, words_of
+from ddp_prune.text.rows import open_rows, reading_text
 from ddp_vllm.errors import TextError
 
 # tokens; vllm.benchmarks.datasets.is_valid_sequence

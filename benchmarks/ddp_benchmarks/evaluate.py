@@ -26,7 +26,7 @@ from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import quiet_libraries
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, mean_accuracy
-from ddp_vllm.families import narrowing, register_pruned
+from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.machine import versions
@@ -275,7 +275,6 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     try:
         config = PretrainedConfig.get_config_dict(settings.model)[0]
         register_pruned(config)
-        common |= narrowing(config) if settings.backend == "hf" else {}
         if settings.backend == "hf" and config.get("attn_logit_softcapping"):
             arguments["attn_implementation"] = "eager"  # other implementations omit Gemma-2's cap
         arguments |= {name: handle_arg_string(value) for name, value in settings.model_args}

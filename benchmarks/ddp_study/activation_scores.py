@@ -8,7 +8,7 @@ projections that write to the residual stream, with columns w_j.
 import torch
 import torch.nn.functional as F
 
-from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.core.gates import GatedModel, Masks
 from ddp_study.scores import Location, Score, by_columns, observe, observe_projections
 
 EXEMPT = 0.01  # of a layer's channels

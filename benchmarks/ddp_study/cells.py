@@ -22,27 +22,28 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ddp_models.loading import load, load_teacher
-from ddp_models.source import Source, open_source, weight_files
-from ddp_prune.budget import make_checked_pools
+from ddp_prune.core.gates import GatedModel, Masks, block_losses
+from ddp_prune.core.learn import Joint, learn
+from ddp_prune.core.loss import perplexity_of
+from ddp_prune.core.passes import free_memory, peak_bytes, reset_peak
+from ddp_prune.core.processes import make_accelerator
+from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.trainer import Trainer
+from ddp_prune.core.weights import TrainedWeights
 from ddp_prune.export import layer_widths
 from ddp_prune.fit import TRAINING_SHARE, Mode, held_bytes
-from ddp_prune.gates import GatedModel, Masks, block_losses
 from ddp_prune.masks_file import read_masks, write_masks
+from ddp_prune.models.loading import load, load_teacher
+from ddp_prune.models.source import Source, open_source, weight_files
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.train import Joint, train
-from ddp_prune.trainer import Trainer
+from ddp_prune.run_folder import inputs_of
+from ddp_prune.text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_prune.text.tokens import load_tokenizer
 from ddp_study.page import CELLS, STUDY_FILE
 from ddp_study.scores import Score, Search, choose, unfit
 from ddp_study.study import MASKS, Row, Study, read_test_blocks
-from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
-from ddp_text.tokens import load_tokenizer
-from ddp_training.loss import perplexity_of
-from ddp_training.memory import free_memory, peak_bytes, reset_peak
-from ddp_training.processes import make_accelerator
-from ddp_training.run_folder import Unsaved, inputs_of
-from ddp_training.weights import TrainedWeights
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import FAMILIES, MIXTURES, dense_layers
@@ -262,7 +263,7 @@ class Cells:
         means = self.accelerator, Unsaved(), lambda metrics: seconds.append(metrics["seconds"]), joint
         loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
         _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
-        learned = train(self.gated, text.train, resolved_run, pools, *means, make=make, loss_mask=loss_mask)
+        learned = learn(self.gated, text.train, resolved_run, pools, *means, make=make, loss_mask=loss_mask)
         if joint:
             joint.weights.finish()
         numbers = [*learned.gates.values(), *(joint.weights.trained.values() if joint else ())]

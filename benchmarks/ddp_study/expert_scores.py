@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch.func import functional_call
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ddp_prune.experts import IMPLEMENTATION
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.experts import IMPLEMENTATION
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.loss import OutputHead, distill
 from ddp_study.scores import Score, observe, routed_experts
-from ddp_training.loss import OutputHead, distill
 from ddp_vllm.families import ROUTER, WHOLE_EXPERT
 
 ALPHA = 0.9  # CAMERA-P's α

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.core.gates import GatedModel, Masks
+from ddp_prune.core.loss import OutputHead
 from ddp_study.scores import Score, backward, coupled, projections, routed_experts
-from ddp_training.loss import OutputHead
 
 RANK = 8
 SCALE = 2.0  # LoRAPrune's lora_alpha of 16 over the rank

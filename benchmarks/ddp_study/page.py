@@ -96,7 +96,6 @@ def page_of(name: str, cells: Sequence[Cell], dense: Cell, study: Mapping[str, A
             "the same for every score.",
             "The masks of every row, without trained weights, are in cells/, for ddp-vllm apply.",
         ],
-        files=[f"{name}.csv"],
     )
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_prune.gates import DENSE_BLOCKS, GatedModel, Masks
-from ddp_prune.selection import exact_support
-from ddp_prune.trainer import Trainer
-from ddp_training.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.gates import DENSE_BLOCKS, GatedModel, Masks
+from ddp_prune.core.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.selection import exact_support
+from ddp_prune.core.trainer import Trainer
 from ddp_vllm.families import EXPERTS, Dimensions
 
 Location = tuple[int, str]

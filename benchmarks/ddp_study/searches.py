@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightThrough
-from ddp_prune.gates import Masks
-from ddp_prune.selection import exact_support
-from ddp_prune.trainer import KEPT_FLOOR
+from ddp_prune.core.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightThrough
+from ddp_prune.core.gates import Masks
+from ddp_prune.core.selection import exact_support
+from ddp_prune.core.trainer import KEPT_FLOOR
 from ddp_study.scores import Search
 
 START = 3.0  # initial log α

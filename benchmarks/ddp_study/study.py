@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ddp_prune.recipe import Recipe
+from ddp_prune.text.rows import sources_of
 from ddp_study import activation_scores, expert_scores, gradient_scores, scores, searches
 from ddp_study.scores import Score, Search
 from ddp_study.tables import TABLES
-from ddp_text.rows import sources_of
 from ddp_vllm.errors import SettingError, TextError
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512

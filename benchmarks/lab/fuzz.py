@@ -3,9 +3,8 @@
 The script prunes, recovers and measures tiny models. Each seed then changes one file: bytes, a
 value in its JSON, the header of its tensors, or the file itself. The commands and functions that
 read it run in this process, with two seconds of a core. Each must fail with one line, or go on with
-the weights that are on disk; `verify` must notice every change of a file of the model; a damaged
-state of a run, or damaged cached tokens, must be ignored. Another plausible value (`rope_theta`, a
-seed, a result) is accepted.
+the weights that are on disk; a damaged state of a run, or damaged cached tokens, must be ignored.
+Another plausible value (`rope_theta`, a seed, a result) is accepted.
 
     python benchmarks/lab/fuzz.py --first 0 --last 20000
 """
@@ -39,16 +38,15 @@ from transformers import LlamaConfig
 
 import ddp_vllm
 from ddp_benchmarks.protocol import result_line, script_parser
-from ddp_models.loading import load_model
-from ddp_models.source import open_pruned, open_source
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_pruned, open_source
 from ddp_prune.recipe import Recipe
-from ddp_text.blocks import save_blocks, saved_blocks
-from ddp_text.tokens import Tokens
-from ddp_training.run_folder import RunFolder, SizeFolder
+from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.text.blocks import save_blocks, saved_blocks
+from ddp_prune.text.tokens import Tokens
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import DdpError
-from ddp_vllm.manifest import MANIFEST
 from ddp_vllm.pages import compare, pictures
 from ddp_vllm.pages.page import Picture
 from random_models import SENTENCES, write_models
@@ -61,7 +59,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 OF_A_MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model*.safetensors")
 TARGETS = {  # target -> files to damage
-    "pruned": (*OF_A_MODEL, "model.safetensors.index.json", MANIFEST, "ddp_*"),
+    "pruned": (*OF_A_MODEL, "model.safetensors.index.json", "ddp_*"),
     "dense": OF_A_MODEL,
     "run": ("out.run/run.json", "out.run/metrics.jsonl", "out.run/state-0-4/*"),
     "tokens": ("blocks.tokens",),
@@ -256,17 +254,12 @@ class Fuzz:
         shutil.rmtree(self.out, ignore_errors=True)
         shutil.copytree(self.intact / target, self.folder)
         path = rng.choice(sorted(self.folder.glob(rng.choice(TARGETS[target]))))
-        before, how = path.read_bytes(), damage(path, rng)
-        changed = not path.is_file() or path.is_symlink() or path.read_bytes() != before
+        how = damage(path, rng)
         readers, faults, refused = self.readers(target), list[str](), 0
-        if target == "pruned":
-            readers["verify"] = lambda: command("verify", self.folder)
         for name, read in readers.items():
             try:
                 with limited():
                     read()
-                if name == "verify" and changed and path.name != MANIFEST:
-                    faults.append("verify: found nothing")
             except DdpError:
                 refused += 1
             except KeyboardInterrupt:

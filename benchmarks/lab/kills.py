@@ -41,12 +41,11 @@ from safetensors import safe_open
 
 from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_vllm.cli import main
-from ddp_vllm.manifest import MANIFEST, differences
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.page import Picture
 
 MODULES = (  # what the commands import when they run
-    *("ddp_prune.cli", "ddp_prune.pipeline", "ddp_prune.alm", "ddp_recover.recover", "ddp_vllm.gguf.file"),
+    *("ddp_prune.cli", "ddp_prune.pipeline", "ddp_prune.core.alm", "ddp_prune.recover", "ddp_vllm.gguf.file"),
     *("ddp_vllm.pages.report", "datasets", "gguf", "filelock", "transformers.models.llama.modeling_llama"),
     *("transformers.models.auto.tokenization_auto", "ddp_vllm.remote_code.modeling_ddp", "torch._dynamo"),
 )
@@ -225,11 +224,6 @@ def contents(folder: Path) -> dict[str, str]:
 def _content(path: Path) -> str:
     if path.is_symlink() or path.is_dir():
         return "a link" if path.is_symlink() else "a folder"
-    if path.name == MANIFEST:
-        try:
-            return "; ".join(differences(path.parent)) or "true"
-        except ValueError as error:
-            return str(error)
     if path.name == MASKS_FILE:
         with safe_open(path, framework="numpy") as file:
             provenance = json.loads((file.metadata() or {}).get("ddp", "{}")) | {"checksums": None}

@@ -25,16 +25,16 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import rotated, script_parser
-from ddp_models.loading import load_model
-from ddp_models.source import open_source
-from ddp_prune.budget import make_checked_pools
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.batches import Batches
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.passes import fit_attention, peak_bytes, reset_peak
+from ddp_prune.core.trainer import Trainer
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_source
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.trainer import Trainer
-from ddp_training.batches import Batches
-from ddp_training.loss import OutputHead, distill, final_hidden
-from ddp_training.memory import fit_attention, peak_bytes, reset_peak
 from ddp_vllm.intervals import judge, ratio_text, spread
 from study import add_batch_options, gate, print_result
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import result_line
-from ddp_models.source import Source
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.models.source import Source
 from ddp_vllm.families import choose_head_unit
 
 

@@ -38,13 +38,13 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ddp_benchmarks.fetch import fetch_conversations, fetch_model
 from ddp_benchmarks.protocol import script_parser
-from ddp_models.loading import load_model
-from ddp_models.source import open_source
-from ddp_prune.gates import GatedModel, block_losses
+from ddp_prune.core.gates import GatedModel, block_losses
+from ddp_prune.core.loss import OutputHead, distill, final_hidden, perplexity_of
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_source
+from ddp_prune.text.blocks import load_blocks
+from ddp_prune.text.tokens import load_tokenizer
 from ddp_study.study import read_test_blocks
-from ddp_text.blocks import load_blocks
-from ddp_text.tokens import load_tokenizer
-from ddp_training.loss import OutputHead, distill, final_hidden, perplexity_of
 from ddp_vllm.output import atomic_folder
 from study import add_test_options, gate, print_result
 

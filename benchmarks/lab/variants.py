@@ -1,6 +1,6 @@
 """Does another value of a constant of the training core give a better model?
 
-    python benchmarks/lab/variants.py NAME --data FOLDER --set ddp_prune.budget.CLOSED_BY=1.0 --
+    python benchmarks/lab/variants.py NAME --data FOLDER --set ddp_prune.core.budget.CLOSED_BY=1.0 --
     MODEL --speedup 1.25 --steps 60 ...
 
 NAME is the name of the cell. Everything after `--` goes to `ddp-vllm prune`; FOLDER has the texts

@@ -21,9 +21,8 @@ def convert(folder: Path, output: Path, dense: str | None, overwrite: bool) -> N
     ddp-vllm convert ./pruned-by-others -o ./pruned
     vllm serve ./pruned
 
-    Widths are read from the tensors, and from per_layer_config, block_configs, layer_head_num,
-    layer_inter_size, drop_attn_list, drop_mlp_list and approximate_experts where config.json has
-    them. Tensors are copied, none is changed.
+    Widths are read from the tensors, and from per_layer_config, block_configs, drop_attn_list
+    and drop_mlp_list where config.json has them. Tensors are copied, none is changed.
     """
     checkpoint = verb.convert(folder, output=output, dense=dense, overwrite=overwrite, verbose=True)
     echo(f"written: {output} ({checkpoint.num_parameters:,} parameters)")

@@ -7,18 +7,16 @@ bias on all projections of a block or on none, so the others get zeros.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import MIXTURES, dense_layers, described
-from ddp_vllm.formats import ONLY_EXPERTS, groups
+from ddp_vllm.families import dense_layers
+from ddp_vllm.formats import groups
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.remote_code.module_widths import Block, ModuleWidths
 from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable
 from ddp_vllm.remote_code.widths import (
-    EXPERT_COUNT_KEYS,
     LayerWidths,
     ModelWidths,
     head_dim,
@@ -67,8 +65,6 @@ def read_layers(
     layers = Layer.all_of(shapes, dense["num_hidden_layers"])
     if not any(layer.weights for layer in layers):
         raise ModelError(f"its tensors have names like {short(min(shapes, default=''))}, not {LAYERS}.0.…; {AGAIN}")
-    if dense["model_type"] in MIXTURES:
-        return _read_mixture(dense, layers)
     table = TABLES[dense["model_type"]]
     size = head_dim(dense) if sizes_known or dense.get("head_dim") else _head_size(dense, table, layers)
     return {**dense, "head_dim": size}, [_of_blocks(layer, table, size) for layer in layers]
@@ -143,67 +139,11 @@ def _length(layer: Layer, projection: Projection) -> int | None:
     return shape[projection.axis] if shape is not None and len(shape) == 2 else None
 
 
-def _read_mixture(dense: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[dict[str, Any], list[LayerWidths]]:
-    """Return `read_layers` of a mixture of experts, in which only routed experts differ.
-    Raises: ModelError."""
-    block = ModuleWidths.of(described(dense)).experts
-    assert block
-    number = _num_routed(f"{block.output.partition('.experts.')[0]}.gate", layers, block.num_experts)
-    config = {**dense, **dict.fromkeys([key for key in EXPERT_COUNT_KEYS if dense.get(key)], number)}
-    others: dict[bool, dict[str, list[int]]] = {}
-    widths = []
-    for layer, kept in zip(layers, dense_layers(config), strict=True):
-        routed = kept.expert_intermediate_sizes is not None
-        own = {module: shape for module, shape in layer.weights.items() if ".experts." not in module}
-        first = others.setdefault(routed, own)
-        if other := [module for module in {**first, **own} if first.get(module) != own.get(module)]:
-            raise ModelError(
-                f"layer {layer.index} has {other[0]} of shape {own.get(other[0])}, another layer of shape "
-                f"{first.get(other[0])}, but {ONLY_EXPERTS}; {AGAIN}, or prune only experts"
-            )
-        sizes = tuple(_expert_width(layer, block, expert) for expert in range(number)) if routed else None
-        widths.append(replace(kept, expert_intermediate_sizes=sizes))
-    return config, widths
-
-
-def _num_routed(router: str, layers: Sequence[Layer], stated: int) -> int:
-    """Return how many experts the routers choose from, or `stated` without any. Raises: ModelError
-    if they differ."""
-    rows = {layer.weights[router][0]: layer.index for layer in layers if layer.weights.get(router)}
-    if len(rows) <= 1:
-        return next(iter(rows), stated)
-    (few, first), (many, second) = [*sorted(rows.items()), (0, 0), (0, 0)][:2]
-    raise ModelError(
-        f"layers {first} and {second} have routers of {few} and {many} experts; a family's class has equally many in "
-        "every layer: keep the router whole and leave out the tensors of removed experts"
-    )
-
-
-def _expert_width(layer: Layer, block: Block, expert: int) -> int:
-    """Return the channels of an expert; 0 if it is removed. Raises: ModelError."""
-    names = [name.format(expert) for name in block.projections]
-    shapes = [layer.weights.get(name) for name in names]
-    if not any(shapes):
-        return 0
-    lengths = [
-        shape[name == names[-1]] if shape and len(shape) == 2 else None
-        for name, shape in zip(names, shapes, strict=True)
-    ]
-    for name, length in zip(names, lengths, strict=True):
-        if length is None:
-            raise ModelError(f"layer {layer.index} lacks {name}.weight, but has other tensors of that block; {AGAIN}")
-        if length != lengths[0]:
-            raise ModelError(f"layer {layer.index}: {name} has {length} channels, but {names[0]} {lengths[0]}; {AGAIN}")
-    return lengths[0] or 0
-
-
 def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     """Return the config with the flags of the biases that are on disk. Raises: ModelError if the
     class has none."""
     config, model_type = dict(dense), dense["model_type"]
-    if model_type in MIXTURES:
-        return config
-    own = ModelWidths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
+    own = _biased(dense)
     for layer in Layer.all_of(shapes, dense["num_hidden_layers"]):
         for module in (module for module in layer.biases if module not in own):
             flag, families = _BIASED["attn" if module.startswith("self_attn.") else "mlp"]
@@ -216,14 +156,20 @@ def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     return config
 
 
-def zeros(widths: ModelWidths, shapes: Shapes) -> Iterator[tuple[str, str]]:
+def _biased(dense: Mapping[str, Any]) -> Collection[str]:
+    """Return the modules that have a bias by the dense model's config."""
+    return ModelWidths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
+
+
+def zeros(widths: ModelWidths, dense: Mapping[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]]:
     """Yield each bias of zeros to add, with the weight whose rows and dtype it has.
 
-    A block gets them only if the folder has some bias of such blocks.
+    A block gets them only if the pruner added some bias to such blocks; those of the dense class
+    must be there.
     """
-    layers = Layer.all_of(shapes, len(widths.layers))
+    layers, stated = Layer.all_of(shapes, len(widths.layers)), _biased(dense)
     parts = {module.partition(".")[0] for layer in layers for module in layer.biases}
-    modules = [module for module in widths.biased if module.partition(".")[0] in parts]
+    modules = [module for module in widths.biased if module.partition(".")[0] in parts and module not in stated]
     for layer in layers:
         for module in (module for module in modules if module in layer.weights and module not in layer.biases):
             yield f"{LAYERS}.{layer.index}.{module}.bias", f"{LAYERS}.{layer.index}.{module}.weight"

@@ -5,25 +5,22 @@ Weights are copied file by file in pieces, so memory holds none of them. Nothing
 """
 
 import json
-import pickletools
 import re
 import struct
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_config
-from ddp_vllm.conversion.any_model import COUNTS, describe
 from ddp_vllm.conversion.shapes import AGAIN, check_constants, read_layers, with_biases, zeros
-from ddp_vllm.errors import ModelError, OutputError, line_printer
+from ddp_vllm.conversion.stock import describe
+from ddp_vllm.errors import ModelError, line_printer
 from ddp_vllm.families import (
     FAMILIES,
-    MIXTURES,
+    KNOWN,
+    check_dense,
     dense_layers,
     described_config,
     described_layers,
@@ -31,13 +28,23 @@ from ddp_vllm.families import (
     pruned_config,
     text_config,
 )
-from ddp_vllm.formats import FORMATS, SUBBLOCKS, base_type, dense_config, enclosing, grown, is_leftover, stated_layers
-from ddp_vllm.masks import MASKS_FILE, masks_metadata
+from ddp_vllm.formats import (
+    DROPPED,
+    FORMATS,
+    SUBBLOCKS,
+    base_type,
+    dense_config,
+    enclosing,
+    grown,
+    is_leftover,
+    stated_layers,
+)
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import known_folder
-from ddp_vllm.model_files import state_tokenizer_class, write_json, write_model_files
+from ddp_vllm.model_files import has_tokenizer, state_tokenizer_class, write_json, write_model_files
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.provenance import is_hub_name, published, remember
+from ddp_vllm.provenance import is_hub_name, write_provenance
 from ddp_vllm.remote_code.files import (
     INDEX_FILE,
     WEIGHTS,
@@ -47,17 +54,17 @@ from ddp_vllm.remote_code.files import (
     parse_json,
     read_json,
     short,
+    weight_files,
 )
-from ddp_vllm.remote_code.module_widths import APPROXIMATE, ModuleWidths, approximate_experts, states_widths
+from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
 
-PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.pkl")
-# other pickles of a training run
-_NO_MODEL = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)\b.*")
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 PIECE = 1 << 24  # bytes copied at once
-SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
+SIZES = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size"),
+    *(*EXPERT_COUNT_KEYS, "moe_num_experts"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +105,7 @@ def convert(
     Raises: ModelError if no supported family can have such widths; OutputError.
     """
     source, target = Path(folder), Path(output)
-    check_output(target, overwrite=overwrite)
-    if any(each.exists() and each.resolve().is_relative_to(target.resolve()) for each in (source, Path(dense or ""))):
-        raise OutputError(f"{target} holds the model to convert, or its dense model; choose another folder")
+    check_output(target, overwrite=overwrite, reads=[source, *([dense] if dense else [])])
     try:
         plan = plan_of(source, str(dense) if dense else None)
     except (WidthsError, ModelError) as error:
@@ -113,50 +118,60 @@ def convert(
         write_weights(writing, plan)
         if "ddp_layers" in plan.config:
             state_tokenizer_class(plan.sources[0], writing)
-        _write_provenance(writing / MASKS_FILE, plan.provenance)
+        write_provenance(writing / MASKS_FILE, plan.provenance)
         return write_card(writing, target)
 
 
 def plan_of(folder: Path, dense_model: str | None) -> Plan:
     """Read what a folder holds, from its config and the headers of its weights. Raises: ModelError,
     WidthsError."""
-    _refuse_pickles(folder)
     config = read_config(folder)
     if "ddp_layers" in config or states_widths(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     stored, dense_folder = stored_tensors(folder), _folder_of(dense_model)
-    if approximate_experts(config) or base_type(config) not in FAMILIES | MIXTURES:
-        return _plan_of_any(folder, config, stored, dense_model, dense_folder)
-    own = dense_config(config)
+    own = _dense_config(config)
     dense = _with_dense_sizes(own, read_config(dense_folder), dense_folder) if dense_folder else own
-    if stated := stated_layers(config, own):  # tensors of blocks that it removes may still be there
-        widths = _widths_of(pruned_config(enclosing(own, stated), stated))
-        stored = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
+    stated = stated_layers(config, own) if own.get("model_type") in KNOWN else None
+    if stated:  # tensors of blocks that it removes may still be there
+        leftover = _widths_of(pruned_config(enclosing(own, stated), stated))
+        stored = {name: each for name, each in stored.items() if not is_leftover(leftover, name, each.shape)}
     shapes = {name: each.shape for name, each in stored.items()}
-    sized, layers = read_layers(dense, shapes, sizes_known=dense_folder is not None)
-    _check_stated(stated, layers)
-    whole = enclosing(sized, layers)
-    biased = with_biases(whole, shapes)
-    pruned = pruned_config(biased, layers)
-    widths, added = _widths_of(pruned), dict[str, str]()
-    kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
-    tensors = ((name, each.shape, each.dtype) for name, each in kept.items())
-    if isinstance(widths, ModuleWidths):
-        widths.check(tensors)
+    added, code = dict[str, str](), foreign_code(config)
+    if own.get("model_type") in FAMILIES:
+        sized, layers = read_layers(dense, shapes, sizes_known=dense_folder is not None)
+        whole = enclosing(sized, layers)
+        biased = with_biases(whole, shapes)
+        pruned, is_dense = pruned_config(biased, layers), layers == dense_layers(dense) and biased == whole
     else:
-        check_constants(layers, widths.table, shapes)
-        added = {bias: weight for bias, weight in zeros(widths, shapes) if weight in kept}
-        widths.check_complete([*widths.checked(tensors), *added])
-    code = foreign_code(config)
-    if layers == dense_layers(dense) and biased == whole and all(each.file.parent == folder for each in kept.values()):
+        whole, described = describe(dense, shapes)
+        pruned, is_dense = described_config(whole, described), not (described.mlp or described.experts)
+        layers = list(described_layers(pruned))
+    if not is_dense:
+        _check_stated(stated, layers)
+    widths = _widths_of(pruned)
+    kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
+    tensors = [(name, each.shape, each.dtype) for name, each in kept.items()]
+    try:
+        if isinstance(widths, ModuleWidths):
+            widths.check(tensors)
+        else:
+            check_constants(layers, widths.table, shapes)
+            added = {bias: weight for bias, weight in zeros(widths, dense, shapes) if weight in kept}
+            widths.check_complete([*widths.checked(tensors), *added])
+    except WidthsError as error:  # whose remedy is for folders of ours
+        raise ModelError(f"{str(error).partition(';')[0]}; {AGAIN}") from error
+    if is_dense and all(each.file.parent == folder for each in kept.values()):
         raise ModelError(
-            "no layer is narrower than another or than config.json says, so vLLM serves it as it is"
+            "no block is narrower than another or than config.json says, so vLLM serves it as it is"
             + f"; but {code}" * bool(code)
         )
-    form = next((key for key in FORMATS if config.get(key)), "tensors")
+    form = next((key for key in FORMATS if config.get(key)), "tensors") if stated else "tensors"
     notes = [f"widths of {len(layers)} layers read from the shapes of tensors"]
     notes[0] += f" and from {form} in config.json" if stated else ""
-    notes += [*_removed(layers, stated=bool(stated)), *grown(dense, whole)]
+    notes += [
+        *_removed(layers, stated=bool(stated), has_table=isinstance(widths, ModelWidths)),
+        *grown(text_config(dense), text_config(whole)),
+    ]
     notes += [f"{len(added)} biases of zeros added: the class has one on every projection of a block"] * bool(added)
     notes += [code] * bool(code)
     return _finished(
@@ -164,31 +179,23 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     )
 
 
-def _plan_of_any(
-    folder: Path,
-    config: Mapping[str, Any],
-    stored: dict[str, Stored],
-    dense_model: str | None,
-    dense_folder: Path | None,
-) -> Plan:
-    """Return what a folder of any architecture holds: the stock class with narrower MLPs or
-    experts. Raises: ModelError, WidthsError."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if config.get("model_type") not in CONFIG_MAPPING_NAMES:
-        raise ModelError(f"transformers has no class for model_type {short(config.get('model_type'))}; update it")
-    own = {key: value for key, value in config.items() if key not in FORMATS}
-    if dense_folder:
-        text, dense_text = text_config(own), text_config(read_config(dense_folder))
-        sizes = {key: dense_text[key] for key in (*SIZES, *COUNTS) if dense_text.get(key)}
-        own |= sizes if text is own else {"text_config": {**text, **sizes}}
-    sized, widths = describe(own, {name: each.shape for name, each in stored.items()})
-    widths.check((name, each.shape, each.dtype) for name, each in stored.items())
-    pruned = described_config(sized, widths)
-    notes = [f"widths of {len(widths.layers)} layers read from the shapes of tensors; the class is the stock one"]
-    notes += _removed(described_layers(pruned), stated=bool(widths.approximate_experts))
-    form = APPROXIMATE if widths.approximate_experts else "tensors"
-    return _finished(Plan(config=pruned, stored=stored, zeros={}, notes=notes), folder, form, dense_model, dense_folder)
+def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the model that a tool pruned, without the tool's keys. Raises:
+    ModelError."""
+    if base_type(config) in KNOWN:
+        return dense_config(config)
+    check_dense(config)
+    dense = {key: value for key, value in config.items() if key not in (*DROPPED, "block_configs")}
+    layers = config.get("per_layer_config") or {}  # transformers writes it too, for heads of Gemma 4 for example
+    if removed := next((key for key in DROPPED if config.get(key)), "skip" if "skip" in str(layers) else ""):
+        raise ModelError(f"{removed} removes whole blocks, which no stock class can lack; prune channels instead")
+    if layers:  # the widths in it are those of the tensors
+        own = {
+            index: {key: value for key, value in entry.items() if not key.endswith("intermediate_size")}
+            for index, entry in layers.items()
+        }
+        dense["per_layer_config"] = {index: entry for index, entry in own.items() if entry}
+    return dense
 
 
 def _finished(plan: Plan, folder: Path, form: str, dense_model: str | None, dense_folder: Path | None) -> Plan:
@@ -200,9 +207,9 @@ def _finished(plan: Plan, folder: Path, form: str, dense_model: str | None, dens
             f"hf download {dense_model} --include '*.json'"
         )
     sources = [folder]
-    if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
+    if not has_tokenizer(folder):
         notes.append("the folder has no tokenizer; ")
-        if dense_folder and any(any(dense_folder.glob(pattern)) for pattern in TOKENIZERS):
+        if dense_folder and has_tokenizer(dense_folder):
             sources = [dense_folder, folder]
             notes[-1] += f"that of {dense_folder} is copied"
         else:
@@ -230,21 +237,22 @@ def _folder_of(dense_model: str | None) -> Path | None:
 def _with_dense_sizes(own: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a pruned model's config with the sizes of its dense model's. Raises: ModelError if
     they do not match."""
-    dense = dense_config(config)
+    dense, text = text_config(_dense_config(config)), text_config(own)
     for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
-        if own.get(key) != dense.get(key):
-            raise ModelError(f"{key} is {own.get(key)}, and {dense.get(key)} in --dense {folder}; leave --dense out")
-    sizes = {key: dense[key] for key in (*SIZES, *EXPERT_COUNT_KEYS) if dense.get(key)}
-    return {**own, **sizes, **({} if dense.get("kv_lora_rank") else {"head_dim": head_dim(dense)})}
+        if text.get(key) != dense.get(key):
+            raise ModelError(f"{key} is {text.get(key)}, and {dense.get(key)} in --dense {folder}; leave --dense out")
+    sizes = {key: dense[key] for key in SIZES if dense.get(key)}
+    if own.get("model_type") in FAMILIES:
+        sizes["head_dim"] = head_dim(dense)
+    return {**own, "text_config": {**text, **sizes}} if text is not own else {**own, **sizes}
 
 
-def _removed(layers: Sequence[LayerWidths], *, stated: bool) -> Iterator[str]:
+def _removed(layers: Sequence[LayerWidths], *, stated: bool, has_table: bool) -> Iterator[str]:
     """Yield a line per kind of removed block: without a statement in config.json, missing tensors
     look the same."""
-    states_experts = any(layer.expert_intermediate_sizes is not None for layer in layers)
     removed = {
-        "attention": [index for index, layer in enumerate(layers) if not layer.num_kv_heads],
-        "MLP": [index for index, layer in enumerate(layers) if not layer.intermediate_size and not states_experts],
+        "attention": [index for index, layer in enumerate(layers) if not layer.num_kv_heads and has_table],
+        "MLP": [index for index, layer in enumerate(layers) if not layer.intermediate_size and has_table],
         "some experts": [index for index, layer in enumerate(layers) if 0 in (layer.expert_intermediate_sizes or ())],
     }
     why = "as config.json states" if stated else "because the folder has no tensors of it"
@@ -267,20 +275,20 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder, in its own safetensors files or in Puzzletron's.
     Raises: ModelError, WidthsError.
 
-    Every tensor must be in one file, and the index, if any, must name them all.
+    Each is that of the file that the index names; without an index it must be in one file.
     """
-    paths = sorted(folder.glob(WEIGHTS))
-    if paths:
+    if any(folder.glob(WEIGHTS)):
         checked_tensors(folder)
+        paths = weight_files(folder)
     elif not (paths := sorted((folder / SUBBLOCKS).glob("*.safetensors"))):
-        raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained")
+        raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained, because pickles are not opened")
     _check_shards([path.name for path in paths])
     found: dict[str, Stored] = {}
     for path in paths:
         for name, stored in _positions(path):
-            if name in found:
+            if name in found and path.parent != folder:
                 raise ModelError(f"tensor {short(name)} is in {found[name].file.name} and {path.name}; remove one")
-            found[name] = stored
+            found[name] = stored  # of several copies the last one counts, which the index names
     if (index := folder / INDEX_FILE).exists():
         try:
             names = read_json(index)["weight_map"].keys()
@@ -300,54 +308,6 @@ def _check_shards(names: Sequence[str]) -> None:
         if missing := {*range(1, min(int(number), 100_000) + 1)} - present:
             digits = len(number)
             raise ModelError(f"{stem}-{min(missing):0{digits}}-of-{number}.safetensors is missing; {AGAIN}")
-
-
-def _refuse_pickles(folder: Path) -> None:
-    """Raises: ModelError, with the line that writes safetensors, if the folder has only pickles."""
-    if any(folder.glob(WEIGHTS)) or (folder / SUBBLOCKS).exists():
-        return
-    paths = (path for pattern in PICKLES for path in sorted(folder.glob(pattern)))
-    if pickle := next((path for path in paths if not _NO_MODEL.fullmatch(path.name)), None):
-        name = short(pickle.name).strip("'")
-        if _has_only_tensors(pickle):
-            pattern = PICKLES[0] if pickle.match(PICKLES[0]) else name
-            line = (
-                f"import glob, torch; from safetensors.torch import save_file; files = sorted(glob.glob('{pattern}')); "
-                "read = lambda f: torch.load(f, weights_only=True, map_location='cpu'); "
-                "inner = lambda d: d.get('state_dict', d.get('model', d)); "
-                "[save_file({k: v.clone().contiguous() for k, v in inner(read(f)).items()}, "
-                "f'model-{i:05}-of-{len(files):05}.safetensors', {'format': 'pt'}) for i, f in enumerate(files, 1)]"
-            )
-            where, then = "in that folder", "convert it again"
-        else:
-            line = (
-                f"import torch; found = torch.load('{name}', weights_only=False, map_location='cpu'); "
-                "parts = found.values() if isinstance(found, dict) else [found]; "
-                "[part.save_pretrained('pruned') for part in parts if hasattr(part, 'save_pretrained')]"
-            )
-            where, then = "in the environment of the tool that wrote it", "convert that folder"
-        raise ModelError(
-            f"it has only pickles ({name}), which can run any code and are not opened; {where} run: "
-            f'python -c "{line}", and {then}'
-        )
-
-
-def _has_only_tensors(pickle: Path) -> bool:
-    """Tell whether a pickle has tensors by name, as `torch.save(model.state_dict())` writes them,
-    and no module.
-
-    The names of classes in it decide, which are read without loading it.
-    """
-    classes: set[str] = set()
-    with suppress(OSError, ValueError, StopIteration), ExitStack() as stack:
-        file: IO[bytes] = stack.enter_context(open(pickle, "rb"))
-        if zipfile.is_zipfile(pickle):
-            archive = stack.enter_context(zipfile.ZipFile(pickle))
-            file = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-        # torch's older format has three before the model's
-        for _ in range(1 if zipfile.is_zipfile(pickle) else 4):
-            classes |= {str(argument) for step, argument, _ in pickletools.genops(file) if "GLOBAL" in step.name}
-    return all(name.split()[0] in ("collections", "torch", "torch._utils") for name in classes)
 
 
 def _positions(path: Path) -> Iterator[tuple[str, Stored]]:
@@ -416,13 +376,3 @@ def _copy(stored: Stored | None, size: int, out: BinaryIO) -> None:
                 raise OSError(f"{stored.file} became shorter while it was read")
             out.write(piece)
             size -= len(piece)
-
-
-def _write_provenance(path: Path, provenance: Mapping[str, Any]) -> None:
-    """Write a masks file without masks: which units were removed is not known, only how many are
-    left."""
-    from safetensors.numpy import save_file
-
-    header = {"ddp_vllm": __version__, **published(provenance)}
-    save_file({}, path, masks_metadata(header, {}))
-    remember(path, provenance)

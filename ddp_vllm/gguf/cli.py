@@ -11,7 +11,12 @@ from ddp_vllm.gguf import export as verb
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The file to write.")
-@click.option("--outtype", default="f16", show_default=True, help="f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.")
+@click.option(
+    "--outtype",
+    default="f16",
+    show_default=True,
+    help="f32, f16, bf16 or q8_0.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the file.")
 def export(folder: Path, output: Path, outtype: str, overwrite: bool) -> None:
     """Write the pruned or dense model in FOLDER as one GGUF file that stock llama.cpp runs.

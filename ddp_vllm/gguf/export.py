@@ -11,8 +11,7 @@ def export(
 ) -> Path:
     """Write a pruned or dense model as one GGUF file for stock llama.cpp, and return its path.
 
-    outtype: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0. verbose: print which tensors were
-    zero-padded.
+    outtype: f32, f16, bf16 or q8_0. verbose: print which tensors were zero-padded.
     """
     from ddp_vllm.gguf.file import write_gguf
 

@@ -20,22 +20,21 @@ import gguf
 import numpy as np
 from gguf.utility import LocalTensor, SafetensorsLocal
 
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.gguf.graphs import missing_parts
+from ddp_vllm.gguf.graphs import MISSING_PARTS, missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
-from ddp_vllm.remote_code.files import WEIGHTS
+from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
 from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, ModelWidths
 from ddp_vllm.schema import NAME, Number, SchemaError, check
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-"""The types that the package gguf can write; llama.cpp's own tool makes the others from F16."""
+TYPES = ("F32", "F16", "BF16", "Q8_0")
 BLOCK = 32
-"""Numbers of a row that share a scale, in all quantized types of `TYPES`."""
+"""Numbers of a row that share a scale in Q8_0."""
 _SIZE, _FACTOR = Number(1, 1e12, whole=True), Number(1e-9, 1e12)
 ROPE = dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _FACTOR)
 _STATED = {"rope_theta?": _FACTOR, "rope_type?": NAME, "type?": NAME, "partial_rotary_factor?": Number(0, 1)}
@@ -70,20 +69,22 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
         would compute differently, CheckpointError, OutputError.
     """
     if type_name not in TYPES:
-        f16 = output.with_name(f"{output.stem}-F16.gguf")
         raise SettingError(
-            f"--outtype {type_name.lower()} is none of {', '.join(TYPES).lower()}, but llama.cpp may make it from F16: "
-            f"ddp-vllm export {folder} --outtype f16 -o {f16} && llama-quantize {f16} {output} {type_name}"
+            f"--outtype {type_name.lower()} is none of {', '.join(TYPES).lower()}; export f16, from which "
+            "llama-quantize makes other types"
         )
     check_file(output, overwrite=overwrite)
-    checkpoint = read_checkpoint(folder, dense=True)
-    if reason := _unfit(checkpoint):
+    # first, because the rest reads what those graphs need
+    if not (reason := _without_graph(read_config(folder))):
+        checkpoint = read_checkpoint(folder, dense=True)
+        reason = _unfit(checkpoint)
+    if reason:
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
     widths = replace(
         checkpoint.family_widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers))
     )
-    files = sorted(folder.glob(WEIGHTS))
+    files = weight_files(folder)  # of several copies the last one counts, as everywhere
     stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
     tensors = list(_tensors(checkpoint, widths, stored, kind))
     graph = "llama" if len(set(widths.layers)) == 1 else "deci"
@@ -106,6 +107,16 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     return notes + _notes(checkpoint.layers, widths.layers, tensors, kind)
 
 
+def _without_graph(config: Mapping[str, Any]) -> str | None:
+    """Return why neither graph is of this architecture; None if one is."""
+    model_type = dense_type(config)
+    if states_widths(config):
+        return f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
+    if model_type not in MISSING_PARTS:
+        return f"it is a stock {model_type} checkpoint, which llama.cpp's own convert_hf_to_gguf.py converts"
+    return None
+
+
 def _unfit(checkpoint: Checkpoint) -> str | None:
     """Return why the graphs `deci` and `llama` would not compute this model exactly; None if they
     do."""
@@ -116,13 +127,6 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     except SchemaError as error:
         return f"{error}; download the model again"
     model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
-    if checkpoint.stock:
-        return (
-            f"export writes models without routed experts alone; this is a stock {model_type} checkpoint, which "
-            "llama.cpp's own convert_hf_to_gguf.py converts"
-        )
-    if states_widths(config):
-        return f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
     if config.get("quantization_config"):
         return "it is quantized already; export the folder it was made from"
     lacks = None
@@ -213,7 +217,7 @@ def _tensors(
         if expected := widths.expected(name):
             axis, length = expected
             shape = (*shape[:axis], length, *shape[axis + 1 :])
-        yield _Tensor(name=name, gguf_name=gguf_name, shape=shape, type=_type_of(gguf_name, shape, kind))
+        yield _Tensor(name=name, gguf_name=gguf_name, shape=shape, type=_type_of(shape, kind))
 
 
 def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int, ...]]:
@@ -230,20 +234,12 @@ def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int
     return shapes
 
 
-def _type_of(gguf_name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    """Return the type of a tensor: the requested one, except for vectors, rows of broken blocks,
-    and embeddings.
-
-    Embeddings are often the output head too, and llama.cpp's own tool also gives them more bits
-    than the layers.
-    """
+def _type_of(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
+    """Return the type of a tensor: the requested one, except for vectors and rows of broken
+    blocks."""
     if len(shape) == 1:
         return gguf.GGMLQuantizationType.F32
-    if gguf.GGML_QUANT_SIZES[kind][0] == 1:
-        return kind
-    if shape[-1] % BLOCK:
-        return gguf.GGMLQuantizationType.F16
-    return kind if gguf_name.startswith("blk.") else gguf.GGMLQuantizationType.Q8_0
+    return gguf.GGMLQuantizationType.F16 if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
 
 
 def _arrays(

@@ -45,12 +45,6 @@ PLUGIN = """In vLLM with ddp-vllm installed, which is the fastest way:
 ```bash
 {install}vllm serve {place}
 ```"""
-CONSTANT = """In vLLM 0.33 or newer without ddp-vllm. Leave out --trust-remote-code, by which only vLLM with ddp-vllm
-serves the folder. vLLM serves such experts unquantized, and without expert parallelism or LoRA adapters:
-
-```bash
-vllm serve {place}
-```"""
 STOCK = """In vLLM without ddp-vllm (0.32 was tested):
 
 ```bash
@@ -145,8 +139,6 @@ def _loading(checkpoint: Checkpoint) -> Iterator[str]:
     if checkpoint.stock:
         yield ORDINARY
         return
-    if checkpoint.has_constants:
-        yield CONSTANT
     yield PLUGIN
     is_described = states_widths(checkpoint.config)
     if not is_described:
@@ -161,7 +153,5 @@ def _removed_units(checkpoint: Checkpoint) -> str:
     """Return the kind of the removed units, in words."""
     if checkpoint.stock:
         return "whole experts, equally many of each layer,"
-    if checkpoint.has_constants:
-        return "whole experts, which are constant vectors now (MoNE, arXiv:2507.00390),"
     blocks = [_UNITS_OF[kind] for kind in dimensions_of(checkpoint.config).blocks]
     return " and ".join(blocks)

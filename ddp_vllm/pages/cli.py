@@ -1,5 +1,5 @@
-"""The commands inspect, verify, report, compare and push. Libraries that draw are imported when one
-of them runs."""
+"""The commands inspect, report, compare and push. Libraries that draw are imported when one of them
+runs."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ import click
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import LimitError
 from ddp_vllm.folder import read
-from ddp_vllm.folder import verify as verify_folder
 from ddp_vllm.options import json_option, list_option
 from ddp_vllm.pages import verbs
 
@@ -31,20 +30,9 @@ def inspect(folder: Path, as_json: bool) -> None:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-def verify(folder: Path) -> None:
-    """Compare every file of a pruned checkpoint with the SHA-256 in its manifest.
-
-    No file may be missing, changed or added, except the model card, the report, and results of
-    `eval` and `bench`. Then the checkpoint is checked as by `inspect`.
-    """
-    echo(f"{folder}: {len(verify_folder(folder))} files are as they were written")
-
-
-@click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), show_default="FOLDER itself", help="Where to write.")
 def report(folder: Path, output: Path | None) -> None:
-    """Draw the removed units as one page, report.html, with its pictures as PNG files in report/.
+    """Draw the removed units as one page, report.html.
 
     `prune` draws this page too. FOLDER is any pruned checkpoint.
     """
@@ -105,18 +93,13 @@ def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, as
 @click.option(
     "--base-model", show_default="the model it was pruned from, if on the hub", help="The dense model on the hub."
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be published, without using the network.")
-def push(folder: Path, repository: str, dry_run: bool, **options: Any) -> None:
+def push(folder: Path, repository: str, **options: Any) -> None:
     """Publish a pruned checkpoint on the Hugging Face hub, as OWNER/NAME.
 
     \b
     ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
 
-    Every file is compared with the manifest first. No other file is sent except a new model card
-    and the report. Log in first with `hf auth login`, or set HF_TOKEN.
+    The folder is checked first. Results of eval and bench are not sent, and the model card is
+    written for the hub. Log in first with `hf auth login`, or set HF_TOKEN.
     """
-    sizes = verbs.push(folder, repository, dry_run=dry_run, **options)
-    for name, size in sizes.items():
-        echo(f"{size:>15,}  {name}")
-    total = f"{len(sizes)} files, {sum(sizes.values()):,} bytes"
-    echo(f"{total} {'would be published' if dry_run else 'published'} to {repository}")
+    echo(f"published: {verbs.push(folder, repository, **options)}")

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from ddp_vllm.evaluations import TASKS, in_points, perplexity_ratio, points, score
 from ddp_vllm.intervals import ratio_text, with_interval
-from ddp_vllm.manifest import REPORT_FILE
 from ddp_vllm.output import atomic_file, sync, writing
 from ddp_vllm.pages.measurements import (
     Comparison,
@@ -23,7 +22,7 @@ from ddp_vllm.pages.measurements import (
     difference,
     engine_fact,
 )
-from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
+from ddp_vllm.pages.page import REPORT_FILE, Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import main_metric, measured_on, sentence
 

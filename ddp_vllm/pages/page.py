@@ -14,6 +14,8 @@ from markupsafe import Markup
 
 from ddp_vllm.errors import printable
 
+REPORT_FILE = "report.html"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
@@ -40,8 +42,6 @@ class Picture:
     caption: str
     svg: str
     """An SVG element that we drew, which is not escaped."""
-    png: bytes
-    """The same drawing, for a file next to the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,6 @@ class Page:
     sections: Sequence[Section]
     footer: Sequence[str]
     """How and where the numbers were measured, and notes on missing ones."""
-    files: Sequence[str] = field(default=())
-    """Files that belong to the page, relative to it."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Pages about the subjects of `lead`, relative to this one."""
 

@@ -40,16 +40,15 @@ Curves = Sequence[Mapping[str, float]]
 
 
 def render(draw: Callable[[Figure], None], *, name: str, title: str, caption: str, height: float) -> Picture:
-    """Return the drawing of `draw`, `height` inches high, as SVG for the page and as PNG."""
+    """Return the drawing of `draw`, `height` inches high, as SVG for the page."""
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure)
-        vector, raster = io.StringIO(), io.BytesIO()
+        vector = io.StringIO()
         no_metadata: Any = {"Date": None, "Creator": None, "Format": None, "Type": None}
         # the page is light or dark
         figure.savefig(vector, format="svg", transparent=True, metadata=no_metadata)
-        figure.savefig(raster, format="png", dpi=200)
-    return Picture(name=name, title=title, caption=caption, svg=_inline(vector.getvalue()), png=raster.getvalue())
+    return Picture(name=name, title=title, caption=caption, svg=_inline(vector.getvalue()))
 
 
 def _inline(svg: str) -> str:

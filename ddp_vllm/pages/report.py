@@ -1,5 +1,4 @@
-"""The report of a checkpoint: `report.html` requires no network, and its pictures are also PNG
-files in `report/`.
+"""The report of a checkpoint, `report.html`, which requires no network.
 
 The checkpoint itself has all the data, so the page can be made again wherever the folder is.
 """
@@ -14,11 +13,10 @@ import numpy as np
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.families import dimensions_of
-from ddp_vllm.manifest import PICTURE_FOLDER, REPORT_FILE
 from ddp_vllm.output import write_files
 from ddp_vllm.pages import pictures
 from ddp_vllm.pages.metrics import Metrics, expert_use, expert_widths, gather
-from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
+from ddp_vllm.pages.page import REPORT_FILE, Page, Picture, Section, Table, to_html
 from ddp_vllm.pages.summary import answers, dense_name, lead, sections
 from ddp_vllm.provenance import bare_name
 from ddp_vllm.remote_code.widths import dense_kv_heads
@@ -27,17 +25,14 @@ SHOWN = 3  # answers that are not folded away
 
 
 def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
-    """Write `report.html` and `report/` into `folder`, replacing older ones, and return the path of
-    the page.
+    """Write `report.html` into `folder`, replacing an older one, and return its path.
 
     name: of the checkpoint, by default that of its folder.
 
     Raises: CheckpointError as `gather`; OutputError if nothing can be written there.
     """
-    drawn = draw(gather(checkpoint))
-    files = {f"{PICTURE_FOLDER}/{picture.name}.png": picture.png for picture in drawn}
-    page = dataclasses.replace(page_of(checkpoint, drawn, name or checkpoint.folder.resolve().name), files=[*files])
-    write_files(folder, files | {REPORT_FILE: to_html(page).encode()})
+    page = page_of(checkpoint, draw(gather(checkpoint)), name or checkpoint.folder.resolve().name)
+    write_files(folder, {REPORT_FILE: to_html(page).encode()})
     return folder / REPORT_FILE
 
 

@@ -3,7 +3,6 @@
 Libraries that draw are imported when they are called.
 """
 
-import re
 from collections.abc import Iterable
 from math import inf
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_vllm.errors import OutputError, SettingError
 from ddp_vllm.folder import read
-from ddp_vllm.manifest import CARD, MANIFEST, PICTURE_FOLDER, REPORT_FILE, check_manifest
 from ddp_vllm.output import check_file
 
 if TYPE_CHECKING:
     from ddp_vllm.pages.measurements import Comparison
 
-_PART = r"\w[\w.-]{0,95}(?<![.-])"
-# as the hub's client checks
-REPOSITORY = re.compile(rf"(?!.*(--|\.\.|\.git$)){_PART}/{_PART}", re.ASCII)
+CARD = "README.md"
+RESULTS = ("eval/*", "sharegpt-*")  # of eval and bench, which name folders of this machine
 
 
 def inspect(folder: str | Path) -> dict[str, Any]:
@@ -80,46 +77,28 @@ def push(
     revision: str | None = None,
     license_name: str | None = None,
     base_model: str | None = None,
-    dry_run: bool = False,
-) -> dict[str, int]:
-    """Publish a pruned checkpoint on the Hugging Face hub and return the bytes of each file by its
-    name.
+) -> str:
+    """Publish a pruned checkpoint on the Hugging Face hub and return the address of the commit.
 
     repository: OWNER/NAME. license_name: of the dense model, in the hub's spelling. base_model: the
     dense model on the hub, by default the one it was pruned from. revision: a branch, which is made
-    if it is new. dry_run: only return what would be published.
-    Raises: CheckpointError if the folder has changed since it was written; SettingError for a name
-        that the hub refuses; OutputError if publishing fails.
+    if it is new. Results of `evaluate` and `bench` are not sent.
+    Raises: CheckpointError if the folder is damaged; OutputError if publishing fails.
     """
     from huggingface_hub import HfApi
 
     from ddp_vllm.pages.card import model_card
 
-    if not REPOSITORY.fullmatch(repository):
-        raise SettingError(
-            f"{repository} is not a repository name; give OWNER/NAME of letters, digits, '_', '-' and '.', each "
-            "beginning and ending with a letter, digit or '_', without '--', '..' or a final '.git'"
-        )
-    folder = Path(folder)
-    names, checkpoint = [*check_manifest(folder), MANIFEST], read(folder)
-    pictures = [f"{PICTURE_FOLDER}/{path.name}" for path in (folder / PICTURE_FOLDER).glob("*.png")]
-    names += [name for name in (REPORT_FILE, *pictures) if (folder / name).is_file()]
-    hub_name = repository.partition("/")[2]
-    card = model_card(checkpoint, hub_name, repository, license_name=license_name, base_model=base_model).encode()
-    sizes = {name: (folder / name).stat().st_size for name in names} | {CARD: len(card)}
-    if dry_run:
-        return dict(sorted(sizes.items()))
-    api = HfApi(library_name="ddp-vllm")
+    checkpoint, api = read(folder), HfApi(library_name="ddp-vllm")
     message = f"{checkpoint.config['model_type']} pruned by ddp-vllm"
-    branch: dict[str, Any] = {"repo_id": repository, "revision": revision, "commit_message": message}
+    branch: dict[str, Any] = {"revision": revision, "commit_message": message}
     try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        # a commit does not make its branch
-        if revision and revision != "main" and not revision.startswith("refs/"):
-            api.create_branch(repository, branch=revision, exist_ok=True)
-        api.upload_folder(folder_path=folder, allow_patterns=names, **branch)
-        api.upload_file(path_or_fileobj=card, path_in_repo=CARD, **branch)
+        name = api.create_repo(repository, private=private, exist_ok=True).repo_id
+        if revision:  # a commit does not make its branch
+            api.create_branch(name, branch=revision, exist_ok=True)
+        card = model_card(checkpoint, name.partition("/")[2], name, license_name=license_name, base_model=base_model)
+        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[CARD, *RESULTS], **branch)
+        return api.upload_file(repo_id=name, path_or_fileobj=card.encode(), path_in_repo=CARD, **branch)
     except Exception as error:  # errors of the hub, of the network and of three libraries
         reason = " ".join(str(error).split())[:300]
         raise OutputError(f"{repository} was not published ({type(error).__name__}: {reason})") from error
-    return dict(sorted(sizes.items()))

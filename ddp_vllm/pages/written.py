@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.manifest import REPORT_FILE
 from ddp_vllm.pages.card import write_card
+from ddp_vllm.pages.page import REPORT_FILE
 from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.terminal import print_checkpoint
 

@@ -4,8 +4,7 @@
 `quant_method` of the same file and returns the stock configuration; so the model is the stock
 class. Before its weights are loaded, the quantizer replaces the linear layers and experts that were
 pruned by narrower ones. Nothing is quantized: transformers lets only a quantizer change modules at
-that point. Where vLLM serves the folder without a plugin, config.json has no `quantization_config`,
-and `AnyConfig` adds it. This file is part of every checkpoint of such a family.
+that point. This file is part of every checkpoint of such a family.
 """
 
 from itertools import chain
@@ -22,7 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .files import WidthsError, file_tensors
-from .module_widths import METHOD, Block, ModuleWidths, stated_widths
+from .module_widths import METHOD, Block, ModuleWidths
 from .ragged_experts import RaggedExperts
 
 
@@ -56,7 +55,9 @@ class WidthsQuantizer(HfQuantizer):
         """Raises: WidthsError if the tensors on disk, or the modules of the model, do not fit the
         widths."""
         widths = self.quantization_config.widths
-        widths.check(chain.from_iterable(file_tensors(Path(path)) for path in checkpoint_files or ()))
+        files = (file_tensors(Path(path)) for path in checkpoint_files or ())
+        # of an overlay, as transformers reads them, the last copy counts
+        widths.check({tensor[0]: tensor for tensor in chain.from_iterable(files)}.values())
         conversions, present = get_model_conversion_mapping(model), model.state_dict()
         renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
@@ -83,9 +84,7 @@ class WidthsQuantizer(HfQuantizer):
                     module = names[-1].rpartition(".")[0]
                     *inputs, output = (name.rpartition(".")[2] for name in widths.experts.projections)
                     rows, stock = widths.experts.rows_per_channel, model.get_submodule(module)
-                    constants = widths.experts.constants
-                    experts = RaggedExperts(stock, sizes or dense, inputs, output, rows, constants=constants)
-                    model.set_submodule(module, experts)
+                    model.set_submodule(module, RaggedExperts(stock, sizes or dense, inputs, output, rows))
                 elif sizes is not None:
                     raise WidthsError(
                         f"the model has no routed experts {names[-1]}; is it the config of another model?"
@@ -139,8 +138,6 @@ class AnyConfig(PretrainedConfig):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         fields, rest = PretrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
         fields.pop("auto_map", None)  # the stock class runs, and saves itself as such
-        fields["quantization_config"] = stated_widths(fields)
-        fields.pop(METHOD, None)
         for name in ("trust_remote_code", "code_revision", "name_or_path", "_from_auto"):
             rest.pop(name, None)
         register_widths()

@@ -20,11 +20,6 @@ input is the only projection of an MLP without a gate, unless `fused` is present
 and up rows, as `halves` or `interleaved`. An expert of width 0 has no tensors. An MLP keeps at
 least one channel: a linear layer without inputs is not portable.
 
-If experts are replaced by constant vectors (MoNE, arXiv:2507.00390), vLLM 0.33 serves the folder
-without a plugin. Then `approximate_experts` names these experts, layer -> ids, which have the
-tensors `mlp.experts.{}.approx_value`, and the description above is under the key `ddp_widths`
-instead, where vLLM does not look for a quantization method.
-
 This file is part of every checkpoint and imports only the standard library and `files`.
 """
 
@@ -36,8 +31,6 @@ from typing import Any
 from .files import WidthsError, short
 
 METHOD = "ddp_widths"
-APPROXIMATE = "approximate_experts"
-CONSTANT = ".approx_value"  # vLLM's suffix of the tensor that replaces an expert
 FUSED = ("halves", "interleaved")
 # and experts per layer; far above any model, because lists of that length are allocated
 MOST_LAYERS = 10_000
@@ -63,13 +56,6 @@ class Block:
     """Routed experts per layer; 0 for MLPs."""
     fused: str = ""
     """How the one input holds gate and up rows, one of `FUSED`; "" if it does not."""
-    constants: bool = False
-    """Whether experts of width 0 are replaced by constant vectors; otherwise they add nothing."""
-
-    @property
-    def constant(self) -> str:
-        """Tensor that replaces an expert, relative to the layer."""
-        return self.output.rpartition(".")[0] + CONSTANT
 
     @property
     def rows_per_channel(self) -> int:
@@ -84,7 +70,7 @@ class Block:
     def to_json(self) -> dict[str, Any]:
         entry: dict[str, Any] = {"inputs": list(self.inputs), "output": self.output}
         entry["intermediate_size"] = self.intermediate_size
-        return entry | {key: value for key in ("num_experts", "fused", "constants") if (value := getattr(self, key))}
+        return entry | {key: value for key in ("num_experts", "fused") if (value := getattr(self, key))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,21 +125,7 @@ class ModuleWidths:
                 f"config.json: quantization_config.layers has {len(widths.layers)} entries for {num_layers} layers; "
                 f"{_AGAIN}"
             )
-        if widths.approximate_experts != (named := approximate_experts(config)):
-            raise WidthsError(
-                f"config.json: {APPROXIMATE} is {short(named)}, but {METHOD} replaces the experts "
-                f"{short(widths.approximate_experts)}; {_AGAIN}"
-            )
         return widths
-
-    @property
-    def approximate_experts(self) -> dict[str, list[int]]:
-        """The experts that are replaced by constant vectors, layer -> ids, as vLLM reads them."""
-        if not (self.experts and self.experts.constants):
-            return {}
-        rows = {str(index): layer.expert_intermediate_sizes or () for index, layer in enumerate(self.layers)}
-        removed = {layer: [expert for expert, size in enumerate(sizes) if not size] for layer, sizes in rows.items()}
-        return {layer: experts for layer, experts in removed.items() if experts}
 
     @classmethod
     def parse(cls, stated: Mapping[str, Any]) -> "ModuleWidths":
@@ -251,12 +223,10 @@ class ModuleWidths:
         """
         missing = self.required()
         hidden: dict[Block, int] = {}
-        constants: dict[str, list[int]] = {}
         for name, shape, dtype in tensors:
             missing.discard(name)
             found = self.find(name)
             if found is None:
-                constants |= {name: list(shape)} if name.endswith(CONSTANT) else {}
                 continue
             if dtype not in FLOATS:
                 raise WidthsError(
@@ -284,22 +254,10 @@ class ModuleWidths:
             raise WidthsError(
                 f"tensor {min(missing)} is missing ({len(missing)} in all); copy the whole folder, or {_AGAIN}"
             )
-        self._check_constants(constants, hidden)
-
-    def _check_constants(self, shapes: Mapping[str, list[int]], hidden: Mapping[Block, int]) -> None:
-        known = {*self.constants()}
-        for name, shape in shapes.items():
-            if name not in known or not self.experts:
-                raise WidthsError(f"tensor {short(name)} replaces an expert that config.json does not name; {_AGAIN}")
-            if shape != [hidden[self.experts]]:
-                raise WidthsError(
-                    f"tensor {name} has shape {shape}, but the output of an expert has {hidden[self.experts]} entries; "
-                    "copy the whole folder again"
-                )
 
     def required(self) -> set[str]:
         """Return the names of the weights on disk of all pruned MLPs and experts."""
-        names = {*self.constants()}
+        names: set[str] = set()
         for index, layer in enumerate(self.layers):
             if layer.intermediate_size is not None and self.mlp:
                 names.update(f"{self.layers_module}.{index}.{part}.weight" for part in self.mlp.projections)
@@ -309,36 +267,16 @@ class ModuleWidths:
                     names.update(f"{self.layers_module}.{index}.{part}.weight" for part in parts)
         return names
 
-    def constants(self) -> list[str]:
-        """Return the names on disk of the vectors that replace experts."""
-        name = f"{self.layers_module}.{{}}.{self.experts.constant if self.experts else ''}"
-        return [name.format(layer, expert) for layer, ids in self.approximate_experts.items() for expert in ids]
-
 
 def stated_widths(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the description of the widths in a `config.json`; None if it has none."""
-    stated = (config.get(key) for key in ("quantization_config", METHOD))
-    return next((value for value in stated if isinstance(value, Mapping) and value.get("quant_method") == METHOD), None)
+    stated = config.get("quantization_config")
+    return stated if isinstance(stated, Mapping) and stated.get("quant_method") == METHOD else None
 
 
 def states_widths(config: Mapping[str, Any]) -> bool:
     """Return whether a `config.json` states widths in this form."""
     return stated_widths(config) is not None
-
-
-def approximate_experts(config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return `approximate_experts` of a `config.json`, sorted by layer and id, without empty layers.
-    Raises: WidthsError if vLLM could not read it."""
-    text = config.get("text_config")
-    stated = config.get(APPROXIMATE) or (text.get(APPROXIMATE) if isinstance(text, Mapping) else None) or {}
-    rows = stated.items() if isinstance(stated, Mapping) else [("", stated)]
-    for layer, ids in rows:
-        numbers = isinstance(ids, list | tuple) and all(type(expert) is int and expert >= 0 for expert in ids)
-        if not (str(layer).isdecimal() and numbers and len({*ids}) == len(ids)):
-            raise WidthsError(
-                f"config.json: {APPROXIMATE} is {short(stated)}, not lists of expert ids by layer; {_AGAIN}"
-            )
-    return {str(int(layer)): sorted(ids) for layer, ids in sorted(rows, key=lambda row: int(row[0])) if ids}
 
 
 def _parse_block(name: str, stated: Any) -> Block:
@@ -348,22 +286,19 @@ def _parse_block(name: str, stated: Any) -> Block:
     _check_keys(
         stated,
         f"{name}.",
-        {"inputs", "output", "intermediate_size", "fused"} | (set() if is_mlp else {"num_experts", "constants"}),
+        {"inputs", "output", "intermediate_size", "fused"} | (set() if is_mlp else {"num_experts"}),
     )
-    inputs, fused, constants = stated.get("inputs"), stated.get("fused", ""), stated.get("constants", False)
+    inputs, fused = stated.get("inputs"), stated.get("fused", "")
     if not isinstance(inputs, list | tuple) or not 1 <= len(inputs) <= 2:
         raise _fault(f"{name}.inputs", inputs, "not a list of one or two modules")
     if fused not in ("", *FUSED) or (fused and len(inputs) > 1):
         raise _fault(f"{name}.fused", fused, f"not {' or '.join(FUSED)} of one input")
-    if type(constants) is not bool:
-        raise _fault(f"{name}.constants", constants, "neither true nor false")
     block = Block(
         inputs=tuple(_name(part, f"{name}.inputs[{i}]", expert=not is_mlp) for i, part in enumerate(inputs)),
         output=_name(stated.get("output"), f"{name}.output", expert=not is_mlp),
         intermediate_size=_integer(stated.get("intermediate_size"), f"{name}.intermediate_size", 1, LARGEST_WIDTH),
         num_experts=0 if is_mlp else _integer(stated.get("num_experts"), f"{name}.num_experts", 1, MOST_LAYERS),
         fused=fused,
-        constants=constants,
     )
     if len({*block.projections}) < len(block.projections):
         raise _fault(name, list(block.projections), "names a module twice")
@@ -385,8 +320,6 @@ def _parse_layer(where: str, stated: Any, blocks: Mapping[str, Block]) -> LayerC
         if not isinstance(sizes, list | tuple) or len(sizes) != experts.num_experts:
             raise _fault(where, sizes, f"not a list of {experts.num_experts} widths, one per expert")
         sizes = tuple(_integer(size, f"{where}[{i}]", 0, experts.intermediate_size) for i, size in enumerate(sizes))
-        if experts.constants and not any(sizes):
-            raise _fault(where, sizes, "which keeps no expert, but vLLM requires one per layer")
     return LayerChannels(intermediate_size=width, expert_intermediate_sizes=sizes)
 
 

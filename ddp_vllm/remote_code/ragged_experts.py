@@ -13,23 +13,15 @@ from torch import nn
 
 class RaggedExperts(nn.Module):
     """Routed experts of different widths: one module per expert, named by its id. A removed expert
-    has none, or a constant vector that replaces its output."""
+    has none."""
 
     def __init__(
-        self,
-        stock: Any,
-        sizes: Sequence[int],
-        inputs: Sequence[str],
-        output: str,
-        rows_per_channel: int = 1,
-        *,
-        constants: bool = False,
+        self, stock: Any, sizes: Sequence[int], inputs: Sequence[str], output: str, rows_per_channel: int = 1
     ) -> None:
         """Make modules for the tensors on disk.
 
         stock: the experts of the dense model. sizes: the channels of each expert. inputs, output:
         the names of an expert's projections. rows_per_channel: 2 if one input holds gate and up.
-        constants: whether vectors replace the removed experts.
         """
         super().__init__()
         # the activation of some families has settings of its own
@@ -45,20 +37,11 @@ class RaggedExperts(nn.Module):
             projections = {name: nn.Linear(hidden_size, rows, **where) for name in self.inputs}
             projections[self.output] = nn.Linear(sizes[expert], hidden_size, **where)
             self.add_module(str(expert), nn.ModuleDict(projections))
-        self.replaced = [expert for expert, size in enumerate(sizes) if constants and not size]
-        for expert in self.replaced:
-            vector = torch.empty(hidden_size, device=down.device, dtype=down.dtype)
-            self.add_module(str(expert), nn.ParameterDict({"approx_value": nn.Parameter(vector)}))
 
     def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's expert outputs times their routing weights; removed
-        experts add their constants, or nothing."""
+        experts add nothing."""
         sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
-        if self.replaced:
-            modules: Any = [self.get_submodule(str(expert)) for expert in self.replaced]
-            values = torch.stack([module["approx_value"] for module in modules]).float()
-            shares_TE = sum_TH.new_zeros(len(x_TH), self.num_experts).scatter_add_(1, ids_TK, weights_TK.float())
-            sum_TH = shares_TE[:, self.replaced] @ values
         symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         chosen = None if symbolic else self._chosen(ids_TK)
         for number in self.kept:

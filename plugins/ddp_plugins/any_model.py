@@ -31,7 +31,7 @@ from ddp_plugins.padding import channel_block, round_up
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASK
 from ddp_vllm.remote_code.files import WEIGHTS, checked_tensors
-from ddp_vllm.remote_code.module_widths import CONSTANT, METHOD, Block, ModuleWidths
+from ddp_vllm.remote_code.module_widths import METHOD, Block, ModuleWidths
 
 Loader = Callable[..., None]
 logger = init_logger("vllm.ddp_plugins.any_model")  # vLLM prints only its own loggers' records
@@ -93,8 +93,7 @@ class WidthsConfig(QuantizationConfig):
             if get_current_vllm_config().lora_config is not None:
                 check_adapters()
             check_experts(get_current_vllm_config(), self.widths)
-            scales, experts = scales_of(self.online, layer, prefix), self.widths.experts
-            return RaggedExpertsMethod(layer.moe_config, sizes, scales, constants=bool(experts and experts.constants))
+            return RaggedExpertsMethod(layer.moe_config, sizes, scales_of(self.online, layer, prefix))
         if self.online is not None:
             method = self.online.get_quant_method(layer, prefix)
         else:
@@ -119,14 +118,9 @@ class WidthsConfig(QuantizationConfig):
         return None if index is None else self.widths.layers[index].intermediate_size
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # static in vLLM
-        """Drop the masks: --load-format runai_streamer reads every safetensors file of the folder.
-        Constants get the name of an expert's output, because vLLM drops other tensors of
-        experts."""
+        """Drop the masks: --load-format runai_streamer reads every safetensors file of the folder."""
         # it searches in names
         names: dict[re.Pattern[str], str | None] = {re.compile(f"^{MASK.pattern}$"): None}
-        if self.widths.experts:
-            output = self.widths.experts.output.rpartition(".")[2]
-            names[re.compile(rf"(?<=\.experts\.)(\d+){re.escape(CONSTANT)}$")] = rf"\1.{output}.weight"
         return QuantizationConfig.get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_regex=names)
 
     def get_name(self) -> Any:

@@ -7,7 +7,6 @@ DeepSeekMoE v1, whose configuration transformers lacks. vLLM has a class of its 
 Nemotron-NAS, whose config requires --trust-remote-code: with this flag vLLM's class is used.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from ddp_vllm.errors import DdpError
 from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import DROPPED, NEMOTRON_NAS, opened_in_place
 from ddp_vllm.remote_code import DEEPSEEK, configuration_ddp
-from ddp_vllm.remote_code.module_widths import APPROXIMATE, stated_widths
 
-VLLMS_CONSTANTS = "vllm.model_executor.layers.fused_moe.expert_substitution"
 logger = init_logger("vllm.ddp_plugins.in_place")
 
 
@@ -48,21 +45,7 @@ class ConfigParser(HFConfigParser):
                 # vLLM does not read these lists and would serve the model with the dropped blocks
                 raise
             logger.warning_once("ddp-vllm does not open %s: %s", str(model), " ".join(str(error).split()))
-        stated, config = super().parse(model, trust_remote_code, revision=revision, **kwargs)
-        return with_constants(stated, config)
-
-
-def with_constants(stated: dict[str, Any], config: Any) -> tuple[dict[str, Any], Any]:
-    """Let an older vLLM serve experts that constant vectors replace by our layers, as if the config
-    named a quantization method; vLLM 0.33 has layers of its own for them, which refuse one."""
-    widths = stated_widths(stated)
-    if widths is None or not stated.get(APPROXIMATE):
-        return stated, config
-    stated = {key: value for key, value in stated.items() if key != "quantization_config"}
-    vars(config).pop("quantization_config", None)
-    if find_spec(VLLMS_CONSTANTS) is None:
-        stated["quantization_config"] = config.quantization_config = dict(widths)
-    return stated, config
+        return super().parse(model, trust_remote_code, revision=revision, **kwargs)
 
 
 def register_parser() -> None:

@@ -50,21 +50,11 @@ Scales = Literal["tensor", "channel"]
 class RaggedExpertsMethod(FusedMoEMethodBase):
     """Stores, loads and runs the routed experts of one layer."""
 
-    def __init__(
-        self, moe: FusedMoEConfig, widths: Sequence[int], scales: Scales | None = None, *, constants: bool = False
-    ) -> None:
+    def __init__(self, moe: FusedMoEConfig, widths: Sequence[int], scales: Scales | None = None) -> None:
         """widths: kept channels of each of the model's experts, by expert id. scales: None for
-        unquantized weights. constants: whether vectors replace the experts of width 0.
-
-        Raises: SettingError for constants with quantized weights.
-        """
+        unquantized weights."""
         super().__init__(moe)
         self.widths = widths
-        self.replaced = [expert for expert, width in enumerate(widths) if constants and not width]
-        if self.replaced and scales:
-            raise SettingError(
-                "experts replaced by constant vectors are served unquantized only; serve them without --quantization"
-            )
         self.scales = scales
         # vLLM's sign for weights quantized while they load
         self.uses_meta_device = scales is not None
@@ -114,12 +104,6 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             num_loaded = weight.numel() // max(1, self.layout.num_rows) * sum(self.layout.widths)
             set_weight_attrs(parameter, {"weight_loader": self._load, "weight_loader_numel": num_loaded})
             layer.register_parameter(name, parameter)
-        if self.replaced:
-            layer.register_buffer("constants_RH", w2.new_zeros(len(self.replaced), hidden_size), persistent=False)
-            # vLLM hands them over as tensors of w2
-            set_weight_attrs(layer.constants_RH, {"weight_loader_numel": 0})
-            layer.w2_weight.weight_loader_numel += layer.constants_RH.numel()
-            self.constants_RH = layer.constants_RH
         if self.uses_meta_device:
             from vllm.model_executor.model_loader.reload.layerwise import (
                 initialize_online_processing,
@@ -141,11 +125,8 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         experts of other ranks.
 
         loaded_weight: compact, as on disk: gate (w1) and up (w3) `[width, H]`, down (w2) `[H,
-            width]`, or the vector `[H]` that replaces the expert.
+            width]`.
         """
-        if loaded_weight.dim() == 1:
-            self.constants_RH[self.replaced.index(expert_id)] = loaded_weight
-            return True if return_success else None
         if expert_id not in self.shares:
             return False if return_success else None
         self.missing.discard((expert_id, shard_id))
@@ -200,26 +181,20 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x and result: `[T, H]`; topk_weights, topk_ids: `[T, K]`, ids of the whole model's
         experts."""
-        output = torch.zeros_like(x)
-        if self.layout.num_rows:
-            output = torch.ops.ddp_vllm.ragged_moe(
-                x,
-                layer.w13_weight,
-                layer.w2_weight,
-                layer.layout_3E,
-                self.layout.max_width,
-                topk_weights,
-                topk_ids,
-                layer.expert_map,
-                *self._scales_of(layer),
-                self.limit,
-            )
-        # the outputs of all ranks are added
-        if not self.replaced or self.moe.tp_rank or self.moe.ep_rank:
-            return output
-        shares_TE = topk_weights.new_zeros(len(x), len(self.widths), dtype=torch.float32)
-        shares_TE.scatter_add_(1, topk_ids.long(), topk_weights.float())
-        return output + (shares_TE[:, self.replaced] @ layer.constants_RH.float()).to(x.dtype)
+        if not self.layout.num_rows:
+            return torch.zeros_like(x)
+        return torch.ops.ddp_vllm.ragged_moe(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            layer.layout_3E,
+            self.layout.max_width,
+            topk_weights,
+            topk_ids,
+            layer.expert_map,
+            *self._scales_of(layer),
+            self.limit,
+        )
 
 
 def unsupported(stated: str) -> SettingError:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ddp_models.source import Source, check_spares_source, open_source
-from ddp_models.writing import stored_tensors, write_model
-from ddp_prune.gates import Masks
+from ddp_prune.core.gates import Masks
+from ddp_prune.core.selection import round_to_blocks
+from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
-from ddp_prune.selection import round_to_blocks
-from ddp_training.weights import UpdatedWeights
+from ddp_prune.models.source import Source, open_source
+from ddp_prune.models.writing import stored_tensors, write_model
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import (
@@ -308,7 +308,6 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
         than a block; else as `open_source` and `export`.
     """
     source = open_source(model)
-    check_spares_source(output, source)
     # the folder of a model, possibly from an untrusted source
     if (masks.parent / "config.json").exists():
         check_links(masks.parent)

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from ddp_models.loading import loading_options
-from ddp_models.source import AGAIN, Source
 from ddp_prune.cards import CARDS, Card, parse_cards
+from ddp_prune.core.batches import sequences_at_once
+from ddp_prune.core.decoder import auto_class, num_chosen_experts
+from ddp_prune.core.loss import head_bytes
+from ddp_prune.core.passes import fit_attention, free_memory
+from ddp_prune.core.weights import RANK
+from ddp_prune.models.loading import loading_options
+from ddp_prune.models.source import AGAIN, Source
 from ddp_prune.recipe import Recipe
-from ddp_training.batches import sequences_at_once
-from ddp_training.decoder import auto_class, num_chosen_experts
-from ddp_training.loss import head_bytes
-from ddp_training.memory import fit_attention, free_memory
-from ddp_training.settings import TrainingSettings, optimizer_suits
-from ddp_training.weights import RANK
+from ddp_prune.settings import TrainingSettings, optimizer_suits
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import dense_layers
@@ -93,12 +93,17 @@ class Fit:
     passing: float
     """Bytes per device of a forward and backward pass on top of that."""
     free: float
-    copies_fit: bool
+    leaves_out: bool
     """Whether copies of the heads and channels that are still open fit too."""
 
     @property
     def peak(self) -> float:
         return self.held + self.passing
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the fields of a `Run` that it decides."""
+        names = ("num_sequences", "checkpointed", "leaves_out")
+        return self.mode._asdict() | {name: getattr(self, name) for name in names}
 
 
 def allowed_modes(recipe: TrainingSettings) -> list[Mode]:
@@ -177,7 +182,7 @@ def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode, 
     copies = sum(math.prod(shape) for name, shape in source.memory_shapes.items() if not name.startswith(FROZEN))
     return Fit(
         mode=mode, num_sequences=number, checkpointed=checkpointed, held=held, passing=transient + passing,
-        free=devices.free, copies_fit=devices.num_shards == 1 and copies * sized.itemsize + passing <= USABLE * left,
+        free=devices.free, leaves_out=devices.num_shards == 1 and copies * sized.itemsize + passing <= USABLE * left,
     )  # fmt: skip
 
 

@@ -7,16 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ddp_models.loading import check_sharding
-from ddp_models.source import Source, check_index, check_spares_source, open_source
-from ddp_prune.budget import Pool, make_checked_pools
-from ddp_prune.export import export, layer_widths
-from ddp_prune.recipe import Recipe
-from ddp_prune.resolve import resolve_runs
-from ddp_prune.run import Run
-from ddp_prune.train import Inputs, Result, read_inputs, train_size
-from ddp_text.rows import sources_of
-from ddp_training.processes import (
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.processes import (
     describe_device,
     finish_run,
     main_process_first,
@@ -24,7 +16,16 @@ from ddp_training.processes import (
     raise_on_all_ranks,
     start_tracker,
 )
-from ddp_training.run_folder import RunFolder, SizeFolder
+from ddp_prune.export import export, layer_widths
+from ddp_prune.models.loading import check_sharding
+from ddp_prune.models.source import Source, check_index, open_source
+from ddp_prune.pools import make_checked_pools
+from ddp_prune.recipe import Recipe
+from ddp_prune.resolve import resolve_runs
+from ddp_prune.run import Run
+from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.text.rows import sources_of
+from ddp_prune.train import Inputs, Result, read_inputs, train_size
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import FAMILIES, MIXTURES, dimensions_of
@@ -67,7 +68,7 @@ def prune(
             with raise_on_all_ranks(accelerator):
                 for folder in folders[len(written) :] if accelerator.is_main_process else ():
                     clear(folder)
-                    check_output(folder, overwrite=run.record["overwrite"])
+                    check_output(folder, overwrite=run.record["overwrite"], reads=[first.model])
             _prune_sizes(recipes, run, folders, console, print_line, measure)
         run.remove()
     finish_run(accelerator)
@@ -84,11 +85,11 @@ def _prune_sizes(
 ) -> None:
     """Resolve the sizes, read the text, and train and write each size that is not written yet."""
     first, accelerator = recipes[0], run.accelerator
-    source = main_process_first(accelerator, lambda: find_model(first, run.output))
+    source = main_process_first(accelerator, lambda: find_model(first))
     source.describe_rest(print_line)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
-    runs = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
+    runs, _ = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
     last = runs[-1]
     start_tracker(accelerator, "ddp-vllm", last.recipe)
     inputs = main_process_first(accelerator, partial(read_inputs, last, source, accelerator, console))
@@ -114,11 +115,9 @@ def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
     return [output / f"{recipe.size_name}-{recipe.size:g}" for recipe in recipes]
 
 
-def find_model(recipe: Recipe, output: Path, *, load: bool = True) -> Source:
-    """Return the dense model, to be loaded or only looked at; refuse an output that would replace
-    it."""
+def find_model(recipe: Recipe, *, load: bool = True) -> Source:
+    """Return the dense model, to be loaded or only looked at."""
     source = open_source(recipe.model, load=load).with_blocks(recipe.blocks)
-    check_spares_source(output, source)
     if load:
         check_index(source.folder)
     return source

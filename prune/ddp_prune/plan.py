@@ -6,17 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_models.loading import check_sharding
-from ddp_models.source import Source
-from ddp_prune.budget import Pool, make_checked_pools
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.processes import broadcast_from_main, describe_device, make_accelerator
+from ddp_prune.core.rate import trial_steps
 from ddp_prune.fit import USABLE, Devices, Fit, allowed_modes, choose, fit, gigabytes, tokens_per_second
+from ddp_prune.models.loading import check_sharding
+from ddp_prune.models.source import Source
 from ddp_prune.pipeline import find_model, latency_profile
-from ddp_prune.rate import trial_steps
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import resolve_runs, seconds_a_step
 from ddp_prune.run import Run, schedule
-from ddp_training.processes import broadcast_from_main, describe_device, make_accelerator
-from ddp_training.run_folder import find_record
+from ddp_prune.run_folder import find_record
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
@@ -49,7 +50,7 @@ def plan(
         for this machine, and the weights of a hub model are not downloaded.
     """
     first, last = recipes[0], recipes[-1]
-    source = find_model(first, output, load=not on)
+    source = find_model(first, load=not on)
     profile = latency_profile(first, source, _refuse_to_measure)
     lines, removed, pools_of = list[str](), list[float | None](), []
     source.describe_rest(lines.append)
@@ -68,10 +69,10 @@ def plan(
     print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
     record = broadcast_from_main(accelerator, find_record(output, recipes, overwrite=True))
-    runs = resolve_runs(recipes, pools_of, source, profile, record.get("resolved", {}), accelerator, lines.append)
+    runs, found = resolve_runs(
+        recipes, pools_of, source, profile, record.get("resolved", {}), accelerator, lines.append
+    )
     last = runs[-1].recipe
-    found = runs[-1].fit
-    assert found
     steps = runs[-1].steps.last
     text = (
         f"text: {steps:,} steps of {last.batch_size:,} × {last.seq_len:,} tokens, "

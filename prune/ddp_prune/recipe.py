@@ -7,17 +7,15 @@ inside the checkpoint, so a result can be reproduced. The options of the command
 texts and defaults are made from these fields.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ddp_models.source import Source
-from ddp_training.settings import TrainingSettings
+from ddp_prune.settings import TrainingSettings
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import BLOCK_NAMES, MIXTURES
+from ddp_vllm.families import BLOCK_NAMES
 from ddp_vllm.latency import PHASES, Workload
 from ddp_vllm.settings import Settings, check_known, read_settings, setting
 
@@ -189,27 +187,6 @@ class Recipe(TrainingSettings):
                 raise SettingError("target requires a budget of params, flops or kv-bytes; with units, give a sparsity")
         if not (self.speedup or self.target or 0.0 < self.sparsity < 1.0):
             raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
-
-    def check_suits(self, source: Source) -> None:
-        """Refuse settings that do not suit a model. Raises: SettingError."""
-        longest = source.text_config.get("max_position_embeddings") or math.inf
-        if self.seq_len > longest:
-            raise SettingError(f"seq_len is {self.seq_len}, but {self.model} takes {longest:,}; lower --seq-len")
-        if self.scope == "expert" and source.sizes.blocks != ("experts",):
-            raise SettingError(
-                f"scope is 'expert', but {self.model} is not a mixture of experts; choose global or layer"
-            )
-        if self.whole_experts and "experts" not in source.sizes.blocks:
-            raise SettingError(f"{self.model} is not a mixture of experts, so it has no whole experts to remove")
-        if self.whole_experts and source.config["model_type"] not in MIXTURES:
-            raise SettingError(
-                f"whole experts of {source.config['model_type']} cannot leave the router; prune their channels: "
-                "leave whole_experts out"
-            )
-        if self.scope == "layer" and self.budget != "units" and {"mlp", "experts"} <= {*source.sizes.blocks}:
-            raise SettingError(
-                "scope is 'layer', but layers have MLPs or experts; give a scope of global, or --prune mlp"
-            )
 
     @property
     def size_name(self) -> str:

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_models.loading import check_sharding, load_teacher, loading_options
-from ddp_models.source import Source
-from ddp_prune.budget import Pool, head_unit_of
+from ddp_prune.core.batches import Batches, sequences_at_once
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.learn import TRAINERS, prepare_passes
+from ddp_prune.core.passes import explained
+from ddp_prune.core.rate import trial_steps
+from ddp_prune.core.weights import obstacle_to_8_bits
 from ddp_prune.fit import (
     TRAINING_SHARE,
     Devices,
@@ -28,13 +31,12 @@ from ddp_prune.fit import (
     held_bytes,
     suited_modes,
 )
-from ddp_prune.rate import trial_steps
+from ddp_prune.models.loading import check_sharding, load_teacher, loading_options
+from ddp_prune.models.source import Source
+from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Run, schedule
-from ddp_prune.train import TRAINERS, load_trained, prepare_passes, too_large
-from ddp_training.batches import Batches, sequences_at_once
-from ddp_training.memory import explained
-from ddp_training.weights import obstacle_to_8_bits
+from ddp_prune.train import load_trained, too_large
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 
@@ -56,8 +58,10 @@ def resolve_runs(
     resumed: Mapping[str, Any],
     accelerator: Accelerator,
     print_line: Callable[[str], None],
-) -> list[Run]:
-    """Return the run of each size; its search begins at the keep ratios of the previous size.
+) -> tuple[list[Run], Fit]:
+    """Return the run of each size, and how they fit into memory.
+
+    The search of a size begins at the keep ratios of the previous size.
 
     resumed: what the interrupted command had resolved; {} of a new one.
     All processes must call this together. Raises: SettingError if memory does not hold the mode that
@@ -72,9 +76,13 @@ def resolve_runs(
             shape: Shape = (resumed["steps"], resumed["batch_size"], resumed["seq_len"])
         else:
             fixed = source, head_unit_of(last, source), pools[-1], accelerator
-            run = Run.alone(last, **mode._asdict(), fit=fits(last))
+            run = Run.alone(last, **fits(last).resolved())
             shape = fit_minutes(
-                run, len(recipes), lambda run: seconds_a_step(run, *fixed), accelerator.num_processes, fits
+                run,
+                len(recipes),
+                lambda run: seconds_a_step(run, *fixed),
+                accelerator.num_processes,
+                lambda recipe: fits(recipe).resolved(),
             )
         steps, batch, seq_len = shape
         print_line(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
@@ -87,10 +95,11 @@ def resolve_runs(
         print_line(f"memory is short: the micro-batch size is {found.num_sequences} instead of {usual} sequences")
     starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
     in_family = len(recipes) > 1
-    return [
-        Run(recipe=recipe, steps=steps, **mode._asdict(), fit=found, profile=profile, start=start, in_family=in_family)
+    runs = [
+        Run(recipe=recipe, steps=steps, **found.resolved(), profile=profile, start=start, in_family=in_family)
         for recipe, steps, start in zip(recipes, schedule(recipes), starts, strict=True)
     ]
+    return runs, found
 
 
 def resolve_training_mode(
@@ -149,7 +158,7 @@ def fit_minutes(
     num_sizes: int,
     measure: Callable[[Run], float],
     num_processes: int = 1,
-    fits: Callable[[Recipe], Fit | None] = lambda _: None,
+    fits: Callable[[Recipe], Mapping[str, Any]] = lambda _: {},
 ) -> Shape:
     """Return the steps, batch size and sequence length that fit into the minutes of a run.
 
@@ -174,7 +183,7 @@ def fit_minutes(
         batch = min(batch, per_process * num_processes)
     if batch * seq_len < most_tokens:  # shorter sequences take another time per token
         smaller = dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len)
-        run = dataclasses.replace(run, recipe=smaller, fit=fits(smaller))
+        run = dataclasses.replace(run, recipe=smaller, **fits(smaller))
         step_seconds = measure(run)
     num_trial_steps = trial_steps(run)
     steps = int((seconds / step_seconds - num_trial_steps) / (FAMILY_STEPS if num_sizes > 1 else 1.0))
@@ -199,7 +208,7 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
         gated, weights = load_trained(run, source, head_unit, accelerator)
         share = -(-recipe.batch_size // accelerator.num_processes)
         usual = sequences_at_once(recipe, accelerator.num_processes, accelerator.device.type)
-        at_once = run.fit.num_sequences if run.fit else usual
+        at_once = run.num_sequences or usual
         tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
         model: Any = gated.model
         blocks = torch.randint(model.config.get_text_config().vocab_size, (4 * tried.batch_size, recipe.seq_len))

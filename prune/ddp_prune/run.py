@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ddp_prune.fit import Fit
 from ddp_prune.recipe import Recipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
@@ -41,8 +40,12 @@ class Run:
     """`masks`, `lora` or `weights`: the training mode, resolved if the recipe has `auto`."""
     optimizer: str = ""
     """Optimizer of trained weights, resolved; "" for masks only."""
-    fit: Fit | None = None
-    """How the run fits into memory; None: as if memory were no concern."""
+    num_sequences: int = 0
+    """Per forward pass and device, as they fit into memory; 0: as if memory were no concern."""
+    checkpointed: bool = False
+    """Whether layers run forward again in backward."""
+    leaves_out: bool = True
+    """Whether closed heads and channels are left out of the computation, which copies weights."""
     profile: Profile | None = None
     """The latency profile behind a budget in measured time."""
     start: Mapping[str, float] = field(default_factory=dict)

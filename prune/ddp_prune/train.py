@@ -14,31 +14,28 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_models.evaluation import Evaluation, bos_warning
-from ddp_models.loading import load, load_teacher
-from ddp_models.source import Source, weight_files
-from ddp_models.texts import load_text, load_watched
-from ddp_prune.alm import AlmTrainer
-from ddp_prune.budget import Pool, head_unit_of
-from ddp_prune.gates import GatedModel
-from ddp_prune.rate import run_trials
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.fusion import fuse_elementwise
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.learn import Joint, learn
+from ddp_prune.core.passes import explained
+from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.trainer import Learned
+from ddp_prune.core.weights import TrainedWeights, UpdatedWeights
+from ddp_prune.models.evaluation import Evaluation, bos_warning
+from ddp_prune.models.loading import load, load_teacher
+from ddp_prune.models.source import Source, weight_files
+from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.trainer import Learned, Trainer
-from ddp_text.blocks import Blocks, select_loss_mask
-from ddp_text.rows import sources_of
-from ddp_text.tokens import load_tokenizer
-from ddp_training.batches import Batches
-from ddp_training.fusion import fuse_elementwise
-from ddp_training.loop import Report, take_steps
-from ddp_training.memory import checkpoint_layers, explained, fit_attention
-from ddp_training.run_folder import Unsaved, inputs_of
-from ddp_training.weights import TrainedWeights, UpdatedWeights, highest_rate
+from ddp_prune.run_folder import inputs_of
+from ddp_prune.text.blocks import Blocks, select_loss_mask
+from ddp_prune.text.rows import sources_of
+from ddp_prune.text.tokens import load_tokenizer
+from ddp_prune.texts import load_text, load_watched
 from ddp_vllm.errors import ModelError
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.pages.progress import StepProgress
-
-TRAINERS = {"gradual": Trainer, "alm": AlmTrainer}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +149,7 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], progress: Unsav
         joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, gated.model))
     phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
     with StepProgress(inputs.console, run.steps.last, phase, accelerator.is_main_process) as report:
-        learned = train(
+        learned = learn(
             gated, inputs.blocks.train, run, pools, accelerator, progress, report, joint,
             loss_mask=inputs.loss_mask, print_line=inputs.print_line,
         )  # fmt: skip
@@ -175,14 +172,6 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], progress: Unsav
     if inputs.watched:
         metrics["watched"] = {name: evaluation.perplexity(name) for name in inputs.watched}
     return Result(learned, metrics, transform)
-
-
-def prepare_passes(model: Any, batches: Batches, run: Run) -> Batches:
-    """Choose attention, checkpointed layers and the number of sequences of a pass as fitted."""
-    fit_attention(model, run.recipe.seq_len, batches.accelerator.device)
-    checkpoint_layers(model, run.fit.checkpointed if run.fit else run.recipe.activation_checkpointing == "on")
-    batches.micro_batch_size = run.fit.num_sequences if run.fit else batches.micro_batch_size
-    return batches
 
 
 def load_trained(
@@ -214,43 +203,6 @@ def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], print_l
             )
 
 
-class Joint(NamedTuple):
-    """What training the weights together with the masks requires."""
-
-    weights: TrainedWeights
-    heldout: torch.Tensor | None = None
-    """Blocks on which the trials of the learning rate are judged; None: no trials."""
-    teacher: Any = None
-    """A copy of the dense model; None without distillation, and for adapters, which can be
-    disabled."""
-
-
-def resolve_learning_rate(joint: Joint, trainer: Trainer, print_line: Callable[[str], None]) -> dict[str, Any]:
-    """Return the highest rate of the weights, as asked or found by trials, in the form of
-    `Learned.rate`."""
-    recipe, model = trainer.run.recipe, trainer.gated.model
-    if recipe.learning_rate:
-        return {"highest": recipe.learning_rate}
-    if joint.heldout is None or trainer.teacher is None:
-        return {"highest": highest_rate(trainer.run.train, trainer.gated.sizes.hidden_size)}
-    trials = run_trials(
-        model,
-        trainer.teacher,
-        joint.weights,
-        trainer.batches,
-        joint.heldout,
-        recipe.distillation,
-        recipe.seed,
-        print_line,
-    )
-    print_line(str(trials))
-    return {
-        "highest": trials.rate,
-        "dense": trials.dense,
-        "trials": {f"{rate:g}": loss for rate, loss in trials.losses.items()},
-    }
-
-
 def _phase(run: Run, targets: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
     """Return the phase of a step and the sparsity it reached, for the progress bar."""
     shares = {name.removesuffix("_sparsity"): value for name, value in metrics.items() if name.endswith("_sparsity")}
@@ -259,40 +211,3 @@ def _phase(run: Run, targets: Mapping[str, float], metrics: dict[str, float]) ->
     annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
     phase = "search" if metrics["step"] <= run.steps.search else "polish"
     return phase, f"sparsity {sparsity} {annealed}"
-
-
-def train(
-    gated: GatedModel,
-    blocks: torch.Tensor,
-    run: Run,
-    pools: Sequence[Pool],
-    accelerator: Accelerator,
-    progress: Unsaved,
-    report: Report,
-    joint: Joint | None = None,
-    make: Callable[..., Trainer] | None = None,
-    loss_mask: torch.Tensor | None = None,
-    print_line: Callable[[str], None] = lambda _: None,
-) -> Learned:
-    """Train the gates of a model and return them; resumes from `progress` if it can.
-
-    blocks: int64 [num_blocks, seq_len].
-    joint: how weights are trained too, if they are.
-    make: makes another trainer than the recipe's controller.
-    loss_mask: as of `Batches`.
-
-    Raises: as `take_steps`.
-    """
-    recipe = run.recipe
-    model: Any = gated.model
-    stock_attention = model.config._attn_implementation
-    batches = prepare_passes(model, Batches(blocks, recipe, accelerator, loss_mask), run)
-    trainer = (make or TRAINERS[recipe.controller])(gated, batches, run, pools, accelerator)
-    if joint:
-        if joint.teacher is not None:
-            fit_attention(joint.teacher, recipe.seq_len, accelerator.device)
-        find = partial(resolve_learning_rate, joint, trainer, print_line)
-        trainer.train_weights(joint.weights, joint.teacher, find)
-    take_steps(trainer, recipe, run.steps.last, accelerator, progress, report)
-    model.set_attn_implementation(stock_attention)  # evaluated like the dense model
-    return trainer.learned()

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ddp_vllm
-from ddp_models.source import check_model
 from ddp_prune.cards import parse_cards
+from ddp_prune.checks import check_suits
+from ddp_prune.models.source import check_model
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import schedule
-from ddp_text.rows import check_sources
-from ddp_training.run_folder import interrupted_run
+from ddp_prune.run_folder import interrupted_run
+from ddp_prune.text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.errors import CheckpointError, SettingError, line_printer
 from ddp_vllm.masks import MASKS_FILE, read_provenance
@@ -72,7 +73,7 @@ def prune_sizes(
     recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
     if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
-        check_output(output, overwrite=overwrite)
+        check_output(output, overwrite=overwrite, reads=[model])
     _check_model(recipes[0])
     _check_texts(recipes[0])
     from ddp_prune import pipeline
@@ -134,7 +135,7 @@ def _check_model(recipe: Recipe) -> None:
     if recipe.profile and not Path(recipe.profile).is_file():
         raise SettingError(f"profile is {recipe.profile}, which is not a file; give one that ddp-vllm profile wrote")
     if source:
-        recipe.check_suits(source.with_blocks(recipe.blocks))
+        check_suits(recipe, source.with_blocks(recipe.blocks))
         if recipe.profile:
             stock, elsewhere = read_config(source.folder), recipe.other_machine
             find_profile(
@@ -151,7 +152,7 @@ def apply(
     align: move channels between layers until all widths are multiples of this number.
     """
     output = Path(output)
-    check_output(output, overwrite=overwrite)
+    check_output(output, overwrite=overwrite, reads=[model])
     if not Path(masks).is_file():
         raise CheckpointError(f"{masks} is not a file; give the {MASKS_FILE} of a pruned folder")
     read_provenance(Path(masks))  # refuses another file

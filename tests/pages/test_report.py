@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import assert_refused, invoke, passed
-from matplotlib.image import imread
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from written_folders import PageReader, write_masks, write_weights
@@ -55,17 +54,13 @@ def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
     page = PageReader(text)
     assert page.figures == FIGURES and "http" not in text and "url(#" in text
     assert all(source.startswith("data:") for source in page.loaded)
-    assert {link.removeprefix("report/") for link in page.links} == {
-        path.name for path in (pruned / "report").iterdir()
-    }
     assert "prefers-color-scheme: dark" in text and 'style="fill: #ffffff"' not in text.partition("</svg>")[0]
     assert "pruned: a<b" in page.text  # names are escaped
     for label in ("layer", "query head", "MLP channels", "λ1", "target", "KL, nats per token"):
         assert label in page.text
-    for name in FIGURES:
-        pixels = imread(pruned / "report" / f"{name}.png")
-        assert pixels.shape[1] > 800 and 0.01 < (pixels[..., :3].mean(-1) < 0.5).mean() < 0.6  # neither empty nor black
-        assert abs(pixels[..., 0] - pixels[..., 1]).max() < 0.02  # no color carries meaning
+    for drawing in re.findall("<svg.*?</svg>", text, re.DOTALL):
+        assert drawing.count("<path") + drawing.count("<image") > 10  # not empty
+        assert all(color[:2] == color[2:4] == color[4:] for color in re.findall("#([0-9a-f]{6})", drawing))  # greys
 
 
 def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:

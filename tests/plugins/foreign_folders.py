@@ -20,7 +20,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.gates import GatedModel
 from ddp_study.activation_scores import flap
 from ddp_study.scores import observe_projections
 from ddp_vllm.families import dimensions_of, family_of
@@ -239,21 +239,6 @@ def llm_drop(folder: Path) -> Any:
     return model
 
 
-def rtp_llm(folder: Path) -> Any:
-    """Save a Llama as RTP-LLM reads models of LLM-Pruner: query heads and channels of each layer in two lists."""
-    heads, widths, model = [12, 6, 3, 9], [40, 64, 33, 1], llama()
-    for index, (num_heads, width) in enumerate(zip(heads, widths, strict=True)):
-        config = copy.copy(model.config)
-        config.num_attention_heads, config.num_key_value_heads = num_heads, num_heads // 3
-        config.intermediate_size = width
-        model.model.layers[index] = layer = LlamaDecoderLayer(config, index)
-        for name, parameter in layer.named_parameters():
-            nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
-    _write_config(folder, architectures=["LlamaForCausalLM"], layer_head_num=heads, layer_inter_size=widths)
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / WEIGHTS)
-    return model.float().eval()
-
-
 def pruned(folder: Path, **sizes: Any) -> None:
     """Save a Llama of which one layer has lost 24 of 64 channels, with the config of the dense model."""
     model = llama(**sizes)
@@ -273,5 +258,4 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "Nemotron-NAS": nemotron_nas,
     "AnyModel": anymodel,
     "LLM-Drop": llm_drop,
-    "RTP-LLM": rtp_llm,
 }

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, cache_scales, expert_bytes, mlp_widths
 from vllm import LLM, ModelRegistry, SamplingParams
@@ -41,20 +42,26 @@ def serve(
     folder: str,
     options: dict[str, Any],
     num_tokens: int = NUM_NEW_TOKENS,
-    prompts: Sequence[list[int]] = PROMPTS,
+    prompts: Sequence[list[int] | dict[str, str]] = PROMPTS,
     adapters: Sequence[str | None] = (),
     updates: Sequence[str] = (),
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Ask all prompts once, then once more for each adapter (None: without one) and after each of `updates`.
 
+    prompts: tokens, or a text with the file of its picture.
     updates: "reload", all weights from disk, or "pieces", tensor by tensor, the masks among them.
     compiled: let torch compile what vLLM asks it to.
     """
     torch.compiler.set_stance("default" if compiled else "force_eager")
     engine = LLM(folder, **{**DEFAULTS, **options})
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
-    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    inputs: list[Any] = [
+        {"prompt": each["prompt"], "multi_modal_data": {"image": Image.open(each["picture"])}}
+        if isinstance(each, dict)
+        else {"prompt_token_ids": each}
+        for each in prompts
+    ]
 
     def ask(request: LoRARequest | None = None) -> list[dict[str, Any]]:
         answers = [answer.outputs[0] for answer in engine.generate(inputs, greedy, lora_request=request)]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-for name in ("ddp_vllm", "ddp_prune", "ddp_recover", "ddp_plugins", "ddp_benchmarks"):
+for name in ("ddp_vllm", "ddp_prune", "ddp_plugins", "ddp_benchmarks"):
     sys.modules[name] = None  # type: ignore[assignment]  # an editable install would make them importable
 os.environ["VLLM_PLUGINS"] = ""
 

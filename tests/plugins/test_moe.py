@@ -21,12 +21,12 @@ from serving import UPDATES, VLLM, Serve, assert_same, assert_same_outputs, job
 from test_stock_classes import difference
 from tiny_models import PROMPTS, edit_config, generate, score
 
-from ddp_models.loading import load_model
-from ddp_models.source import open_source
 from ddp_plugins import moe_cpu_rows
 from ddp_plugins.moe_reference import round_to_fp8
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.gates import GatedModel
 from ddp_prune.masks_file import read_masks
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE
@@ -83,7 +83,7 @@ def pruned(
     root, folders = tmp_path_factory.mktemp("mixtures"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDP_VLLM_CACHE", str(root / "cache"))
-        patch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 2)
+        patch.setattr("ddp_prune.models.evaluation.SAMPLE_TOKENS", 2)
         patch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
         for name in MIXTURES:
             dense, folder = write_model(name, root / f"dense-{name}"), root / name

@@ -17,8 +17,8 @@ from serving import Serve, job
 from tiny_models import PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
 from torch import nn
 
-from ddp_models.loading import load_model as load_eval_model
-from ddp_recover.fidelity import open_model
+from ddp_prune.fidelity import open_model
+from ddp_prune.models.loading import load_model as load_eval_model
 
 PACKAGES = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 FP8_TOP, INT8_TOP = 448.0, 127  # largest numbers of float8_e4m3 and of int8
@@ -55,7 +55,7 @@ def test_what_no_kernel_takes_is_refused_before_anything_runs(tmp_path: Path) ->
 
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "plain", "Llama", RAGGED_LAYERS)
-    assert_refused(quantize(tmp_path / "plain", "FP8_DYNAMIC", tmp_path / "plain"), 5, "exists")
+    assert_refused(quantize(tmp_path / "plain", "FP8_DYNAMIC", tmp_path / "plain"), 5, "this command reads")
     result = quantize(tmp_path / "plain", "W8A8", tmp_path / "out")
     assert_refused(result, 2, "llm-compressor is not installed; install it in a separate environment")
     assert result.stdout.startswith("layers 1, 4, 5 have widths that are not multiples of 16, ")

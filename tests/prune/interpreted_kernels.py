@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ddp_prune import gate_kernels
-from ddp_prune.gate_kernels import expert_gates_backward, gate_backward, scale_experts
-from ddp_training import loss_kernel
-from ddp_training.loss import OutputHead, distill
-from ddp_training.loss_kernel import distill_chunk
+from ddp_prune.core import gate_kernels, loss_kernel
+from ddp_prune.core.gate_kernels import expert_gates_backward, gate_backward, scale_experts
+from ddp_prune.core.loss import OutputHead, distill
+from ddp_prune.core.loss_kernel import distill_chunk
 
 
 @pytest.fixture(autouse=True)

@@ -14,19 +14,20 @@ from click.testing import Result
 from commands import invoke
 from safetensors.torch import load_file, save_file
 
-from ddp_models.loading import load_model
-from ddp_models.source import Source, open_source
-from ddp_prune.budget import Pool, make_pools
+from ddp_prune.core.batches import Batches
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.learn import learn
+from ddp_prune.core.trainer import Learned, Trainer
 from ddp_prune.export import export
-from ddp_prune.gates import GatedModel
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import Source, open_source
+from ddp_prune.pools import make_pools
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run import Run
-from ddp_prune.train import train
-from ddp_prune.trainer import Learned, Trainer
-from ddp_text.blocks import load_blocks
-from ddp_text.tokens import load_tokenizer
-from ddp_training.batches import Batches
-from ddp_training.run_folder import RunFolder, SizeFolder
+from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.text.blocks import load_blocks
+from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.families import unit_shapes
 
 BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
@@ -86,7 +87,7 @@ class Lab:
         self.forwards = 0
         pools = pools_of(self.gated, recipe)
         with saved_in(self.folder / name, recipe) as progress:
-            return train(self.gated, blocks, Run.alone(recipe), pools, progress.run.accelerator, progress, report)
+            return learn(self.gated, blocks, Run.alone(recipe), pools, progress.run.accelerator, progress, report)
 
     def interrupted_run(self, stop: int, **changes: Any) -> tuple[Learned, list[float]]:
         """Return what a run learns that was interrupted at the end of step `stop`, and the steps it did."""

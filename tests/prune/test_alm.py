@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_prune.alm import AugmentedLagrangian, gate, retention_score, sharpness_at
+from ddp_prune.core.alm import AugmentedLagrangian, gate, retention_score, sharpness_at
 
 UNITS = 20
 COST = torch.linspace(0.0015, 0.03, UNITS)[torch.randperm(UNITS, generator=torch.Generator().manual_seed(1))]

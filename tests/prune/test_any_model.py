@@ -13,12 +13,12 @@ from commands import invoke, passed
 from runs import edit_weights, export_whole, prune, recover, weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin
 
-from ddp_models.evaluation import PROMPTS
-from ddp_models.loading import check_head, load_model
-from ddp_models.source import Source, open_source
+from ddp_prune.core.gates import GatedModel, Masks, NarrowLayers
+from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.export import export
-from ddp_prune.gates import GatedModel, Masks, NarrowLayers
-from ddp_training.weights import UpdatedWeights
+from ddp_prune.models.evaluation import PROMPTS
+from ddp_prune.models.loading import check_head, load_model
+from ddp_prune.models.source import Source, open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, TrainingError
 from ddp_vllm.families import unit_shapes
@@ -163,7 +163,7 @@ def test_experts_that_are_stacked_on_disk(
 @pytest.mark.parametrize("name", ["glm4", "starcoder2"])
 def test_narrow_equals_masked(name: str, dense: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed channels are left out of fused gate and up projections, and of MLPs without a gate and with biases."""
-    monkeypatch.setattr("ddp_prune.gates.CHANNEL_BLOCK", 8)
+    monkeypatch.setattr("ddp_prune.core.gates.CHANNEL_BLOCK", 8)
     source = open_source(str(dense(name)))
     gated, gates = GatedModel(load_model(source, "float32"), source.family, source.sizes, ""), random_gates(source)
     narrow = NarrowLayers(gated)
@@ -256,7 +256,7 @@ def test_a_trained_weight_that_is_not_written() -> None:
 
 def test_an_mlp_of_another_form_is_left_alone(dense: Callable[[str], Path], tmp_path: Path) -> None:
     """A folder states one form for all layers, so layers of another width stay as they are."""
-    from ddp_models.structure import find_structure
+    from ddp_prune.models.structure import find_structure
 
     settings = {"head_dim": 32, "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 16}
     shared = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}

@@ -12,8 +12,8 @@ from commands import passed
 from runs import prune
 from transformers import AutoModelForCausalLM
 
-from ddp_models.evaluation import bos_warning
-from ddp_text.tokens import load_tokenizer
+from ddp_prune.models.evaluation import bos_warning
+from ddp_prune.text.tokens import load_tokenizer
 
 BOS, VOCABULARY = 7, 320
 pytestmark = pytest.mark.usefixtures("no_pictures")

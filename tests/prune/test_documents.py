@@ -16,10 +16,10 @@ import pytest
 import torch
 from runs import small_files
 
-from ddp_text.documents import Document, read_documents
-from ddp_text.messages import Notes
-from ddp_text.rows import Rows
-from ddp_text.templates import ChatTemplate
+from ddp_prune.text.documents import Document, read_documents
+from ddp_prune.text.messages import Notes
+from ddp_prune.text.rows import Rows
+from ddp_prune.text.templates import ChatTemplate
 from ddp_vllm.errors import OutputError, TextError
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]

@@ -11,12 +11,12 @@ from any_models import EXPERT, MIXTURES, NUM_EXPERTS, write_model
 from runs import edit_json, edit_weights
 from transformers import AutoModelForCausalLM
 
-from ddp_models.loading import load_model
-from ddp_models.source import Source, open_source
-from ddp_prune import experts as experts_module
-from ddp_prune.experts import grouped, looped
+from ddp_prune.core import experts as experts_module
+from ddp_prune.core.experts import grouped, looped
+from ddp_prune.core.gates import GatedModel, Masks
 from ddp_prune.export import export
-from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import Source, open_source
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError
 from ddp_vllm.families import described, unit_shapes

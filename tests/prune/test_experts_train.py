@@ -11,7 +11,7 @@ from runs import BLOCKS, STEPS, Lab, assert_same, prune
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ddp_prune import trainer as trainer_module
+from ddp_prune.core import trainer as trainer_module
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
 

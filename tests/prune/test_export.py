@@ -13,11 +13,11 @@ from runs import edit_json, small_files, weights
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ddp_models import writing
-from ddp_models.source import Source, open_source
+from ddp_prune.core.gates import Masks
 from ddp_prune.export import apply_masks, export
-from ddp_prune.gates import Masks
 from ddp_prune.masks_file import read_masks, read_scores
+from ddp_prune.models import writing
+from ddp_prune.models.source import Source, open_source
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.masks import MASKS_FILE
 
@@ -172,10 +172,10 @@ import sys, threading, time
 from pathlib import Path
 
 import torch
-from ddp_models import writing
+from ddp_prune.models import writing
 from ddp_prune import export
 from ddp_vllm.families import unit_shapes
-from ddp_models.source import open_source
+from ddp_prune.models.source import open_source
 
 def own():  # bytes of this process's own memory; of the mapped files only pages in use are in memory, and can go
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -12,11 +12,11 @@ from runs import export_whole, weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from ddp_models.loading import load_model
-from ddp_models.source import open_source
-from ddp_prune import gates as gates_module
+from ddp_prune.core import gates as gates_module
+from ddp_prune.core.gates import GatedModel, NarrowLayers
 from ddp_prune.export import export
-from ddp_prune.gates import GatedModel, NarrowLayers
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.families import unit_shapes

@@ -13,11 +13,11 @@ import pytest
 from chat_templates import PUBLISHED, tokenizer_of
 from test_documents import GEMMA, LENIENT, MISTRAL, document, in_loss
 
-from ddp_text.documents import Document, read_documents
-from ddp_text.messages import Notes
-from ddp_text.rows import open_rows
-from ddp_text.templates import ChatTemplate
-from ddp_text.tokens import tokenize
+from ddp_prune.text.documents import Document, read_documents
+from ddp_prune.text.messages import Notes
+from ddp_prune.text.rows import open_rows
+from ddp_prune.text.templates import ChatTemplate
+from ddp_prune.text.tokens import tokenize
 from ddp_vllm.errors import TextError
 
 AGENT = (  # in the manner of Qwen3: tools in front, thoughts and calls of an assistant, results

@@ -20,11 +20,11 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.step3p7.modeling_step3p7 import Step3p7MLP
 
-from ddp_models.loading import load_model
-from ddp_models.source import open_source
-from ddp_prune.gates import GatedModel
-from ddp_training.fusion import ROTARY, fuse_elementwise
-from ddp_training.loss import final_hidden
+from ddp_prune.core.fusion import ROTARY, fuse_elementwise
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.loss import final_hidden
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_source
 
 
 @pytest.mark.filterwarnings("default")  # of torch's compiler

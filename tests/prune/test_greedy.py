@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.selection import best_support, cut_rows, exact_support, greedy, rank_evenly_per_kv_head
+from ddp_prune.core.selection import best_support, cut_rows, exact_support, greedy, rank_evenly_per_kv_head
 
 
 def _whole(budget: float) -> torch.Tensor:

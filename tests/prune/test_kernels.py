@@ -44,8 +44,7 @@ def test_a_kernel_compiles_without_spilling(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ddp_prune import gate_kernels
-    from ddp_training import loss_kernel
+    from ddp_prune.core import gate_kernels, loss_kernel
 
     kernel = getattr(loss_kernel if name.startswith("distill") else gate_kernels, name)
     constants, names = KERNELS[name], kernel.arg_names

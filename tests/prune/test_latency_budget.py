@@ -11,10 +11,11 @@ from commands import invoke, passed
 from latency_profiles import CONFIG, MIXTURE, written
 from runs import SMALL
 
-from ddp_prune.budget import Pool, keep_schedule, make_pools
-from ddp_prune.gates import Masks
+from ddp_prune.core.budget import Pool, keep_schedule
+from ddp_prune.core.gates import Masks
+from ddp_prune.core.selection import choose_counts
+from ddp_prune.pools import make_pools
 from ddp_prune.recipe import Recipe
-from ddp_prune.selection import choose_counts
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers, dimensions_of
@@ -115,7 +116,7 @@ def test_counts_are_chosen_as_well_as_by_trying_all(
     most_choices: int, least: float, mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On rows of different lengths whose costs do not grow evenly; an impossible budget is refused."""
-    monkeypatch.setattr("ddp_prune.selection.MOST_CHOICES", most_choices)
+    monkeypatch.setattr("ddp_prune.core.selection.MOST_CHOICES", most_choices)
     generator, shares = torch.Generator().manual_seed(0), []
     for _ in range(50):
         importance = torch.rand(4, 6, generator=generator).double().cumsum(1)

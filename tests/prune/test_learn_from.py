@@ -17,15 +17,15 @@ from commands import passed
 from runs import BLOCKS, Lab, pools_of, prune
 from safetensors.torch import load_file
 
+from ddp_prune.core.batches import Batches
+from ddp_prune.core.trainer import Trainer
 from ddp_prune.run import Run
-from ddp_prune.trainer import Trainer
-from ddp_text.blocks import Blocks, cut, select_loss_mask
-from ddp_text.documents import Document, read_documents
-from ddp_text.messages import Notes
-from ddp_text.rows import Rows
-from ddp_text.templates import ChatTemplate
-from ddp_text.tokens import tokenize
-from ddp_training.batches import Batches
+from ddp_prune.text.blocks import Blocks, cut, select_loss_mask
+from ddp_prune.text.documents import Document, read_documents
+from ddp_prune.text.messages import Notes
+from ddp_prune.text.rows import Rows
+from ddp_prune.text.templates import ChatTemplate
+from ddp_prune.text.tokens import tokenize
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE
 

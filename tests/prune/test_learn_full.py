@@ -13,9 +13,9 @@ from commands import invoke, passed
 from runs import die_at, heldout_of, prune, weights
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import gates
-from ddp_training import memory
-from ddp_training.loss import losses
+from ddp_prune import resolve
+from ddp_prune.core import gates
+from ddp_prune.core.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.report import write_report
@@ -54,7 +54,7 @@ def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_s
         return weights(tmp_path / name)
 
     narrow, cut = trained("narrow"), trained("cut", "--micro-batch-size", "1")
-    monkeypatch.setattr("ddp_prune.trainer.narrow_layers", lambda *_: None)
+    monkeypatch.setattr("ddp_prune.core.trainer.narrow_layers", lambda *_: None)
     for name, tensor in trained("whole").items():
         torch.testing.assert_close(narrow[name], tensor, atol=2e-4, rtol=0)
         torch.testing.assert_close(cut[name], tensor, atol=2e-4, rtol=0)
@@ -71,9 +71,9 @@ def test_weights_are_trained_where_memory_holds_it_and_a_resumed_run_keeps_its_c
         options = ["--train", "auto", "--controller", controller, "--save-every", "2"]
         return prune(tiny_model, tiny_text, tmp_path / "out", *options)
 
-    monkeypatch.setattr(memory, "TRAINING_SHARE", share)
+    monkeypatch.setattr(resolve, "TRAINING_SHARE", share)
     die_at(3, run)
-    monkeypatch.setattr(memory, "TRAINING_SHARE", 0.7 - share)
+    monkeypatch.setattr(resolve, "TRAINING_SHARE", 0.7 - share)
     result = passed(run())
     assert "resuming after step 2" in result.output
     assert read_checkpoint(tmp_path / "out").provenance["run"]["train"] == chosen

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from family_cases import CASES
 from transformers import AutoModelForCausalLM
 
-from ddp_training import loss as loss_module
-from ddp_training.loss import OutputHead, distill
+from ddp_prune.core import loss as loss_module
+from ddp_prune.core.loss import OutputHead, distill
 
 HEADS: dict[str, dict[str, float]] = {"plain": {}, "granite": {"divisor": 4.0}, "gemma": {"cap": 2.5}}
 HEADS["both"] = {"divisor": 0.5, "cap": 1.5}

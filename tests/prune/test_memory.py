@@ -17,17 +17,17 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ddp_models.source import Source
+from ddp_prune.core import passes as memory
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.learn import learn
+from ddp_prune.core.passes import free_memory
+from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.trainer import Learned
+from ddp_prune.core.weights import TrainedWeights, step_seed
 from ddp_prune.fit import MODES, Devices, Fit, SizedModel, fit, held_bytes
-from ddp_prune.gates import GatedModel
+from ddp_prune.models.source import Source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.train import train
-from ddp_prune.trainer import Learned
-from ddp_training import memory
-from ddp_training.memory import free_memory
-from ddp_training.run_folder import Unsaved
-from ddp_training.weights import TrainedWeights, step_seed
 from ddp_vllm.families import dimensions_of, family_of
 
 MASKS = MODES[-1]
@@ -135,7 +135,7 @@ def test_a_run_learns_the_same_in_more_passes_and_with_layers_that_run_again(gat
         sizes.clear()
         recipe = Recipe(model="m", sparsity=0.4, steps=6, batch_size=4, seq_len=64, **settings)
         pools = pools_of(gated, recipe)
-        learned = train(gated, TOKENS, Run.alone(recipe), pools, Accelerator(cpu=True), Unsaved(), lambda _: None)
+        learned = learn(gated, TOKENS, Run.alone(recipe), pools, Accelerator(cpu=True), Unsaved(), lambda _: None)
         return learned, max(sizes)
 
     (plain, usual), (again, _) = run("off", activation_checkpointing="off"), run("on", activation_checkpointing="on")

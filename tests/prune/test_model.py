@@ -15,8 +15,8 @@ from runs import edit_weights, export_whole, weights
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, LlamaModel
 
-from ddp_models.loading import load_model, loading_options
-from ddp_models.source import open_source, weight_files
+from ddp_prune.models.loading import load_model, loading_options
+from ddp_prune.models.source import open_source, weight_files
 from ddp_vllm.errors import ModelError
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # changes of the config, what the line must say
@@ -120,17 +120,18 @@ def test_what_is_downloaded_is_what_is_read(monkeypatch: pytest.MonkeyPatch, tin
 
 
 @pytest.mark.parametrize("beside", ["the shards of an index", "a stray file"])
-def test_what_is_learned_on_is_what_is_exported(beside: str, folder: Path, tmp_path: Path) -> None:
-    """transformers prefers model.safetensors to an index, and both to any other file."""
+def test_weights_that_programs_read_from_different_files_are_refused(beside: str, folder: Path) -> None:
+    """transformers prefers model.safetensors; vLLM reads the files of an index, or without one all files."""
     other = {name: 2 * tensor for name, tensor in weights(folder).items()}
     save_file(other, folder / "model_00001-of-00001.safetensors", {"format": "pt"})
     if beside == "the shards of an index":
         index = {"metadata": {}, "weight_map": dict.fromkeys(other, "model_00001-of-00001.safetensors")}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    source = open_source(str(folder))
-    learned_on, exported = load_model(source, "auto").state_dict(), weights(export_whole(source, tmp_path / "pruned"))
-    assert all(torch.equal(exported[name], learned_on[name]) for name in exported)
-    assert weight_files(folder) == [folder / "model.safetensors"]
+    with pytest.raises(ModelError, match=r"model.safetensors.* remove the wrong one"):
+        open_source(str(folder))
+    (folder / "model_00001-of-00001.safetensors").rename(folder / "consolidated.safetensors")  # of Mistral's format
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    assert weight_files(open_source(str(folder)).folder) == [folder / "model.safetensors"]
 
 
 def _replace_by_index(folder: Path, text: str) -> None:

@@ -114,7 +114,7 @@ def dry_run(model: Path, folder: Path, *options: str) -> str:
 @pytest.fixture
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a dry run measures no step, which takes a second."""
-    monkeypatch.setattr(plan, "free_memory", lambda _: 0)
+    monkeypatch.setattr(plan, "USABLE", 0.0)
 
 
 @pytest.mark.usefixtures("short_of_memory")

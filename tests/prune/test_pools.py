@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MixtralConfig
 
-from ddp_prune.budget import Pool, make_pools
-from ddp_prune.gates import Masks
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.gates import Masks
+from ddp_prune.pools import make_pools
 from ddp_prune.recipe import Recipe
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError

@@ -16,19 +16,19 @@ from two_processes import (
     command_line,
     keep_weights,
     launch,
-    learn,
+    learn_in_two,
     sum_gradients,
     summed_gradients,
 )
 
-from ddp_models.loading import load_model, load_sharded
-from ddp_models.source import open_source
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.learn import learn
+from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.trainer import Learned
+from ddp_prune.models.loading import load_model, load_sharded
+from ddp_prune.models.source import open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.train import train
-from ddp_prune.trainer import Learned
-from ddp_training.run_folder import Unsaved
 from ddp_vllm.errors import ModelError
 
 PRUNE = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "4", "--seq-len", "16"]
@@ -52,14 +52,14 @@ def learned(
     """What one process learns, and the folder of what two learned."""
     model = tiny_model if request.param == "dense" else tiny_experts
     folder = tmp_path_factory.mktemp("two")
-    for code, _, stderr in launch(folder, learn, str(model), folder):
+    for code, _, stderr in launch(folder, learn_in_two, str(model), folder):
         assert code == 0, stderr
     source, recipe = open_source(str(model)), Recipe(model=str(model), **SETTINGS)
     gated = GatedModel(
         load_model(source, "float32"), source.family, source.sizes, "auto" if source.sizes.num_experts else "query-head"
     )
     pools = pools_of(gated, recipe)
-    return train(gated, BLOCKS, Run.alone(recipe), pools, Accelerator(), Unsaved(), lambda _: None), folder
+    return learn(gated, BLOCKS, Run.alone(recipe), pools, Accelerator(), Unsaved(), lambda _: None), folder
 
 
 @pytest.mark.parametrize("name", ["whole", "cut", "cut-again", "resumed", "clocks"])

@@ -16,8 +16,8 @@ from commands import assert_refused, invoke, passed
 from runs import prune
 from safetensors.torch import load_file, save_file
 
+from ddp_prune.core import processes
 from ddp_prune.recipe import load_recipe
-from ddp_training import processes
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
@@ -121,7 +121,7 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Before the first regular save; a second one ends the run at once."""
-    from ddp_prune.trainer import Trainer
+    from ddp_prune.core.trainer import Trainer
 
     step = Trainer.step
 

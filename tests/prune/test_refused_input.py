@@ -19,10 +19,9 @@ from commands import assert_refused, invoke, passed
 from runs import edit_json, edit_weights, out_of_memory, prune
 from safetensors.torch import load_file, save_file
 
-from ddp_models.source import open_source
 from ddp_prune import train
 from ddp_prune.export import export
-from ddp_vllm.manifest import MANIFEST
+from ddp_prune.models.source import open_source
 from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -149,7 +148,7 @@ def test_outputs_that_exist_or_cannot_be_written(
     thesis.write_text("years of work")
     assert_refused(prune(tiny_model, tiny_text, output), 5, str(output), "--overwrite")
     assert_refused(apply(tiny_model, pruned / MASKS_FILE, output), 5, str(output), "--overwrite")
-    assert_refused(prune(tiny_model, tiny_text, tmp_path, "--overwrite"), 5, str(tmp_path), "leaves it alone")
+    assert_refused(prune(tiny_model, tiny_text, tmp_path, "--overwrite"), 5, str(tmp_path), "did not write it")
     assert_refused(prune(tiny_model, tiny_text, thesis / "out"), 5, "thesis.txt", "cannot be written")
     (output / "old").write_text("")
     passed(prune(tiny_model, tiny_text, output, "--overwrite"))
@@ -159,12 +158,12 @@ def test_outputs_that_exist_or_cannot_be_written(
 
 
 def test_the_dense_model_is_no_output(pruned: Path, model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Not even where ddp-vllm wrote it, as `fetch` does."""
-    (model / MANIFEST).touch()
+    """Not even where ddp-vllm wrote it, as `quantize` does."""
+    (model / MASKS_FILE).touch()
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     for output in (model, tmp_path / "." / "model"):
-        assert_refused(prune(model, tiny_text, output, "--overwrite"), 5, "dense model", "choose another folder")
-        assert_refused(apply(model, pruned / MASKS_FILE, output, "--overwrite"), 5, "dense model")
+        assert_refused(prune(model, tiny_text, output, "--overwrite"), 5, "this command reads", "choose another folder")
+        assert_refused(apply(model, pruned / MASKS_FILE, output, "--overwrite"), 5, "this command reads")
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from ddp_prune import pipeline
 from ddp_prune.recipe import Recipe
-from ddp_training.run_folder import RunFolder, check_run_folder, find_record, inputs_of
+from ddp_prune.run_folder import RunFolder, check_run_folder, find_record, inputs_of
 from ddp_vllm.errors import OutputError
 
 RECIPE = Recipe(model="m", sparsity=0.5, steps=6)

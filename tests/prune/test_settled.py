@@ -14,17 +14,17 @@ from click.testing import Result
 from commands import invoke, passed
 from runs import assert_same_weights, die_at
 
-from ddp_models.source import open_source
 from ddp_prune import fit as fit_module
 from ddp_prune import resolve
-from ddp_prune.budget import make_checked_pools
+from ddp_prune.core import weights as trained_weights
+from ddp_prune.core.rate import RATES, change, find_rate
+from ddp_prune.core.trainer import Trainer
 from ddp_prune.fit import MODES, Devices, held_bytes
-from ddp_prune.rate import RATES, change, find_rate
+from ddp_prune.models.source import open_source
+from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import load_recipe
 from ddp_prune.resolve import fit_minutes, resolve_training_mode
 from ddp_prune.run import Run
-from ddp_prune.trainer import Trainer
-from ddp_training import weights as trained_weights
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
 

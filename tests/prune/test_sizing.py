@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ddp_models.source import Source, open_source
 from ddp_prune.fit import CARDS, MODES, Devices, Fit, Mode, SizedModel, choose, fit, flops_per_token, held_bytes
+from ddp_prune.models.source import Source, open_source
 from ddp_prune.plan import estimate
 from ddp_prune.recipe import Recipe
 from ddp_vllm import plan
@@ -68,7 +68,7 @@ def test_hours_follow_from_dtype_recomputation_and_attention() -> None:
     weights = 2 * 480 * 4096**2
 
     def flops(mode: Mode = MASKS, checkpointed: bool = True, **settings: Any) -> float:
-        found = Fit(mode=mode, checkpointed=checkpointed, num_sequences=1, held=0, passing=0, free=0, copies_fit=False)
+        found = Fit(mode=mode, checkpointed=checkpointed, num_sequences=1, held=0, passing=0, free=0, leaves_out=False)
         return flops_per_token(Recipe(model="m", sparsity=0.2, **settings), source, found)
 
     attention = 4 * 32 * 4096 * 16384

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from ddp_text import blocks as blocks_module
-from ddp_text.blocks import check_watched, cut, excerpts_of, hold_out, take_turns
-from ddp_text.documents import Document, hash_of
-from ddp_text.rows import sources_of
-from ddp_text.tokens import Tokens, leading_bos, load_tokenizer
+from ddp_prune.text import blocks as blocks_module
+from ddp_prune.text.blocks import check_watched, cut, excerpts_of, hold_out, take_turns
+from ddp_prune.text.documents import Document, hash_of
+from ddp_prune.text.rows import sources_of
+from ddp_prune.text.tokens import Tokens, leading_bos, load_tokenizer
 from ddp_vllm.errors import ModelError, OutputError, TextError
 from ddp_vllm.provenance import bare_name
 
@@ -294,7 +294,7 @@ def test_a_missing_name_of_a_source_is_refused(data: str, load: Callable[..., An
 @pytest.fixture(autouse=True)
 def within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test here asks the hub itself."""
-    monkeypatch.setattr("ddp_text.rows.hub_fault", lambda: "")
+    monkeypatch.setattr("ddp_prune.text.rows.hub_fault", lambda: "")
 
 
 @pytest.fixture

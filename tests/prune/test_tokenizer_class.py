@@ -1,5 +1,6 @@
 """A pruned folder tokenizes as its dense model does, whatever class tokenizer_config.json states."""
 
+import base64
 import json
 import shutil
 import subprocess
@@ -9,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from runs import edit_json, export_whole
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MistralConfig, PreTrainedTokenizerFast
 
-from ddp_models.source import open_source
 from ddp_prune.masks_file import write_masks
+from ddp_prune.models.source import open_source
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.remote_code.modeling_deepseek import DeepseekConfig, register_deepseek
 
@@ -60,8 +61,8 @@ FRESH = """
 import json, sys
 from pathlib import Path
 from ddp_prune.export import apply_masks
-from ddp_models.source import open_source
-from ddp_text.tokens import load_tokenizer
+from ddp_prune.models.source import open_source
+from ddp_prune.text.tokens import load_tokenizer
 dense, masks, pruned, text = sys.argv[1:]
 tokenizer = load_tokenizer(str(open_source(dense).folder))
 apply_masks(dense, Path(masks), Path(pruned), overwrite=False)
@@ -86,3 +87,40 @@ def test_the_tokens_of_deepseek_are_those_of_its_file(tiny_model: Path, tmp_path
     assert json.loads(result.stdout) == expected
     for folder in (dense, pruned):
         assert AutoTokenizer.from_pretrained(folder, trust_remote_code=folder == pruned)(TEXT)["input_ids"] == expected
+
+
+def _tekken(path: Path) -> int:
+    """Write a tokenizer in Mistral's own format, and return the size of its vocabulary."""
+    words = [bytes([byte]) for byte in range(256)] + [b" t", b"he", b" q", b"ui", b"ck"]
+    vocabulary = [
+        {"rank": rank, "token_bytes": base64.b64encode(word).decode(), "token_str": word.decode("latin1")}
+        for rank, word in enumerate(words)
+    ]
+    special = [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(SPECIAL)]
+    sizes = {"default_vocab_size": len(words) + len(SPECIAL), "default_num_special_tokens": len(SPECIAL)}
+    config = {"pattern": r"[^\s]+|\s+", "num_vocab_tokens": len(words), **sizes, "version": "v3"}
+    path.write_text(json.dumps({"config": config, "vocab": vocabulary, "special_tokens": special}))
+    return len(words) + len(SPECIAL)
+
+
+SPECIAL = [
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "<pad>", "[PREFIX]", "[MIDDLE]", "[SUFFIX]"),
+]
+
+
+def test_a_mistral_with_tekken_alone_keeps_its_tokens(tmp_path: Path) -> None:
+    """transformers chooses the class by model type, and has none for ours: the pruned folder lost its BOS."""
+    pytest.importorskip("mistral_common")
+    (tmp_path / "dense").mkdir()
+    config = MistralConfig(
+        vocab_size=_tekken(tmp_path / "dense" / "tekken.json"), hidden_size=32, intermediate_size=40, head_dim=8,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    export_whole(open_source(str(tmp_path / "dense")), tmp_path / "pruned")
+    expected = AutoTokenizer.from_pretrained(tmp_path / "dense")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "pruned", trust_remote_code=True)
+    assert type(tokenizer).__name__ == type(expected).__name__ == "MistralCommonBackend"
+    ids = expected("the quick")["input_ids"]
+    assert tokenizer("the quick")["input_ids"] == ids and ids[0] == 1

@@ -12,13 +12,13 @@ from runs import edit_json, heldout_of, prune, recover
 from test_experts import TOKENS
 from transformers import AutoModelForCausalLM
 
-from ddp_models.loading import load_model
-from ddp_models.source import open_source
+from ddp_prune.core.gates import GatedModel, Masks
+from ddp_prune.core.loss import losses
 from ddp_prune.export import apply_masks, export
-from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.masks_file import read_masks
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_source
 from ddp_prune.recipe import Recipe
-from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import MASKS_FILE

@@ -23,25 +23,25 @@ from accelerate import Accelerator
 from runs import pools_of, saved_in
 from safetensors.torch import save_file
 
-from ddp_models.loading import load_model, load_sharded
-from ddp_models.source import open_source
-from ddp_prune.gates import GatedModel
+from ddp_prune.core import loop as train_module
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.learn import learn
+from ddp_prune.core.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.passes import free_memory, peak_bytes, reset_peak
+from ddp_prune.core.processes import local_part, raise_on_all_ranks
+from ddp_prune.core.trainer import Trainer
+from ddp_prune.core.weights import TrainedWeights
+from ddp_prune.models.loading import load_model, load_sharded
+from ddp_prune.models.source import open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.train import train
-from ddp_prune.trainer import Trainer
-from ddp_training import loop as train_module
-from ddp_training.loss import OutputHead, distill, final_hidden
-from ddp_training.memory import free_memory, peak_bytes, reset_peak
-from ddp_training.processes import local_part, raise_on_all_ranks
-from ddp_training.weights import TrainedWeights
 from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
 SETTINGS: dict[str, Any] = {
     "sparsity": 0.4, "steps": 12, "batch_size": 4, "seq_len": 16, "save_every": 3, "micro_batch_size": 1,
 }  # fmt: skip
-SLOW_TO_IMPORT = ["ddp_recover.recover", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
+SLOW_TO_IMPORT = ["ddp_prune.recover", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
 PATIENCE = 1200  # seconds, for a busy machine
 
 
@@ -119,7 +119,7 @@ def noting(steps: list[float], state: Callable[[Trainer], Any]) -> Callable[[Tra
     return noted
 
 
-def learn(model: str, folder: Path) -> None:
+def learn_in_two(model: str, folder: Path) -> None:
     """Learn masks in several ways; process 0 writes `<case>.safetensors`, each process `facts-<rank>.json`."""
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -137,7 +137,7 @@ def learn(model: str, folder: Path) -> None:
                 raise KeyboardInterrupt
 
         with saved_in(folder / name, recipe) as progress:
-            learned = train(gated, BLOCKS, Run.alone(recipe), pools_of(gated, recipe), accelerator, progress, report)
+            learned = learn(gated, BLOCKS, Run.alone(recipe), pools_of(gated, recipe), accelerator, progress, report)
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
@@ -234,7 +234,7 @@ def keep_weights(model: str, folder: Path) -> None:
         weights.restore(saved.step, saved.tensors)
         same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
         peaks[name] = {"finish": measured(weights.finish), "same": all(same)}
-    with patch("ddp_training.memory.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
+    with patch("ddp_prune.core.passes.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
         peaks["free"] = free_memory(accelerator)
     (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()

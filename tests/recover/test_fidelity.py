@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from commands import assert_refused, invoke, passed
 from runs import out_of_memory, prune
 
-from ddp_models.evaluation import Evaluation
-from ddp_models.loading import load_model
-from ddp_models.source import open_source
-from ddp_training.loss import OutputHead, agreement
+from ddp_prune.core.loss import OutputHead, agreement
+from ddp_prune.models.evaluation import Evaluation
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_source
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.evaluations import perplexity_ratio
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_training.loss.CHUNK_BYTES", 4 * 50 * 16)  # 16 tokens at once
+    monkeypatch.setattr("ddp_prune.core.loss.CHUNK_BYTES", 4 * 50 * 16)  # 16 tokens at once
     chance = torch.Generator().manual_seed(0)
     ours, theirs = (torch.randn(37, 8, generator=chance) for _ in range(2))
     head = OutputHead(weight=torch.randn(50, 8, generator=chance), divisor=2.0, cap=3.0)
@@ -44,7 +44,7 @@ def once(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDP_VLLM_CACHE", str(folder / "cache"))
         patch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
-        patch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 3)
+        patch.setattr("ddp_prune.models.evaluation.SAMPLE_TOKENS", 3)
         passed(prune(tiny_model, tiny_text, folder / "pruned"))
     return folder / "pruned", folder / "cache"
 

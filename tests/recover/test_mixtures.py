@@ -10,7 +10,7 @@ from commands import passed
 from runs import heldout_of, prune, recover, weights
 from transformers import AutoModelForCausalLM
 
-from ddp_training.loss import losses
+from ddp_prune.core.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")

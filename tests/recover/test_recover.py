@@ -16,12 +16,12 @@ from commands import assert_refused, invoke, passed
 from runs import assert_same_weights, die_at, prune, recover, weights
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.trainer import Trainer
-from ddp_recover.weight_trainer import WeightTrainer
-from ddp_text.blocks import load_blocks
-from ddp_text.tokens import load_tokenizer
-from ddp_training.loss import losses
-from ddp_training.run_folder import RunFolder
+from ddp_prune.core.loss import losses
+from ddp_prune.core.trainer import Trainer
+from ddp_prune.run_folder import RunFolder
+from ddp_prune.text.blocks import load_blocks
+from ddp_prune.text.tokens import load_tokenizer
+from ddp_prune.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.pages import written
 
@@ -34,7 +34,7 @@ def recovered(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recovered") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(written, "write_report", lambda *_: None)
-        patch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 3)
+        patch.setattr("ddp_prune.models.evaluation.SAMPLE_TOKENS", 3)
         passed(recover(pruned, folder))
     return folder
 
@@ -230,9 +230,9 @@ def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
             return recover(pruned, tmp_path / name, *options, *more)
 
     passed(run("whole", "--optimizer", "adamw-8bit"))
-    monkeypatch.setattr("ddp_recover.recover.fits", lambda num_bytes, _: num_bytes < 8 * 10**5)
+    monkeypatch.setattr("ddp_prune.recover.fits", lambda num_bytes, _: num_bytes < 8 * 10**5)
     die_at(3, lambda: run("out"), WeightTrainer)
-    monkeypatch.setattr("ddp_recover.recover.fits", lambda *_: True)
+    monkeypatch.setattr("ddp_prune.recover.fits", lambda *_: True)
     shutil.copytree(tmp_path / "out.run", tmp_path / "other.run")
     result = passed(run("out"))
     assert "resuming after step 3" in result.output and "weights with adamw-8bit" in result.output

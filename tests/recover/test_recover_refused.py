@@ -9,7 +9,7 @@ from commands import assert_refused, passed
 from runs import recover
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ddp_vllm.manifest import MANIFEST
+from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -57,13 +57,14 @@ def test_what_cannot_be_recovered_is_refused_in_one_line(
 def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert_refused(recover(pruned, tmp_path / "out"), 5, "exists")
-    assert_refused(recover(pruned, tiny_model, "--overwrite"), 5, "leaves it alone")
+    assert_refused(recover(pruned, tiny_model, "--overwrite"), 5, "did not write it")
     inside = tmp_path / "models" / "pruned"
     shutil.copytree(pruned, inside)
-    (inside.parent / MANIFEST).touch()
-    assert_refused(recover(inside, inside.parent, "--overwrite"), 5, "is the pruned model, or one is inside the other")
-    assert_refused(recover(pruned, pruned / "report" / "out"), 5, "is the pruned model, or one is inside the other")
-    assert_refused(recover(pruned, pruned, "--overwrite"), 5, "is the pruned model, or one is inside the other")
+    (inside.parent / MASKS_FILE).touch()
+    for output in (inside.parent, inside):  # and --overwrite is not suggested
+        for more in ([], ["--overwrite"]):
+            result = recover(inside, output, *more)
+            assert_refused(result, 5, f"{output} holds {inside}, which this command reads; choose another folder")
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(pruned: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.gates import GatedModel
 from ddp_study.activation_scores import exempt_lowest, flap, lorap, slimllm, tyr, wanda_sp
 from ddp_study.gradient_scores import llm_pruner, llm_pruner_mixed, of_gates
 from ddp_study.scores import magnitude

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from ddp_prune.gates import GatedModel
+from ddp_prune.core.gates import GatedModel
 from ddp_study import expert_scores
 from ddp_study.expert_scores import ExpertUse, measure_experts, nearest_layer
 from ddp_vllm.families import dimensions_of, family_of

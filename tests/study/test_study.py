@@ -12,10 +12,10 @@ import torch
 from click.testing import Result
 from commands import assert_refused, invoke, passed
 
+from ddp_prune.core.saved import Unsaved
 from ddp_prune.masks_file import read_masks
 from ddp_study.scores import Score, even_support
 from ddp_study.study import METHODS
-from ddp_training.run_folder import Unsaved
 
 pytestmark = pytest.mark.usefixtures("cache")
 LAYERS, EXPERTS, CHANNELS, KEPT = 3, 4, 10, 73

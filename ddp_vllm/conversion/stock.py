@@ -1,0 +1,320 @@
+"""Describes the narrower MLPs and experts of a model whose class is transformers' own.
+
+The class says what a tensor is, never its name or its size: it is built twice on the meta device,
+which takes no memory, with config.json and with other widths there. The axis whose length differs
+between the two is one of channels. A module of one matrix that reads channels, and of one or two
+that compute them, is an MLP, or a routed expert if transformers stacks it with others. These may be
+narrower. Every other tensor must have the shape that the class has.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ddp_vllm.errors import ModelError, reading
+from ddp_vllm.families import register_pruned, text_config
+from ddp_vllm.remote_code.files import short
+from ddp_vllm.remote_code.module_widths import Block, LayerChannels, ModuleWidths
+from ddp_vllm.remote_code.tensors import LAYERS
+
+Shapes = Mapping[str, list[int]]
+WIDTH, EXPERT_WIDTH = "intermediate_size", "moe_intermediate_size"
+DENSE = "pass the dense model's folder as --dense if config.json has pruned sizes"
+_PLACE = re.compile(r"(.+?)\.(\d+)\.(.+)\.weight")  # list of layers, layer, module
+_EXPERT = re.compile(r"\.(\d+)(?=\.\w+$)")
+# tensors that are computed, and those of heads that predict further tokens
+_IGNORED = (r"(^|\.)mtp\.", r"rotary_emb\.inv_freq$", r"\.position_ids$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor of the class, as save_pretrained writes it."""
+
+    shape: list[int]
+    axis: int | None
+    """The axis of channels, if it has one."""
+    rows: float
+    """Change of its length along that axis per channel that config.json adds."""
+    whole: str
+    """The tensor in memory that it is, or is a part of."""
+    is_part: bool
+    """Whether it is of a routed expert, which transformers stacks with others."""
+
+
+class Stock:
+    """The tensors that transformers' class has by a `config.json`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises: ModelError if transformers has no such class, or cannot build it."""
+        from transformers.conversion_mapping import WeightConverter, WeightRenaming, get_model_conversion_mapping
+        from transformers.core_model_loading import rename_source_key, revert_weight_conversion
+
+        model, other = _built(config, wider=False), _built(config, wider=True)
+        self.name, state = type(model).__name__, model.state_dict()
+        self.ignored = [*_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())]
+        rules = get_model_conversion_mapping(model)
+        kinds = [[rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter)]
+        self._rename = lambda name: rename_source_key(name, *kinds, model.base_model_prefix, state)
+        saved, wider = (revert_weight_conversion(each, each.state_dict()) for each in (model, other))
+        self.parts: dict[str, list[str]] = {name: [] for name in state}
+        """Tensor in memory -> those that save_pretrained writes for it."""
+        for name in saved:
+            self.parts[self._rename(name)[0]].append(name)
+        self.tensors: dict[str, Tensor] = {}
+        for whole, names in self.parts.items():
+            for name in names:
+                shape, larger = [*saved[name].shape], wider[name].shape
+                axis = next((i for i, length in enumerate(shape) if length != larger[i]), None)
+                rows = 0 if axis is None else larger[axis] - shape[axis]
+                self.tensors[name] = Tensor(shape=shape, axis=axis, rows=rows, whole=whole, is_part=len(names) > 1)
+        self.in_memory = {name: [*tensor.shape] for name, tensor in state.items()}
+        first: dict[int, str] = {}
+        named = model.named_parameters(remove_duplicate=False)
+        spared = {name for name, parameter in named if first.setdefault(id(parameter), name) != name}
+        patterns = model._keys_to_ignore_on_load_missing or ()
+        spared |= {name for name in state if any(re.search(pattern, name) for pattern in patterns)}
+        self.optional = {part for name in spared for part in self.parts.get(name, ())}
+        """Tied tensors, and those that transformers does not miss."""
+        self.num_layers = int(model.config.get_text_config().num_hidden_layers)
+
+    def known(self, name: str) -> str | None:
+        """Return the name of a tensor on disk as save_pretrained writes it, or in memory where that
+        stacks experts; None if the class has no such tensor."""
+        if name in self.tensors:
+            return name
+        whole, converter = self._rename(name)
+        parts = self.parts.get(whole, [])
+        if len(parts) > 1:
+            return next((part for part in parts if _in_layer(part) == _in_layer(name)), None) if converter else whole
+        return next(iter(parts), None)
+
+    def modules(self) -> Iterator["Module"]:
+        """Yield each MLP and routed expert."""
+        modules: dict[str, list[str]] = defaultdict(list)
+        for name, tensor in self.tensors.items():
+            if tensor.axis is not None:
+                modules[name.rpartition(".")[0].rpartition(".")[0]].append(name)
+        for names in modules.values():
+            weights = [name for name in names if name.endswith(".weight")]
+            inputs = [name for name in weights if self.tensors[name].axis == 0]
+            outputs = [name for name in weights if self.tensors[name].axis == 1]
+            rows = {self.tensors[name].rows / self.tensors[outputs[0]].rows for name in inputs if outputs}
+            are_matrices = all(len(self.tensors[name].shape) == 2 for name in weights)
+            if are_matrices and (len(inputs), len(outputs), *rows) in ((1, 1, 1), (2, 1, 1), (1, 1, 2)):
+                yield Module(names, inputs, outputs[0], int(rows.pop()), self.tensors[outputs[0]])
+
+
+class Module(NamedTuple):
+    """An MLP or a routed expert of the class."""
+
+    names: list[str]
+    """Its tensors that have an axis of channels."""
+    inputs: list[str]
+    output: str
+    factor: int
+    """Rows of an input per channel."""
+    tensor: Tensor
+    """That of the output."""
+
+
+def _in_layer(name: str) -> list[str]:
+    """Return the layer of a tensor and its name there, whatever is around the layers."""
+    place = _PLACE.fullmatch(name)
+    return [*place.groups()[1:]] if place else [name]
+
+
+def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
+    """Return the model on the meta device; wider: with other widths than config.json states.
+    Raises: ModelError."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
+    if (model_type := config.get("model_type")) not in CONFIG_MAPPING:
+        raise ModelError(f"transformers has no class for model_type {short(model_type)}; update it")
+    with reading("config.json", ModelError, "download it again, or update transformers"):
+        settings = CONFIG_MAPPING[model_type].from_dict(dict(config))
+        text = settings.get_text_config()
+        for key in [key for key in text.to_dict() if key.endswith(WIDTH)] if wider else ():
+            setattr(text, key, _more(getattr(text, key)))
+        kinds: tuple[Any, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
+        kind = next((each for each in kinds if type(settings) in each._model_mapping), None)
+        if kind is None:
+            raise ModelError(f"transformers has no language model for model_type {short(model_type)}; update it")
+        with torch.device("meta"):
+            return kind.from_config(settings, trust_remote_code=False)
+
+
+def _more(width: Any) -> Any:
+    """Return a larger width, so much larger that no class rounds both to the same."""
+    if isinstance(width, list | tuple):
+        return [_more(each) for each in width]
+    return 2 * width + 768 if isinstance(width, int) else width
+
+
+class Form(NamedTuple):
+    """The modules of an MLP, or of an expert, relative to their layer, as on disk."""
+
+    layers_module: str
+    inputs: tuple[str, ...]
+    output: str
+    fused: str
+    stack: str
+    """The tensor in memory that holds such experts, relative to the layer; "" of an MLP."""
+
+
+class Width(NamedTuple):
+    """The channels of one MLP or expert on disk, and those that the class has."""
+
+    kept: int
+    dense: int
+
+
+Widths = Mapping[int, Mapping[int, Width]]  # layer -> expert, or 0 -> its width
+
+
+def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], ModuleWidths]:
+    """Return the config with the dense sizes, and the widths of its MLPs and experts, of those
+    kinds of which one is narrower.
+
+    shapes: of all tensors on disk.
+    Raises: ModelError for a tensor that is missing, unknown or of another shape than the class has
+        by config.json, naming it.
+    """
+    stock, on_disk = Stock(config), dict[str, str]()
+    for name in shapes:
+        if (known := stock.known(name)) is not None:
+            on_disk[known] = name
+        elif not any(re.search(pattern, name) for pattern in stock.ignored):
+            raise ModelError(
+                f"tensor {short(name)} of shape {shapes[name]} is none that {stock.name} has by config.json; prune "
+                f"without adding tensors, and {DENSE}"
+            )
+    rows, required = _widths_on_disk(stock, shapes, on_disk)
+    largest = {form: max(_all(layers), key=lambda width: width.kept - width.dense) for form, layers in rows.items()}
+    if larger := {form: width for form, width in largest.items() if width.kept > width.dense}:
+        return describe(_grown(config, larger), shapes)
+    if missing := required.keys() - on_disk.keys() - stock.optional:
+        raise ModelError(
+            f"tensor {min(missing)} of shape {required[min(missing)]} is missing ({len(missing)} in all), which "
+            f"{stock.name} has by config.json; copy the whole folder again, and {DENSE}"
+        )
+    for known, shape in required.items():
+        if known in on_disk and shapes[on_disk[known]] != shape:
+            raise ModelError(
+                f"tensor {on_disk[known]} has shape {shapes[on_disk[known]]}, but {stock.name} has {shape} by "
+                "config.json, and of this architecture only MLPs and experts may be narrower; prune these alone, and "
+                + DENSE
+            )
+    narrow = {form: layers for form, layers in rows.items() if any(kept < dense for kept, dense in _all(layers))}
+    if any(
+        form.stack and (form.output, form.stack) != (other.output, other.stack)
+        for form in narrow
+        for other in rows
+        if other.stack
+    ):
+        raise ModelError(
+            f"{stock.name} keeps experts in several lists per layer, which may not be narrower; prune MLPs"
+        )
+    if narrow and not any(key.endswith((WIDTH, "ff_dim")) for key in text_config(config)):
+        raise ModelError(f"config.json does not state {WIDTH}; {DENSE}")
+    return {"architectures": [stock.name], **config}, _described(stock, narrow)
+
+
+def _all(layers: Widths) -> list[Width]:
+    return [width for row in layers.values() for width in row.values()]
+
+
+def _widths_on_disk(
+    stock: Stock, shapes: Shapes, on_disk: Mapping[str, str]
+) -> tuple[dict[Form, dict[int, dict[int, Width]]], dict[str, list[int]]]:
+    """Return the widths of all MLPs and experts, and the shape that each tensor must have with
+    them; an expert without tensors has width 0."""
+    required = {name: tensor.shape for name, tensor in stock.tensors.items()}
+    for whole, parts in stock.parts.items():
+        if whole in on_disk and whole not in parts:  # experts that are stacked on disk too
+            required = {name: shape for name, shape in required.items() if name not in parts}
+            required[whole] = stock.in_memory[whole]
+    rows: dict[Form, dict[int, dict[int, Width]]] = defaultdict(lambda: defaultdict(dict))
+    removed: list[Module] = []
+    forms: dict[str, tuple[Form, int]] = {}  # output in memory -> form and layer
+    for module in stock.modules():
+        names, dense = (*module.inputs, module.output), module.tensor.shape[1]
+        if module.tensor.is_part and not any(name in on_disk for name in names):
+            removed.append(module)
+        if not all(name in on_disk and name in required for name in names):
+            continue
+        kept = shapes[on_disk[module.output]][-1]
+        for name in module.names:
+            length = kept * (1 if name == module.output else module.factor)
+            axis = stock.tensors[name].axis
+            required[name] = [length if i == axis else size for i, size in enumerate(required[name])]
+        places = [_PLACE.fullmatch(on_disk[name]) for name in names]
+        layers_module, layer = next((place[1], int(place[2])) for place in places if place)
+        parts = [place[3] for place in places if place]
+        expert = _EXPERT.search(parts[-1]) if module.tensor.is_part else None
+        *inputs, output = (_EXPERT.sub(".{}", part) if expert else part for part in parts)
+        whole = module.tensor.whole
+        stack = whole.partition(f".{layer}.")[2] if expert else ""
+        form = Form(layers_module, tuple(inputs), output, "halves" * (module.factor == 2), stack)
+        forms[whole] = form, layer
+        rows[form][layer][int(expert[1]) if expert else 0] = Width(kept, dense)
+    for module in removed:
+        if module.tensor.whole in forms:  # other experts of the layer are on disk
+            form, layer = forms[module.tensor.whole]
+            rows[form][layer][int(_EXPERT.findall(module.output.removesuffix(".weight"))[-1])] = Width(
+                0, module.tensor.shape[1]
+            )
+            for name in module.names:
+                required.pop(name, None)
+    return rows, required
+
+
+def _grown(config: Mapping[str, Any], larger: Mapping[Form, Width]) -> dict[str, Any]:
+    """Return the config with widths that no layer exceeds: some tools write that of one pruned
+    layer into it. Raises: ModelError where the class derives the width otherwise."""
+    text = dict(text_config(config))
+    for form, width in larger.items():
+        key = EXPERT_WIDTH if form.stack and text.get(EXPERT_WIDTH) else WIDTH
+        stated = text.get(key)
+        factor, rest = divmod(width.dense, stated) if type(stated) is int and stated > 0 else (1, 1)
+        if rest or width.kept % factor:
+            raise ModelError(
+                f"{form.output} has {width.kept} channels on disk and {width.dense} by config.json, where {key} is "
+                f"{short(stated)}; pass the dense model's folder as --dense"
+            )
+        text[key] = max(text[key], width.kept // factor)
+    return {**config, "text_config": text} if text_config(config) is not config else text
+
+
+def _described(stock: Stock, narrow: Mapping[Form, Widths]) -> ModuleWidths:
+    """Return the description of the blocks that are narrower. Raises: ModelError if there are too
+    many kinds of them."""
+    blocks: dict[str, Block] = {}
+    layers = [LayerChannels() for _ in range(stock.num_layers)]
+    for form, rows in narrow.items():
+        name = "experts" if form.stack else "mlp"
+        # all experts, because transformers stacks them in every layer or in none
+        cut = {index: row for index, row in rows.items() if form.stack or any(k < d for k, d in row.values())}
+        sizes = {(width.dense, len(row)) for row in cut.values() for width in row.values()}
+        if name in blocks or len(sizes) > 1:
+            kinds = " and ".join(sorted(other.output for other in narrow if bool(other.stack) == bool(form.stack)))
+            widths = f" with {' and '.join(str(dense) for dense, _ in sorted(sizes))} channels" * (len(sizes) > 1)
+            raise ModelError(f"{kinds}{widths} are narrower, but only one kind per model may be; prune one of them")
+        ((dense, number),) = sizes
+        more = {"num_experts": number} if form.stack else {}
+        blocks[name] = Block(inputs=form.inputs, output=form.output, fused=form.fused, intermediate_size=dense, **more)
+        for index, row in rows.items():
+            kept = tuple(row[expert].kept for expert in sorted(row))
+            if form.stack:
+                layers[index] = replace(layers[index], expert_intermediate_sizes=kept)
+            elif row[0].dense == dense:
+                layers[index] = replace(layers[index], intermediate_size=kept[0])
+    if len(modules := {form.layers_module for form in narrow} or {LAYERS}) > 1:
+        raise ModelError(
+            f"layers are in {short(' and '.join(sorted(modules)))}; only those of one list may be narrower"
+        )
+    return ModuleWidths(layers_module=modules.pop(), layers=tuple(layers), **blocks)

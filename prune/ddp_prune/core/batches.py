@@ -1,0 +1,149 @@
+"""Micro-batches of token blocks, and the dense model's hidden states for them; both trainers use
+them.
+
+Legend: B sequences of a micro-batch, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from accelerate import Accelerator
+
+from ddp_prune.core.loss import final_hidden
+
+# host memory per process for hidden states of text that is read more than once
+TEACHER_CACHE_BYTES = 4 << 30
+
+
+class SizeSettings(Protocol):
+    """The sizes of a step."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+
+
+class Settings(SizeSettings, Protocol):
+    """The settings that training reads: a part of `TrainingSettings`, and the number of steps."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def save_every(self) -> int: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def sequences_at_once(recipe: SizeSettings, num_devices: int, device_type: str) -> int:
+    """Return the micro-batch size in sequences before it is fitted to memory: about 8,192 tokens,
+    1,024 on a CPU."""
+    tokens = 8192 if device_type == "cuda" else 1024
+    return recipe.micro_batch_size or min(-(-recipe.batch_size // num_devices), max(1, tokens // recipe.seq_len))
+
+
+class MicroBatch(NamedTuple):
+    """The sequences of one forward pass, on the device."""
+
+    numbers: list[int]
+    """Of its blocks."""
+    tokens: torch.Tensor
+    """int64 [B, seq_len]."""
+    labels_N: torch.Tensor
+    """int64 [B·(seq_len−1)]: the predicted tokens."""
+    loss_mask_N: torch.Tensor | None
+    """float32 [B·(seq_len−1)]: the loss mask divided by its mean over the step, so that the mean of
+    the masked losses is the mean over the tokens in the loss mask; None: all tokens."""
+    share: float
+    """Of the sequences of its step, over all processes."""
+
+
+class Batches:
+    """Deterministic micro-batches. The sequences of a step do not depend on the number of
+    processes."""
+
+    def __init__(
+        self,
+        blocks: torch.Tensor,
+        recipe: Settings,
+        accelerator: Accelerator,
+        loss_mask: torch.Tensor | None = None,
+        num_sequences: int = 0,
+    ) -> None:
+        """Divide the blocks into steps of `recipe.batch_size` blocks.
+
+        blocks: int64 [num_blocks, seq_len].
+        loss_mask: bool, shaped as `blocks`: the tokens that contribute to the cross-entropy; None
+            means all of them.
+        num_sequences: per forward pass, as fitted to memory; 0: as if memory were no concern.
+        """
+        self.blocks, self.size, self.accelerator, self.loss_mask = blocks, recipe.batch_size, accelerator, loss_mask
+        number, kind = accelerator.num_processes, accelerator.device.type
+        self.micro_batch_size = num_sequences or sequences_at_once(recipe, number, kind)
+        self.repeats = recipe.steps * recipe.batch_size > len(blocks)
+
+    def numbers(self, step: int) -> list[int]:
+        """Return the block numbers of a step, over all processes."""
+        return [(step * self.size + i) % len(self.blocks) for i in range(self.size)]
+
+    def loss_share(self, step: int) -> float:
+        """Return the share of a step's predicted tokens that contribute to the cross-entropy, in
+        (0, 1]."""
+        if self.loss_mask is None:
+            return 1.0
+        loss_mask_BT = self.loss_mask[self.numbers(step), 1:]
+        return max(1, int(loss_mask_BT.sum())) / loss_mask_BT.numel()
+
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        """Yield this process's micro-batches of a step."""
+        device, loss_share = self.accelerator.device, self.loss_share(step)
+        local = self.numbers(step)[self.accelerator.process_index :: self.accelerator.num_processes]
+        for start in range(0, len(local), self.micro_batch_size):
+            numbers = local[start : start + self.micro_batch_size]
+            tokens, loss_mask_N = self.blocks[numbers].to(device), None
+            if self.loss_mask is not None:
+                loss_mask_N = (self.loss_mask[numbers, 1:].flatten().float() / loss_share).to(device)
+            labels_N = tokens[:, 1:].reshape(-1)
+            yield MicroBatch(numbers, tokens, labels_N, loss_mask_N, len(numbers) / self.size)
+
+
+class Teacher:
+    """Final hidden states of the dense model, cached in host memory if text is read more than once
+    and they fit."""
+
+    def __init__(
+        self, model: Any, batches: Batches, adapters_disabled: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Cache what fits. adapters_disabled: a context in which a model that is trained computes
+        as the dense one."""
+        self.model, self.adapters_disabled = model, adapters_disabled
+        num_bytes = batches.blocks.numel() * model.config.get_text_config().hidden_size * model.dtype.itemsize
+        self.cache: dict[int, torch.Tensor] | None = None
+        world = batches.accelerator.num_processes
+        # Otherwise a block would be read by another process than the one that cached it. With
+        # sharded weights, all processes must also hit or miss together.
+        divisible = len(batches.blocks) % world == 0 and batches.size % world == 0
+        if batches.repeats and divisible and num_bytes <= TEACHER_CACHE_BYTES * world:
+            self.cache = {}
+
+    @torch.no_grad()
+    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Return [B·(seq_len−1), H] for a micro-batch."""
+        numbers, tokens = batch.numbers, batch.tokens
+        if self.cache is not None and all(number in self.cache for number in numbers):
+            states = torch.stack([self.cache[number] for number in numbers]).to(tokens.device)
+            return states.flatten(0, 1)
+        states = self.states(tokens)
+        if self.cache is not None:
+            for number, state in zip(numbers, states.unflatten(0, (len(numbers), -1)), strict=True):
+                self.cache[number] = state.cpu()
+        return states
+
+    @torch.no_grad()
+    def states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [B·(seq_len−1), H] for any tokens, int64 [B, seq_len]."""
+        with self.adapters_disabled():
+            return final_hidden(self.model, tokens)

@@ -1,0 +1,398 @@
+"""The trainer of gates: the default search, the exact rounding, the polish, and the step that they
+share.
+
+In the default search, a closed gate never reopens, and the scales of the open gates are trained.
+The scales z are the only parameters, and weights are frozen, unless `train_weights` is called.
+Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a layer. Where this file
+writes [L, U], the masks of routed experts are [L, E, C]: E experts with C channels each.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ddp_prune.core.batches import Batches, MicroBatch, Teacher
+from ddp_prune.core.budget import LatencyPool, Pool, keep_schedule, kept_share
+from ddp_prune.core.experts import neutral_where_idle
+from ddp_prune.core.gates import GatedModel, Masks, narrow_layers
+from ddp_prune.core.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.processes import broadcast_from_main, raise_on_all_ranks
+from ddp_prune.core.weights import WARMUP, TrainedWeights, rate_of, step_seed
+from ddp_prune.run import Run
+from ddp_vllm.errors import TrainingError
+
+KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 it would use up budget without effect
+# of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
+PRIOR_PRECISION = 50.0
+PRIOR_SHARE = 1 / 20  # of the run's tokens, treated as already seen with every scale at 1
+# steps, of a slow selection; the schedule is smooth, so a few more gates close at a time
+CLOSE_EVERY = 4
+REVIVED = 0.5  # scale of a unit that rounding adds back, if the search left it without one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """The result of training, from which the checkpoint is exported."""
+
+    gates: Masks
+    """float32 [L, U] per module type; exactly P positive entries, the rest 0."""
+    z: Masks
+    """The logits of the gates before rounding and polish."""
+    saliency: Masks
+    """float32, shaped as the gates: estimated loss added by closing an open gate, or saved by
+    opening a closed one."""
+    rounding: dict[str, dict[str, float]]
+    """Changes by rounding, per module type: sparsity before it, units revived, units dropped."""
+    rate: dict[str, Any]
+    """AdamW's `highest` rate of trained weights, and the `trials` that found it; empty if only
+    masks were trained."""
+    routed: Masks
+    """`experts`: int64 [L, E], how often each expert was chosen in training; empty for a dense
+    model."""
+
+    def routing(self, routed_layers: tuple[int, ...]) -> dict[str, Any]:
+        """Return `routed` as plain data, layer number -> counts; {} for a dense model."""
+        counts = {kind: values.tolist() for kind, values in self.routed.items()}
+        return {"routing": {"chosen": dict(zip(routed_layers, counts["experts"], strict=True))}} if counts else {}
+
+
+@dataclass(kw_only=True)
+class GateState:
+    """Everything a trainer keeps per gate: one tensor per module type, shaped as the masks unless
+    stated otherwise."""
+
+    z: Masks
+    """Logits of the gates, which are also their scales."""
+    information: Masks
+    """Squared gradients summed over all tokens: the diagonal empirical Fisher information."""
+    open_steps: Masks
+    """Optimizer steps in which the gate was open."""
+    support: Masks
+    """Bool: gates that may be open."""
+    routed: Masks
+    """Int64 [L, E]: how often each expert was chosen; without an entry for a dense model."""
+    searched_z: Masks
+    """z when the support was rounded; without entries while searching."""
+
+    @classmethod
+    def opened(cls, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "GateState":
+        """Return the state in which every gate is open and has scale 1."""
+        z = {kind: torch.ones(shape, device=device) for kind, shape in shapes.items()}
+        return cls(
+            z=z,
+            information={kind: torch.zeros_like(values) for kind, values in z.items()},
+            open_steps={kind: torch.zeros_like(values) for kind, values in z.items()},
+            support={kind: torch.ones_like(values, dtype=torch.bool) for kind, values in z.items()},
+            routed={
+                kind: torch.zeros_like(values[..., 0], dtype=torch.int64)
+                for kind, values in z.items()
+                if values.dim() == 3
+            },
+            searched_z={},
+        )
+
+    def save(self) -> dict[str, torch.Tensor]:
+        """Return all tensors by names such as `z.mlp`."""
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {f"{part}.{kind}": values.detach() for part, masks in parts.items() for kind, values in masks.items()}
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `save` returned; ignore other tensors."""
+        for name, value in tensors.items():
+            part, _, kind = name.partition(".")
+            if part == "searched_z":
+                self.searched_z[kind] = value.to(self.z[kind].device)
+            elif part in ("z", "information", "open_steps", "support", "routed"):
+                getattr(self, part)[kind].data.copy_(value)
+
+
+class Trainer:
+    """The default search, and the polish of every search."""
+
+    def __init__(
+        self, gated: GatedModel, batches: Batches, run: Run, pools: Sequence[Pool], accelerator: Accelerator
+    ) -> None:
+        self.gated, self.batches, self.run, self.recipe = gated, batches, run, run.recipe
+        self.pools, self.accelerator = pools, accelerator
+        self.teacher = Teacher(gated.model, batches) if run.recipe.distillation > 0 else None
+        self.narrow = narrow_layers(gated) if run.leaves_out else None
+        self.gates = GateState.opened(gated.shapes, accelerator.device)
+        self.rounding: dict[str, dict[str, float]] = {}
+        self.weights: TrainedWeights | None = None  # trained together with the gates
+        self.rate: dict[str, Any] = {}  # `highest` of the weights, and the `trials` that found it
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Create the state that a search keeps in addition to the gates; the default search keeps
+        none."""
+
+    def train_weights(self, weights: TrainedWeights, teacher: Any, find_rate: Callable[[], dict[str, Any]]) -> None:
+        """Also train the weights of the gated model.
+
+        teacher: a second, frozen copy of the dense model; None for adapters, without which the
+            model is the dense one.
+        find_rate: returns `rate`; it is called before the first step, unless the run is resumed.
+        """
+        self.weights, self.find_rate = weights, find_rate
+        if self.recipe.distillation > 0:
+            self.teacher = Teacher(teacher or self.gated.model, self.batches, weights.adapters_disabled)
+
+    @property
+    def polishing(self) -> bool:
+        """Whether the support is already rounded and frozen."""
+        return bool(self.gates.searched_z)
+
+    def forward_masks(self) -> Masks:
+        """Return m [L, U] of every module type."""
+        return {kind: z.clamp_min(KEPT_FLOOR) * self.gates.support[kind] for kind, z in self.gates.z.items()}
+
+    def open_gates(self) -> Masks:
+        """Return which gates are open, bool [L, U]."""
+        return self.gates.support
+
+    def begin(self) -> None:
+        """Find the learning rate of the weights, unless that was done before."""
+        if self.weights and not self.rate:
+            self.rate = self.find_rate()
+
+    def step(self, step: int) -> dict[str, float]:
+        """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a
+        number."""
+        recipe, gates = self.recipe, self.gates
+        if step >= self.run.steps.search and not self.polishing:
+            self.round()
+        if self.narrow:
+            self.narrow.follow(gates.support)
+        masks = self.forward_masks()
+        cross_entropy, divergence, gradients, squares = self._gradients(step, masks)
+        loss = cross_entropy + recipe.distillation * divergence
+        if not math.isfinite(loss):
+            raise TrainingError(f"the loss is {loss} at step {step + 1}")
+        for kind, support in gates.support.items():  # closed gates may not have been computed
+            gates.information[kind] += squares[kind] * support
+            gates.open_steps[kind] += support
+        if self.polishing:
+            self.learn_scales(step, gradients)
+        else:
+            self.search(step, masks, gradients)
+        if self.weights:
+            self._step_weights(self.weights, step)
+        distilled = {"kl": divergence} if self.teacher else {}
+        return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)
+
+    def remedy(self, step: int) -> str:
+        """Return what the user can do if the loss of a step is not a number."""
+        return "check the weights" if self.recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'
+
+    def _step_weights(self, weights: TrainedWeights, step: int) -> None:
+        """Take AdamW's step. In a size family the rate does not decay before the search of the size
+        ends."""
+        steps = self.run.steps
+        rate = rate_of(step, steps.last, self.rate["highest"], WARMUP, steps.search if self.run.in_family else 0)
+        weights.step(rate, weights.reduce_gradients(), step_seed(self.recipe.seed, step))
+
+    def search(self, step: int, masks: Masks, gradients: Masks) -> None:
+        """Move the scales, then close gates. masks: of this step. gradients: of the loss, for these
+        masks."""
+        self.learn_scales(step, gradients)
+        if self.closes_after(step):
+            self.close(self.progress(step))
+
+    def closes_after(self, step: int) -> bool:
+        """Tell whether gates close after this step: every one, but with measured costs on a GPU
+        each CLOSE_EVERY-th.
+
+        That selection runs on the CPU, 5 to 10 % of a step on a GPU by an estimate.
+        """
+        is_slow = self.accelerator.device.type == "cuda" and any(isinstance(pool, LatencyPool) for pool in self.pools)
+        return not is_slow or (step + 1) % CLOSE_EVERY == 0 or step + 1 == self.run.steps.search
+
+    def progress(self, step: int) -> float:
+        """Return the fraction of the search that is done after this step, in (0, 1]."""
+        first, end, _ = self.run.steps
+        return min(1.0, (step + 1 - first) / (end - first))
+
+    def _gradients(self, step: int, masks: Masks) -> tuple[float, float, Masks, Masks]:
+        """Return CE, KL, dloss/dm [L, U] and the sum over tokens of squared per-token gradients,
+        over all processes.
+
+        Gradients are squared per token, not per sequence: these are many more samples, and they do
+        not depend on micro-batches. Sums are in float64, because the order of summation depends on
+        the number of processes and AdamW amplifies rounding errors of the smallest gradients.
+
+        With a loss mask the loss is a mean over n of N tokens, so a token's own gradient is n times
+        that of the loss: text outside the mask changes neither the information nor the steps of the
+        scales. The KL term is a mean over all N, so its share of the squares counts n / N of its
+        tokens; it is small next to the cross-entropy's.
+        """
+        loss_share = self.batches.loss_share(step)
+        losses = torch.zeros(2, device=self.accelerator.device)
+        gradients = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
+        squares = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
+        routed = {kind: torch.zeros_like(counts) for kind, counts in self.gates.routed.items()}
+        for batch in self.batches.step(step):
+            share, num_tokens = batch.share, len(batch.labels_N)
+            leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
+            parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
+            with self.weights.accumulating(share) if self.weights else nullcontext():
+                losses += share * self._backward(batch, leaves, parts, routed.get("experts"))
+            for kind, leaf in leaves.items():
+                assert leaf.grad is not None
+                gradients[kind] += leaf.grad.double() * share
+                squares[kind] += parts[kind].double() * (num_tokens * loss_share) ** 2
+        reduce = self.accelerator.reduce
+        cross_entropy, divergence = reduce(losses, "sum").tolist()
+        for kind, counts in routed.items():
+            self.gates.routed[kind] += reduce(counts, "sum")
+        total = {kind: reduce(value, "sum").float() for kind, value in gradients.items()}
+        return cross_entropy, divergence, total, {kind: reduce(value, "sum").float() for kind, value in squares.items()}
+
+    def _backward(
+        self,
+        batch: MicroBatch,
+        leaves: Masks,
+        squares: Masks,
+        counts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run a micro-batch forward, and backward into the leaves; return [CE, KL] in nats per
+        token. counts: as of `GatedModel.counting`."""
+        model: Any = self.gated.model
+        teacher_NH = self.teacher.hidden(batch) if self.teacher else None
+        with self.gated.masks(leaves, squares, self.narrow):
+            # forward alone: checkpointed layers run again in backward
+            with self.gated.counting(counts):
+                student_NH = final_hidden(model, batch.tokens)
+            loss, metrics = distill(
+                student_NH, teacher_NH, OutputHead.of(model), batch.labels_N, self.recipe.distillation,
+                loss_mask_N=batch.loss_mask_N,
+            )  # fmt: skip
+            loss.backward()  # nothing waits for a GPU between forward and backward
+        return metrics
+
+    @torch.no_grad()
+    def learn_scales(self, step: int, gradients: Masks) -> None:
+        """Move the scales of the support by a natural gradient step; closed gates do not change."""
+        num_tokens = self.recipe.batch_size * (self.recipe.seq_len - 1) * self.batches.loss_share(step)
+        gates = self.gates
+        for kind, z in gates.z.items():
+            assumed = PRIOR_SHARE * self.run.steps.last / gates.open_steps[kind].clamp_min(1)
+            moved = natural_step(z, gradients[kind] * num_tokens, gates.information[kind], assumed)
+            z.copy_(torch.where(gates.support[kind], moved.clamp_min(KEPT_FLOOR), z))
+
+    @torch.no_grad()
+    def close(self, progress: float) -> None:
+        """Close the gates of least saliency per cost, as many as the schedule requires."""
+        for pool in self.pools:
+            saliency = {kind: self._saliency(kind, self.gates.z[kind]) for kind in pool.shapes}
+            keep_ratio = keep_schedule(progress, pool.keep_ratio, self.run.start.get(pool.name, 1.0))
+            self.gates.support.update(pool.close(saliency, self.gates.support, keep_ratio))
+
+    @torch.no_grad()
+    def _saliency(self, kind: str, scales: torch.Tensor) -> torch.Tensor:
+        """Return by how much the loss is estimated to change if each gate moves between 0 and its
+        scale (1 if closed).
+
+        It is the information per step times the squared scale; experts that were never chosen get a
+        neutral value.
+        """
+        information = self.gates.information[kind] / self.gates.open_steps[kind].clamp_min(1)
+        if kind in self.gates.routed:
+            information = neutral_where_idle(information, self.gates.routed[kind])
+        return information * torch.where(scales > 0, scales.square(), 1.0)
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Choose the final support within the budget, by highest saliency, and freeze it."""
+        open_gates, gates = self.open_gates(), self.gates
+        with raise_on_all_ranks(self.accelerator):
+            chosen = self.choose({kind: self._saliency(kind, z) for kind, z in gates.z.items()}, open_gates)
+        # an exact choice ends after some minutes with the best selection so far, which depends on
+        # the machine
+        chosen = broadcast_from_main(self.accelerator, {kind: mask.cpu() for kind, mask in chosen.items()})
+        for kind, z in gates.z.items():
+            is_open, support = open_gates[kind], chosen[kind].to(z.device)
+            gates.searched_z[kind] = z.detach() * is_open
+            z[support & ~is_open & (z <= 0)] = REVIVED
+            gates.support[kind] = support
+            self.rounding[kind] = {
+                "raw_sparsity": 1.0 - float(is_open.float().mean()),
+                "revived": int((support & ~is_open).sum()),
+                "dropped": int((is_open & ~support).sum()),
+            }
+
+    def choose(self, saliency: Masks, is_open: Masks) -> Masks:
+        """Return the final support, bool [L, U]: as much as the budget allows, open gates before
+        closed ones."""
+        return {kind: mask for pool in self.pools for kind, mask in pool.choose(saliency, is_open).items()}
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Return the metrics of the gates after a step: the sparsity of each module type and
+        pool."""
+        is_open = {kind: mask.float() for kind, mask in self.open_gates().items()}
+        values = {f"{kind}_sparsity": 1.0 - float(mask.mean()) for kind, mask in is_open.items()}
+        for pool in self.pools:
+            if pool.name not in is_open:
+                open_GN = pool.join(is_open)
+                share_G = kept_share(open_GN, pool.joined_costs(open_GN.device))
+                values[f"{pool.name}_sparsity"] = 1.0 - float(share_G.mean())
+        return values
+
+    def learned(self) -> Learned:
+        """Return the final gates, rounded now if the run had no polish."""
+        if not self.polishing:
+            self.round()
+        masks = {kind: mask.detach() for kind, mask in self.forward_masks().items()}
+        return Learned(
+            gates={kind: mask.float().cpu() for kind, mask in masks.items()},
+            z={kind: value.float().cpu() for kind, value in self.gates.searched_z.items()},
+            saliency={kind: self._saliency(kind, mask).cpu() for kind, mask in masks.items()},
+            rounding=self.rounding,
+            rate=self.rate,
+            routed={kind: counts.cpu() for kind, counts in self.gates.routed.items()},
+        )
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Plain data of a saved run: the changes by rounding, and the learning rate of the
+        weights."""
+        return {"rounding": self.rounding, "rate": self.rate}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return everything the next step depends on, as named tensors."""
+        return self.gates.save() | (self.weights.state() if self.weights else {})
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """Return the tensor that a saved one is read into; None for a new one in host memory."""
+        return self.weights.like(name) if self.weights else None
+
+    def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+        """Restore the `state` and `extra` that were saved before `step`."""
+        if self.weights:
+            self.weights.restore(step, tensors)
+        self.gates.load(tensors)
+        self.rounding, self.rate = extra["rounding"], extra["rate"]
+
+
+def natural_step(
+    z: torch.Tensor, gradient: torch.Tensor, information: torch.Tensor, assumed: torch.Tensor
+) -> torch.Tensor:
+    """Return z moved by one natural gradient step, which needs no learning rate (arXiv:1703.00209).
+
+    All tensors have the same shape and are sums over tokens, not means.
+    z: scales before the step.
+    gradient: sum over the tokens of the step.
+    information: sum of squared gradients over all tokens so far, the empirical Fisher information.
+        Squares are of the gradient of CE + η·KL; on SmolLM2 they are 1.6 to 2.8 times smaller than
+        (1 + η) times the true Fisher information, so a larger η lengthens steps. Correcting this
+        made a toy model 0.2 to 1.7 % worse (8 of 8 runs).
+    assumed: tokens treated as seen before the first step, in multiples of the tokens seen so far.
+        They and PRIOR_PRECISION keep the first steps from following the noise of a few hundred
+        tokens.
+    """
+    return z - gradient / (PRIOR_PRECISION + (1.0 + assumed) * information)

@@ -1,0 +1,1 @@
+"""Language models: find, check, load, evaluate and write them."""

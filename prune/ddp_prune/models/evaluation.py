@@ -1,0 +1,221 @@
+"""Evaluates the dense, pruned and recovered model: perplexity on held-out text, and answers to ten
+fixed prompts."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import shorten
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import GenerationConfig
+
+from ddp_prune.core.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
+from ddp_prune.core.passes import checkpoint_layers
+from ddp_prune.text.templates import ChatTemplate, Rendered
+from ddp_prune.text.tokens import leading_bos
+from ddp_vllm.intervals import mean_loss
+
+PROMPTS = (  # one question of each common kind, written before any model had answered
+    "What are the three primary colors?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "What is 17 + 25?",
+    "Translate into French: Good morning, how are you?",
+    "Write a Python function that reverses a string.",
+    "Name the capital of Japan and one thing it is famous for.",
+    "Give me three tips for staying healthy.",
+    "Who wrote Romeo and Juliet, and what is it about?",
+    "Rewrite this politely: Send me the report now.",
+)
+SAMPLE_TOKENS = 64  # per answer, at most
+STAGES = ("dense", "pruned", "recovered")
+BOS_BLOCKS = 4  # held-out blocks that are read with and without BOS
+BOS_GAIN = 0.05  # nats per token; models that rely on BOS lose far more without it
+
+
+class Evaluation:
+    """The losses, the agreement with the first model and the samples of one model after the
+    other."""
+
+    def __init__(
+        self,
+        texts: Mapping[str, torch.Tensor],
+        tokenizer: Any,
+        loss_masks: Mapping[str, torch.Tensor] | None = None,
+        print_line: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Choose the texts.
+
+        texts: blocks by the name of the text, int64 [num_blocks, seq_len].
+        loss_masks: bool, shaped as `texts`: the tokens to evaluate; None: all of them.
+        print_line: prints a line before the evaluation of a model, which takes minutes on a CPU.
+        """
+        self.texts, self.tokenizer, self.print_line = texts, tokenizer, print_line
+        masks = loss_masks or {name: torch.ones_like(blocks, dtype=torch.bool) for name, blocks in texts.items()}
+        self.loss_masks = {name: mask[:, 1:] for name, mask in masks.items()}  # of predicted tokens
+        self.block_tokens: dict[str, list[int]] = {name: mask.sum(1).tolist() for name, mask in self.loss_masks.items()}
+        self.num_tokens = {name: int(mask[:, 1:].sum()) if loss_masks else mask.numel() for name, mask in masks.items()}
+        self.losses: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
+        self.agreements: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
+        self.answers: dict[str, list[str]] = {}
+        self.first: tuple[OutputHead, dict[str, list[torch.Tensor]]] | None = None
+
+    def evaluate(self, who: str, model: Any) -> None:
+        """Compute the losses and samples of a model, in its dtype and with the attention that
+        serving uses."""
+        num_blocks = sum(map(len, self.texts.values()))
+        self.print_line(f"evaluating the {who} model: {num_blocks:,} held-out sequences, {len(PROMPTS)} answers")
+        checkpoint_layers(model, False)
+        if model._supports_sdpa and not model.config.get_text_config().to_dict().get("attn_logit_softcapping"):
+            model.set_attn_implementation("sdpa")
+        self.evaluate_texts(who, model)
+        try:
+            self.answers[who] = sample(model, self.tokenizer)
+        except Exception as error:  # answers illustrate the report: a model that cannot generate is pruned without
+            reason = shorten(f"{type(error).__name__}: {error}", 200)
+            self.print_line(f"the report will lack answers of the {who} model, which cannot generate ({reason})")
+
+    @torch.no_grad()
+    def evaluate_texts(self, who: str, model: Any) -> None:
+        """Compute the losses of a model, and its agreement with the first model."""
+        head, hidden = OutputHead.of(model), dict[str, list[torch.Tensor]]()
+        for name, blocks in self.texts.items():
+            self.losses[name][who], hidden[name] = losses_of(model, blocks, self.loss_masks[name])
+        if self.first is None:
+            self.first = (
+                head,
+                {name: [state.cpu() for state in states] for name, states in hidden.items()},
+            )
+            return
+        first_head, first_hidden = self.first
+        for name, states in hidden.items():
+            pairs = zip(states, first_hidden[name], strict=True)
+            sums = [agreement(here, head, first.to(first_head.weight), first_head) for here, first in pairs]
+            divergence, agreed = (sum(values) / sum(map(len, states)) for values in zip(*sums, strict=True))
+            # as in `perplexity_of`
+            kl = math.inf if math.isnan(divergence) else max(0.0, divergence)
+            self.agreements[name][who] = {"kl": kl, "top1": agreed}
+
+    def divergences(self, model: Any) -> dict[str, float]:
+        """Return the KL divergence of a model from the first one on each text, in nats per token;
+        nothing is kept."""
+        self.evaluate_texts("tried", model)
+        for losses in self.losses.values():
+            del losses["tried"]
+        return {name: agreement.pop("tried")["kl"] for name, agreement in self.agreements.items()}
+
+    def perplexity(self, text: str) -> dict[str, Any]:
+        """Return each model's perplexity on a text, its losses by block, and its agreement with the
+        first model."""
+        losses, block_tokens = self.losses[text], self.block_tokens[text]
+        metrics: dict[str, Any] = {who: perplexity_of(values, block_tokens) for who, values in losses.items()}
+        metrics |= {"tokens": self.num_tokens[text], "block_losses": losses, "block_tokens": block_tokens}
+        return metrics | {"agreement": self.agreements[text]}
+
+    def samples(self) -> dict[str, Any]:
+        """Return the prompts, and the answers of each model."""
+        return {"prompts": list(PROMPTS) if self.answers else [], "answers": self.answers}
+
+    def summary(self, text: str) -> str:
+        """Return a line with the perplexity of each model on a text."""
+        losses, block_tokens = self.losses[text], self.block_tokens[text]
+        values = " → ".join(f"{who} {perplexity_of(losses[who], block_tokens):.2f}" for who in losses)
+        return f"perplexity on held-out text of {text}: {values}"
+
+    def recovery_summary(self) -> Iterator[str]:
+        """Yield a line per text with the perplexities, and a warning if recovery made the model
+        worse on it."""
+        for name, losses in self.losses.items():
+            block_tokens = self.block_tokens[name]
+            dense, pruned, recovered = (mean_loss(losses[who], block_tokens)[0] for who in STAGES)
+            share = (
+                f", {(pruned - recovered) / (pruned - dense):.0%} of the lost log-perplexity"
+                if pruned > dense + 0.01
+                else ""
+            )
+            yield f"{self.summary(name)}{share}"
+            rises = [after - before for after, before in zip(losses["recovered"], losses["pruned"], strict=True)]
+            rise, error = mean_loss(rises, block_tokens)
+            if not rise <= 2 * (error or 0.0):  # NaN too
+                yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
+
+
+@torch.no_grad()
+def losses_of(model: Any, blocks: torch.Tensor, loss_mask: torch.Tensor) -> tuple[list[float], list[torch.Tensor]]:
+    """Return a model's mean loss on each block in nats per token, and the hidden states of the
+    predicted tokens.
+
+    blocks: int64 [num_blocks, seq_len]. loss_mask: bool [num_blocks, seq_len − 1]: the predicted
+        tokens to evaluate.
+    """
+    head, losses, hidden = OutputHead.of(model), list[float](), list[torch.Tensor]()
+    for tokens, mask in zip(blocks.to(head.weight.device), loss_mask.to(head.weight.device), strict=True):
+        states, labels = final_hidden(model, tokens[None])[mask], tokens[1:][mask]
+        losses.append(negative_log_likelihood(states, head, labels) / len(labels))
+        hidden.append(states)
+    return losses, hidden
+
+
+@torch.no_grad()
+def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> str:
+    """Return a warning if the tokenizer omits the BOS token of the model's config and the model
+    needs it; else "".
+
+    name: of the model. blocks: held-out text, int64 [num_blocks, seq_len]; with and without BOS,
+    the same tokens are predicted.
+    """
+    bos = getattr(model.config.get_text_config(), "bos_token_id", None)
+    head, kept = OutputHead.of(model), blocks[:BOS_BLOCKS, :-1]
+    if type(bos) is not int or not 0 <= bos < len(head.weight) or leading_bos(tokenizer) or not kept[:, 1:].numel():
+        return ""
+    losses = list[tuple[float, float]]()
+    for tokens in kept.to(head.weight.device):
+        states = final_hidden(model, tokens[None]), final_hidden(model, F.pad(tokens, (1, 0), value=bos)[None])[1:]
+        without, after = (negative_log_likelihood(state, head, tokens[1:]) / len(tokens[1:]) for state in states)
+        losses.append((without, after))
+    gain, error = mean_loss([without - after for without, after in losses])
+    if gain < max(BOS_GAIN, 2 * (error or 0.0)):
+        return ""
+    without, after = (perplexity_of(values) for values in zip(*losses, strict=True))
+    token = tokenizer.convert_ids_to_tokens(bos)
+    return (
+        f"warning: the tokenizer of {name} omits BOS, with which the model's perplexity on held-out text is "
+        f"{after:.2f} instead of {without:.2f}; add it: t = transformers.AutoTokenizer.from_pretrained({name!r}, "
+        f"bos_token={token!r}); t.add_bos_token = True; t.save_pretrained({name!r})"
+    )
+
+
+def sample(model: Any, tokenizer: Any) -> list[str]:
+    """Return a model's greedy answers to PROMPTS, which are rendered by the chat template if there
+    is one."""
+    prompts, is_rendered = list(PROMPTS), False
+    if tokenizer.chat_template:
+        template = ChatTemplate(tokenizer)
+        questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        if isinstance(template.render(questions[0]), Rendered):  # else it rejects a single question
+            prompts, is_rendered = [template.text(question, prompt=True) for question in questions], True
+    answers = generate(model, tokenizer, prompts, SAMPLE_TOKENS, add_special_tokens=not is_rendered)
+    return [answer.strip() for answer in answers]
+
+
+@torch.no_grad()
+def generate(
+    model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, *, add_special_tokens: bool = True
+) -> list[str]:
+    """Return a model's greedy continuation of each prompt."""
+    # the model may have no embedding for its own padding token
+    tokenizer.pad_token = tokenizer.eos_token
+    options = {"add_special_tokens": add_special_tokens, "padding": True, "padding_side": "left"}
+    tokens = tokenizer(list(prompts), return_tensors="pt", **options).to(model.device)
+    ends = model.generation_config.eos_token_id or []
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    # the model's own may set penalties, beams or sampling
+    model.generation_config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
+    )
+    # the slice of the last tokens is not contiguous, for which a CPU would copy the head's weight
+    # once per prompt
+    with model.get_output_embeddings().register_forward_pre_hook(lambda _, states: (states[0].contiguous(),)):
+        output = model.generate(**tokens)[:, tokens["input_ids"].shape[1] :]
+    return list(tokenizer.batch_decode(output, skip_special_tokens=True))

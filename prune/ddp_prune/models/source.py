@@ -1,0 +1,407 @@
+"""Finds the model of a run on disk and checks it before it is loaded: a local folder, or a snapshot
+of a hub name.
+
+The model is dense or, for recovery, a pruned one.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+from ddp_vllm.checkpoint import Checkpoint, read_config
+from ddp_vllm.errors import CheckpointError, ModelError, SettingError
+from ddp_vllm.families import (
+    BLOCK_NAMES,
+    FAMILIES,
+    Dimensions,
+    Family,
+    check_dense,
+    dense_layers,
+    dimensions_of,
+    family_of,
+    pruned_config,
+    register_pruned,
+    text_config,
+    warn_of_foreign_code,
+)
+from ddp_vllm.formats import check_states_no_widths
+from ddp_vllm.hub import hub_fault
+from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
+from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, index_map, indexed_tensors, short
+from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
+from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
+from ddp_vllm.remote_code.widths import ModelWidths
+
+if TYPE_CHECKING:  # which imports torch
+    from ddp_prune.models.structure import Structure
+
+FORMATS = ("BF16", "F16", "F32")
+AGAIN = "download the model again, or update transformers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A dense or pruned checkpoint on disk."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    family: Family
+    """Of the dense model."""
+    sizes: Dimensions
+    """Of the dense model."""
+    shapes: Mapping[str, list[int]]
+    """Shape of every weight on disk; tied embeddings are listed once, and stacked experts one by
+    one."""
+    structure: "Structure | None" = None
+    """What can be pruned in a model without a row in `FAMILIES`."""
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The config of the language model."""
+        return text_config(self.config)
+
+    @property
+    def memory_shapes(self) -> Mapping[str, list[int]]:
+        """Shapes of the loaded weights, by names as in the families; those outside of decoder
+        layers as embeddings."""
+        if not self.structure:
+            return self.shapes
+        layers, shapes = f"{self.structure.widths.layers_module}.", dict[str, list[int]]()
+        for name, shape in self.shapes.items():
+            if name.endswith(("lm_head.weight", "embed_out.weight")):
+                shapes["lm_head.weight"] = shape
+            elif name.startswith(layers):
+                shapes[f"{LAYERS}.{name.removeprefix(layers)}"] = shape
+            elif name in self.structure.loaded:
+                shapes[f"model.embed_tokens.{name}"] = shape
+        return shapes
+
+    @property
+    def prunable(self) -> tuple[str, ...]:
+        """Module types that can have gates."""
+        return dimensions_of(self.config).blocks
+
+    def describe_rest(self, print_line: Callable[[str], None]) -> None:
+        """Print in one line what is not pruned, because this architecture or the user does not
+        allow it."""
+        mlps = f"the MLPs of {len(self.sizes.mlp_layers)} layers (--prune mlp,experts)" if self.structure else "MLPs"
+        labels = {"attn": "attention", "mlp": mlps, "experts": "routed experts"}
+        rest = [*(self.structure.left_alone if self.structure else ())]
+        rest += [labels[kind] for kind in self.prunable if kind not in self.sizes.blocks]
+        if rest:
+            print_line(f"not pruned: {', '.join(rest)}")
+
+    def with_blocks(self, chosen: Collection[str]) -> "Source":
+        """Return the source with gates on these module types only. Raises: SettingError for one
+        that has none."""
+        if lacking := sorted(set(chosen) - set(self.prunable)):
+            raise SettingError(
+                f"prune is {','.join(BLOCK_NAMES[kind] for kind in chosen)}, but {BLOCK_NAMES[lacking[0]]} of "
+                f"{self.config['model_type']} cannot be pruned; choose from "
+                f"{','.join(BLOCK_NAMES[kind] for kind in self.prunable)}"
+            )
+        blocks = tuple(kind for kind in self.prunable if kind in chosen)
+        return replace(self, sizes=replace(self.sizes, blocks=blocks)) if chosen else self
+
+
+def open_source(model: str, *, load: bool = True) -> Source:
+    """Find the dense model, check it as `read_source`, and silence transformers.
+    Raises: ModelError."""
+    source = read_source(model, load=load)
+    _silence_transformers()
+    warn_of_foreign_code(model, source.config)
+    return source
+
+
+def check_model(model: str, *, with_tokenizer: bool = True) -> Source | None:
+    """Refuse a model that cannot be pruned, before torch is imported. A hub model must be cached or
+    within reach.
+
+    with_tokenizer: whether the model's own tokenizer is read. Returns a local folder's model. Raises:
+    ModelError.
+    """
+    if Path(model).is_dir():
+        source = read_source(model)
+        if with_tokenizer and not has_tokenizer(source.folder):
+            raise ModelError(f"{model} has no tokenizer; put tokenizer.json into the model's folder")
+        return source
+    _check_hub_name(model)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except HFValidationError as error:
+        raise ModelError(f"{model} is neither a folder nor a hub name ({error}); check the path") from error
+    if not is_cached and (fault := hub_fault()):
+        raise ModelError(f"{model} is not a folder and cannot be downloaded ({fault}); check name and network")
+    return None
+
+
+def read_source(model: str, *, load: bool = True) -> Source:
+    """Find the dense model and check from its headers that it can be pruned, without torch for a
+    local folder.
+
+    load: whether the model will be loaded; otherwise only the headers of a hub model's weights are
+        downloaded.
+    Raises: ModelError if the folder is unknown, or its weights are unreadable, incomplete or of an
+        unsupported family.
+    """
+    is_local = Path(model).is_dir()
+    folder = Path(model) if is_local else _download(model, load=load)
+    config = read_config(folder)
+    headers = _headers(folder) if is_local or load else _hub_headers(model)
+    try:
+        # which `check_dense` refuses
+        if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):
+            check_states_no_widths(config)
+        check_dense(config)
+        if config.get("model_type") not in FAMILIES:
+            return _read_any(folder, config, headers)
+        family, sizes = family_of(config), dimensions_of(config)
+    except ModelError as error:
+        raise ModelError(f"{model}: {error}") from None
+    shapes = _weight_shapes(headers, tied=bool(config.get("tie_word_embeddings")))
+    _check_names(folder, shapes)
+    try:  # the check that every checkpoint made from it will have to pass
+        widths = ModelWidths.of(pruned_config(config, dense_layers(config)))
+        widths.check_complete(widths.checked((name, shape, FORMATS[0]) for name, shape in shapes.items()))
+    except WidthsError as error:
+        raise ModelError(f"{folder}: {_contradicting(error)}") from None
+    return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
+
+
+def _contradicting(error: WidthsError) -> ModelError:
+    """Return the error for a dense model whose tensors contradict its config."""
+    fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")
+    return ModelError(f"{fault}; download the model again, as published")
+
+
+def _read_any(folder: Path, config: Mapping[str, Any], headers: Iterable["Header"]) -> Source:
+    """Return a model of an architecture without a row in `FAMILIES`. Raises: ModelError."""
+    from ddp_prune.models.structure import find_structure
+
+    register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
+    tensors = {name: (shape, dtype, path) for path, header in headers for name, shape, dtype in header}
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    structure = find_structure(folder, {name: shape for name, (shape, *_) in tensors.items()})
+    shapes = dict[str, list[int]]()
+    for name, (shape, dtype, path) in tensors.items():
+        singles = structure.unstacked(name, shape)
+        if dtype not in FORMATS and any(map(structure.widths.find, singles)):
+            raise ModelError(
+                f"{path}: tensor {short(name)} is {dtype}, but only {', '.join(FORMATS)} are supported; prune the "
+                "unquantized checkpoint"
+            )
+        shapes |= singles
+    try:
+        structure.widths.check((name, shape, FORMATS[0]) for name, shape in shapes.items())
+    except WidthsError as error:
+        raise _contradicting(error) from None
+    text = {**structure.text, **text_config(config)}
+    described = {**config, "text_config": text} if isinstance(config.get("text_config"), Mapping) else text
+    described["quantization_config"] = structure.widths.to_json()
+    sizes = dimensions_of(described)
+    if sizes.num_experts:  # MLPs of the first layers are a small part of a mixture
+        sizes = replace(sizes, blocks=("experts",))
+    names: dict[str, Any] = {"tensors": structure.tensors, "experts": structure.experts}
+    family = Family(name=str(config["model_type"]), removes_blocks=False, **names)
+    return Source(folder=folder, config=described, family=family, sizes=sizes, shapes=shapes, structure=structure)
+
+
+def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
+    """Return a pruned checkpoint as a source, which transformers will load by our own classes.
+
+    Raises: CheckpointError if it is quantized; ModelError if it was not pruned from a model like
+        `dense`.
+    """
+    folder, config = checkpoint.folder, checkpoint.config
+    if states_widths(config) and dense.structure:
+        return _open_described(checkpoint, dense)
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{folder} is quantized; recover or measure the folder it was made from, then quantize")
+    stated = dict(config, model_type=dense_type(config))
+    for key in ("model_type", "vocab_size", "tie_word_embeddings"):
+        if (here := stated.get(key)) != (there := dense.config.get(key)):
+            raise ModelError(
+                f"{dense.folder} has {key} {there}, but {folder} has {here}; pass the model it was pruned from"
+            )
+    if (here := dimensions_of(stated)) != dense.sizes:
+        name = next(name for name, value in vars(here).items() if value != getattr(dense.sizes, name))
+        raise ModelError(
+            f"{dense.folder} has another {name} than {folder} had before pruning; pass the model it was pruned from"
+        )
+    register_pruned(config)
+    return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes, shapes=checkpoint.shapes)
+
+
+def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
+    """Return a pruned checkpoint of a stock class. Raises: ModelError if it was pruned from another
+    model."""
+    assert dense.structure
+    widths, stated = ModuleWidths.of(checkpoint.config), dense.structure.widths
+    pairs = {
+        "model_type": (checkpoint.config.get("model_type"), dense.config.get("model_type")),
+        "vocab_size": tuple(text_config(config).get("vocab_size") for config in (checkpoint.config, dense.config)),
+        "number of layers": (len(widths.layers), len(stated.layers)),
+        "MLP": (widths.mlp or stated.mlp, stated.mlp),
+        "form of experts": (widths.experts or stated.experts, stated.experts),
+    }
+    if different := [name for name, (one, other) in pairs.items() if one is not None and one != other]:
+        raise ModelError(
+            f"{dense.folder} has another {different[0]} than {checkpoint.folder} had before pruning; pass the model it "
+            "was pruned from"
+        )
+    if checkpoint.stock:
+        return open_source(str(checkpoint.folder))
+    register_pruned(checkpoint.config)
+    return replace(dense, folder=checkpoint.folder, shapes=checkpoint.shapes)
+
+
+def check_index(folder: Path) -> None:
+    """Refuse weights that could be pruned but that transformers cannot load. Raises: ModelError."""
+    if not any((folder / name).exists() for name in ("model.safetensors", INDEX_FILE)):
+        raise ModelError(
+            f"{folder} holds {weight_files(folder)[0].name}, but neither model.safetensors nor {INDEX_FILE}; "
+            "download the model again, whole"
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a dense checkpoint that transformers reads.
+    Raises: ModelError.
+
+    They are those of the index, or model.safetensors; without either, all files are returned.
+    """
+    index, single = _index_of(folder), folder / "model.safetensors"
+    if single.is_file() and {*index.values()} - {single.name}:
+        raise ModelError(
+            f"{folder} holds model.safetensors and {INDEX_FILE}, which names other files; transformers reads the one "
+            "and vLLM the others: remove the wrong one"
+        )
+    if index:
+        return [folder / name for name in sorted(set(index.values()))]
+    if single.is_file():
+        return [single]
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def _index_of(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, {} without an index. Raises: ModelError."""
+    try:
+        return index_map(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+    except WidthsError as error:
+        raise ModelError(str(error)) from error
+
+
+# a file, and the name, shape and dtype of its tensors
+Header = tuple[Path | str, list[tuple[str, list[int], str]]]
+
+
+def _headers(folder: Path) -> Iterator[Header]:
+    """Yield the header of every weight file. Raises: ModelError if one cannot be read, or if there
+    is none."""
+    files, index = weight_files(folder), _index_of(folder)
+    if not files:
+        raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
+    # without an index vLLM reads every file, except those in Mistral's own format
+    strays = set() if index else {*folder.glob("*.safetensors")} - {*files, *folder.glob("consolidated*")}
+    names = set[str]()
+    for path in (*files, *sorted(strays)):
+        try:
+            header = list(indexed_tensors(path, index))
+        except (WidthsError, OSError) as error:
+            raise ModelError(f"{path} cannot be read ({error}); download the model again") from error
+        if path not in strays:
+            names |= {name for name, _, _ in header}
+            yield path, header
+        elif twice := names & {name for name, _, _ in header}:
+            raise ModelError(
+                f"{path} holds {short(min(twice))} too, which transformers reads from {files[-1].name} and vLLM from "
+                "the last file; remove the wrong one"
+            )
+
+
+def _hub_headers(model: str) -> Iterator[Header]:
+    """Yield the header of every weight file of a hub model, without the weights.
+    Raises: ModelError."""
+    from huggingface_hub import get_safetensors_metadata
+
+    with _downloading(model):
+        files = get_safetensors_metadata(model).files_metadata
+    for name, file in files.items():
+        yield f"{model}/{name}", [(name, header.shape, header.dtype) for name, header in file.tensors.items()]
+
+
+def _weight_shapes(headers: Iterable[Header], *, tied: bool) -> dict[str, list[int]]:
+    """Return the shape of every parameter of a dense model.
+
+    tied: the output head is the embedding, which some checkpoints store twice.
+    Raises: ModelError if a tensor is in two files or quantized.
+    """
+    shapes: dict[str, list[int]] = {}
+    for path, tensors in headers:
+        for name, shape, dtype in tensors:
+            if name in shapes:
+                raise ModelError(f"{path}: tensor {short(name)} is in another file too; download the model again")
+            shapes[name] = shape
+            if dtype not in FORMATS:
+                supported = ", ".join(FORMATS)
+                raise ModelError(
+                    f"{path}: tensor {short(name)} is {dtype}, but only {supported} are supported; prune the "
+                    "unquantized checkpoint"
+                )
+    if tied:
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def _check_names(folder: Path, shapes: Mapping[str, list[int]]) -> None:
+    """Refuse a decoder that was saved without the prefix of the whole model. Raises: ModelError.
+
+    transformers can load it, but the export requires the prefix.
+    """
+    prefix = f"{LAYERS}."
+    if not any(name.startswith(prefix) for name in shapes):
+        raise ModelError(
+            f"{folder} names its tensors like {min(shapes, default='')!r}, not {prefix}…; load it with "
+            "transformers' AutoModelForCausalLM, write it with save_pretrained to another folder, and prune that"
+        )
+
+
+def _check_hub_name(model: str) -> None:
+    if Path(model).suffix == ".gguf":
+        raise ModelError(f"{model} is a GGUF file, which cannot be pruned; give the folder it was made from")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelError(f"{model} is neither a folder nor a hub name (owner/name); check the path")
+
+
+def _download(model: str, *, load: bool) -> Path:
+    _check_hub_name(model)
+    from huggingface_hub import snapshot_download
+
+    with _downloading(model):
+        return Path(snapshot_download(model, ignore_patterns=[*NOT_COPIED, *(() if load else WEIGHTS)]))
+
+
+@contextmanager
+def _downloading(model: str) -> Iterator[None]:
+    """Turn the errors of the hub's client into a ModelError."""
+    try:
+        yield
+    except Exception as error:  # of several libraries
+        reason = shorten(str(error).strip().split("\n")[0], 200)
+        raise ModelError(
+            f"{model} is not a folder and cannot be downloaded ({reason}); check name and network"
+        ) from error
+
+
+def _silence_transformers() -> None:
+    """Turn off the progress bars of transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -1,0 +1,86 @@
+"""Writes a checkpoint: weights in shards, config, tokenizer and code.
+
+Tensors are read and written one by one, so memory holds about one output shard, however large the
+model is.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ddp_prune.models.source import weight_files
+from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.families import pruned_config
+from ddp_vllm.model_files import write_json, write_model_files
+from ddp_vllm.remote_code.files import INDEX_FILE, index_map
+from ddp_vllm.remote_code.module_widths import states_widths
+from ddp_vllm.remote_code.tensors import dense_type
+
+MAX_SHARD_BYTES = 4_000_000_000
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a checkpoint with its name on disk; an index names its file."""
+    index = index_map(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                if index.get(name, path.name) == path.name:
+                    yield name, file.get_tensor(name)
+
+
+def write_model(
+    folder: Path, source: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write weights and config, and copy the tokenizer and other data files of `source`. A pruned
+    model also gets the code that loads it."""
+    write_model_files(folder, source, config)
+    write_weights(tensors, folder)
+
+
+def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write named tensors into shards of at most MAX_SHARD_BYTES, one in memory at a time, and
+    their index."""
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        save_tensors(held, folder / f"shard-{len(shards)}.tmp", {"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(tensor.nbytes for tensor in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
+            flush()
+        held[name] = tensor
+    flush()
+    total_size, weight_map = 0, dict[str, str]()
+    for number, names in enumerate(shards):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        written = (folder / f"shard-{number}.tmp").rename(folder / file)
+        total_size += written.stat().st_size
+        weight_map |= dict.fromkeys(names, file)
+    # even one shard gets an index: without it vLLM loads every safetensors file, the masks among
+    # them
+    write_json({"metadata": {"total_size": total_size}, "weight_map": weight_map}, folder / INDEX_FILE)
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file. Raises: OSError, also where safetensors raises an error of its
+    own."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the config of a checkpoint for a new copy of it; the only code that it names is
+    ours."""
+    if checkpoint.stock or states_widths(checkpoint.config):
+        return dict(checkpoint.stock or checkpoint.config)
+    return pruned_config({**checkpoint.config, "model_type": dense_type(checkpoint.config)}, checkpoint.layers)

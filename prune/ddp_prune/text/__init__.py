@@ -1,0 +1,1 @@
+"""Any text in; blocks of tokens, their loss masks and held-out blocks out."""

@@ -1,0 +1,339 @@
+"""Text in, blocks of tokens out: read, hold out, take excerpts in turn, tokenize, pack, cache.
+
+The held-out documents are those of lowest hash, so they are the same for any seed and any number of
+steps. A short run should see all of its text, not only the first documents. Therefore documents
+take turns: each gives an excerpt of about one block, then each gives another. Sources take turns as
+well. If the tokenizer begins every text with BOS, so does every block: models of such a family
+(Llama-3, Mistral, Gemma) were never trained on text without BOS, and their attention uses it as a
+sink.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load, save
+
+from ddp_prune.text.documents import AS_PLAIN_TEXT, Document, hash_of, read_documents
+from ddp_prune.text.messages import Notes
+from ddp_prune.text.rows import open_rows, reading_text, sources_of
+from ddp_prune.text.templates import ChatTemplate
+from ddp_prune.text.tokens import Tokens, leading_bos, pack
+from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
+from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.output import atomic_file
+from ddp_vllm.remote_code.files import read_bytes
+
+LARGEST_CACHE = 1 << 36  # bytes
+VERSION = 8  # of cached blocks; raised when the same text gives other blocks
+CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
+NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
+# a source shorter than this many times the held-out text is split into its excerpts
+SHORT_SOURCE = 4
+# times the held-out text: the part of a stream that held-out text is chosen from
+STREAMED_CANDIDATES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """The packed text of a run: blocks to train on and held-out blocks."""
+
+    train: torch.Tensor
+    """int64 [num_blocks, seq_len]"""
+    loss_mask: torch.Tensor
+    """bool [num_blocks, seq_len], of `train`: the assistant's tokens in conversations, with the
+    token that ends a turn; all tokens of other text. If the tokenizer cannot map tokens to
+    characters, all tokens of any text."""
+    heldout: torch.Tensor
+    """int64 [heldout_blocks, seq_len], of documents that are not in `train`; a short source gives
+    other excerpts."""
+    num_tokens: int
+    """Tokens in all blocks. Reading stops when the run has enough."""
+    train_hashes: frozenset[int] = frozenset()
+    heldout_hashes: frozenset[int] = frozenset()
+    """Of the excerpts that are trained on, and of all excerpts of held-out documents."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user about rows that were dropped, unknown or changed, as `Notes`."""
+
+
+def load_blocks(
+    data: str,
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    train_blocks: int,
+    heldout_blocks: int,
+    min_train_blocks: int,
+    seed: int,
+    text_column: str = "",
+) -> Blocks:
+    """Read, tokenize and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens, or
+    take cached ones.
+
+    Excerpts are joined with EOS between them and cut into blocks. A run longer than the text
+    repeats it. If the tokenizer begins every text with BOS, a block is BOS and `seq_len - 1` tokens
+    of text.
+    data: hub datasets or files, separated by commas, which take turns; `NAME:3` takes three turns
+        in a row.
+    text_column: the column that holds the text, in every source that has columns; "" finds it by
+        its name.
+    Raises: TextError if the text cannot be read, holds fewer than `min_train_blocks +
+        heldout_blocks` blocks, or has a source that is held out entirely; OutputError if the cache
+        cannot be written.
+    """
+    sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed, text_column)
+    with reading_text(data):
+        path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
+    saved = saved_blocks(path)
+    if saved is None:
+        check_cache()  # otherwise the error of `datasets` would blame the text
+        bos = leading_bos(tokenizer)
+        width = seq_len - len(bos)  # tokens of text in a block
+        heldout, train, notes = _read(
+            data, tokenizer, excerpt_size=CHARACTERS_PER_TOKEN * seq_len, heldout_tokens=heldout_blocks * width,
+            train_tokens=train_blocks * width, seed=seed, text_column=text_column,
+        )  # fmt: skip
+        num_tokens, required = len(heldout.ids) + len(train.ids), (min_train_blocks + heldout_blocks) * width
+        if len(train.ids) < min_train_blocks * width or len(heldout.ids) < heldout_blocks * width:
+            raise TextError(
+                f"{data} holds {num_tokens:,} tokens, but one step and the held-out text require {required:,}; "
+                "give more text or lower --batch-size or --seq-len" + "".join(f"; {note}" for note in notes)
+            )
+        ids, loss_mask, hashes = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
+        is_trained = np.repeat(np.arange(2, dtype=np.uint64), [len(heldout.hashes), len(train.hashes)])
+        ids, loss_mask = _cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width)
+        blocks = Tokens(ids, loss_mask, np.stack([hashes, is_trained]))
+        saved = blocks, tuple(notes)
+        save_blocks(path, *saved)
+    tokens, (hashes, is_trained) = torch.from_numpy(saved[0].ids).long(), saved[0].hashes
+    return Blocks(
+        train=tokens[heldout_blocks:],
+        loss_mask=torch.from_numpy(saved[0].loss_mask)[heldout_blocks:],
+        heldout=tokens[:heldout_blocks],
+        num_tokens=tokens.numel(),
+        train_hashes=frozenset(hashes[is_trained == 1].tolist()),
+        heldout_hashes=frozenset(hashes[is_trained == 0].tolist()),
+        notes=saved[1],
+    )
+
+
+def _read(
+    data: str, tokenizer: Any, *, excerpt_size: int, heldout_tokens: int, train_tokens: int, seed: int, text_column: str
+) -> tuple[Tokens, Tokens, list[str]]:
+    """Return held-out tokens, training tokens and notes. excerpt_size: in characters."""
+    names = sources_of(data)
+    turns = {name: names.count(name) for name in names}
+    notes = {name: Notes() for name in turns}
+    candidates, shuffled = dict[str, Iterable[Document]](), dict[str, Iterable[Document]]()
+    template = ChatTemplate(tokenizer)
+    with reading_text(data):
+        for name, count in turns.items():
+            heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
+            rows = open_rows(name, text_column)
+            read = partial(read_documents, rows, template, notes[name], column=text_column)
+            candidates[name], shuffled[name] = _open(rows.num_rows, read, seed, excerpt_size, heldout_size)
+        heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
+        heldout = heldout._replace(hashes=np.asarray([*map(hash_of, hidden)], np.uint64))
+        excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
+        if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
+            excerpts = {name: _not_empty(name, stream) for name, stream in excerpts.items()}
+        train = pack(take_turns(excerpts, turns), tokenizer, train_tokens)
+    return heldout, train, [line for name in turns for line in notes[name].lines(name)]
+
+
+def _open(
+    num_rows: int | None, read: Callable[..., Iterator[Document]], seed: int, excerpt_size: int, heldout_size: int
+) -> tuple[Iterable[Document], Iterable[Document]]:
+    """Return the documents of a source that may be held out, lowest hash first, and all documents,
+    shuffled.
+
+    A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is
+    split into its excerpts, which are then treated as documents. Of a stream, only the first
+    documents may be held out.
+    num_rows, read: of the source; None: a stream. excerpt_size, heldout_size: characters per
+    excerpt, and characters to hold out.
+    """
+    documents = read()
+    first, size = list[Document](), 0
+    for document in documents:
+        first.append(document)
+        size += min(len(document.text), excerpt_size)
+        if size >= heldout_size * (SHORT_SOURCE if num_rows else STREAMED_CANDIDATES):
+            break
+    if size < SHORT_SOURCE * heldout_size:
+        parts = [excerpt for document in first for excerpt in cut(document, excerpt_size)]
+        order = np.random.default_rng(seed).permutation(len(parts))
+        return _by_hash(parts), [parts[index] for index in order]
+    if not num_rows:
+        return _by_hash(first), read(order=[seed])
+    row_of = {hash_of(document.text): row for row, document in enumerate(itertools.chain(first, documents))}
+    by_hash = [row_of[number] for number in sorted(row_of)]
+    return read(order=by_hash), read(order=np.random.default_rng(seed).permutation(num_rows).tolist())
+
+
+def _by_hash(documents: list[Document]) -> list[Document]:
+    by_hash = {hash_of(document.text): document for document in documents}
+    return [by_hash[number] for number in sorted(by_hash)]
+
+
+def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, int]) -> Iterator[Document]:
+    """Yield documents of the sources in rotation, `turns[name]` in a row, until all are exhausted."""
+    streams = {name: iter(source) for name, source in sources.items()}
+    while streams:
+        for name, stream in list(streams.items()):
+            taken = list(itertools.islice(stream, turns[name]))
+            yield from taken
+            if not taken:
+                del streams[name]
+
+
+def hold_out(
+    candidates: Iterable[Document], tokenizer: Any, excerpt_size: int, num_tokens: int
+) -> tuple[Tokens, set[str]]:
+    """Return up to `num_tokens` tokens of one excerpt per document, and all their excerpts."""
+    hidden = set[str]()
+
+    def chosen() -> Iterator[Document]:
+        for document in candidates:
+            excerpts = cut(document, excerpt_size)
+            texts = {excerpt.text for excerpt in excerpts}
+            if not hidden >= texts:  # otherwise it is a copy of a document in another source
+                hidden.update(texts)
+                yield excerpts[hash_of(document.text) % len(excerpts)]
+
+    return pack(chosen(), tokenizer, num_tokens, texts_per_batch=1), hidden
+
+
+def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hidden: set[str]) -> Iterator[Document]:
+    """Yield an excerpt of every document, then another of every longer one, and so on, without
+    hidden excerpts.
+
+    Each document starts at an excerpt that its hash and the seed choose, not at its beginning.
+    Documents take turns in groups of NEIGHBORS, so that each document is read once.
+    """
+    rest = iter(documents)
+    while neighbors := list(itertools.islice(rest, NEIGHBORS)):
+        columns = []
+        for document in neighbors:
+            excerpts = cut(document, excerpt_size)
+            start = (hash_of(document.text) + seed) % max(1, len(excerpts))
+            columns.append(excerpts[start:] + excerpts[:start])
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*columns))
+        yield from (excerpt for excerpt in in_turn if excerpt and excerpt.text not in hidden)
+
+
+def _not_empty(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
+    """Yield the excerpts of a source. Raises: TextError if it has none."""
+    first = next(excerpts, None)
+    if first is None:
+        raise TextError(
+            f"{name} holds no text, or all of it is held out, so none is trained on; give more of it, leave it out, "
+            "or set a lower heldout_blocks in a recipe"
+        )
+    yield first
+    yield from excerpts
+
+
+def cut(document: Document, size: int) -> list[Document]:
+    """Cut a document at blanks into equal excerpts of about `size` characters; an empty one has none."""
+    text = document.text
+    count = max(1, round(len(text) / size))
+    starts = (len(text) * number // count for number in range(1, count))
+    blanks = ((start, text.find(" ", start, start + size // 5)) for start in starts)
+    borders = [0, *(start if blank < 0 else blank for start, blank in blanks), len(text)]
+    return [document[start:stop] for start, stop in itertools.pairwise(borders) if start < stop]
+
+
+def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:
+    """Return [num_blocks, len(first) + width]: the blocks of a stream, each after `first`."""
+    rows = stream[: len(stream) // width * width].reshape(-1, width)
+    return np.hstack([np.tile(np.asarray(first, stream.dtype), (len(rows), 1)), rows])
+
+
+def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
+    """Return a hash of everything that blocks depend on: bytes of files or names of hub datasets,
+    tokenizer, sizes."""
+    settings = [VERSION, sizes, tokenizer.eos_token_id, tokenizer.chat_template, leading_bos(tokenizer)]
+    for path in map(Path, sources_of(data)):
+        settings.append([path.name, sha256(path)[:32]] if path.is_file() else str(path))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))
+    return hashlib.sha256((json.dumps(settings) + vocabulary).encode()).hexdigest()[:32]
+
+
+def saved_blocks(path: Path) -> tuple[Tokens, tuple[str, ...]] | None:
+    """Return what `save_blocks` wrote; None if there is no such file or it is damaged."""
+    try:
+        digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
+    except OSError:
+        return None
+    if hashlib.sha256(content).digest() != digest:
+        return None
+    arrays = load(content)
+    notes = json.loads(arrays.pop("notes").tobytes())
+    return Tokens(**arrays), tuple(notes)
+
+
+def save_blocks(path: Path, blocks: Tokens, notes: Sequence[str] = ()) -> None:
+    """Write blocks and notes with a checksum. Raises: OutputError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = np.frombuffer(json.dumps(list(notes)).encode(), np.uint8)
+        content = save(blocks._asdict() | {"notes": written})
+        with atomic_file(path, private=True) as temporary, open(temporary, "wb") as file:
+            file.write(hashlib.sha256(content).digest())
+            file.write(content)
+    except OSError as error:
+        raise unwritable_cache(cache_folder(), error) from error
+
+
+def select_loss_mask(
+    blocks: Blocks, learn_from: str, data: str, print_line: Callable[[str], None]
+) -> torch.Tensor | None:
+    """Return the loss mask of the training blocks; None if all tokens contribute to the
+    cross-entropy.
+
+    learn_from: `assistant`, or anything else for all tokens.
+    print_line: prints a line for the user.
+    Raises: TextError if no token would contribute.
+    """
+    for note in blocks.notes:
+        print_line(note)
+    if learn_from != "assistant":
+        return None
+    if blocks.loss_mask.all():
+        line = f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations to it"
+        if any(AS_PLAIN_TEXT in note for note in blocks.notes):
+            line = f"conversations of {data} were read as plain text (see above), so the loss covers all tokens"
+        print_line(line)
+        return None
+    if not blocks.loss_mask[:, 1:].any():
+        raise TextError(f"{data} holds no words of an assistant; try --learn-from all")
+    return blocks.loss_mask
+
+
+def check_watched(watched: Blocks, name: str, blocks: Blocks, data: str) -> None:
+    """Refuse held-out text of which excerpts are trained on. Raises: TextError."""
+    if shared := watched.heldout_hashes & blocks.train_hashes:
+        raise TextError(
+            f"{data} trains on {len(shared):,} of the {len(watched.heldout_hashes):,} excerpts that are held out of "
+            f"{name}; pass text to --watch that data does not hold"
+        )
+
+
+def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:
+    """Reject tokens that the model lacks, from a tokenizer of another. Raises: ModelError."""
+    highest = max(int(part.max()) for part in (blocks.train, blocks.heldout) if part.numel())
+    if highest >= vocabulary:
+        raise ModelError(
+            f"the tokenizer of {model} makes token {highest} of the text, but the model knows 0 to {vocabulary - 1}; "
+            "put the tokenizer that belongs to the model into its folder"
+        )

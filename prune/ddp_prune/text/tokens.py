@@ -1,0 +1,95 @@
+"""Documents in, tokens out: the tokenizer of a model, and the loss mask converted from characters
+to tokens."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ddp_prune.text.documents import Document, hash_of
+from ddp_vllm.errors import ModelError, is_of_a_library
+
+TEXTS_PER_BATCH = 64  # texts that are tokenized at a time
+
+
+class Tokens(NamedTuple):
+    """Consecutive tokens and their loss mask."""
+
+    ids: np.ndarray
+    """int32 [num_tokens]"""
+    loss_mask: np.ndarray
+    """bool [num_tokens]"""
+    hashes: np.ndarray = np.empty(0, np.uint64)
+    """uint64 [num_documents], of the texts"""
+
+
+def load_tokenizer(model: str) -> Any:
+    """Return a model's tokenizer. Raises: ModelError if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer("A word, and another.", verbose=False)  # some settings are read only then
+    except BaseException as error:
+        if not is_of_a_library(error):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"{model} has no tokenizer that loads ({reason}); put tokenizer.json into the model's folder"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {model} has no EOS token, which separates documents; set eos_token in it")
+    return tokenizer
+
+
+def leading_bos(tokenizer: Any) -> list[int]:
+    """Return [BOS] if the tokenizer begins every text with it, else []."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("x")["input_ids"][:1] == [bos] else []
+
+
+def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int = TEXTS_PER_BATCH) -> Iterator[Tokens]:
+    """Yield the tokens of each document, with EOS at the end."""
+    # only fast tokenizers map tokens to characters
+    maps_tokens = getattr(tokenizer, "is_fast", False)
+    options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": maps_tokens}
+    rest = iter(documents)
+    while batch := list(itertools.islice(rest, texts_per_batch)):
+        encoded = tokenizer([document.text for document in batch], **options)
+        for number, document in enumerate(batch):
+            ids = np.asarray([*encoded["input_ids"][number], tokenizer.eos_token_id], np.int32)
+            loss_mask = np.ones(len(ids), bool)
+            # the assistant does not generate the EOS between texts
+            if maps_tokens and document.loss_mask is not None:
+                loss_mask[:-1] = _mask_over_tokens(document.loss_mask, encoded["offset_mapping"][number])
+                loss_mask[-1] = False
+            yield Tokens(ids, loss_mask, np.asarray([hash_of(document.text)], np.uint64))
+
+
+def _mask_over_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> np.ndarray:
+    """Convert a loss mask over characters to one over tokens.
+
+    It selects every token that contains a character of an answer, and the token after an answer,
+    which ends the turn.
+    offsets: [start, stop) of each token, in characters.
+    """
+    starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    # include blanks before the token, which offsets may omit
+    starts = np.minimum(starts, np.append(0, stops)[:-1])
+    starts = np.minimum(starts, np.maximum(stops - 1, 0))
+    padded = np.append(loss_mask, False)  # also for the character before the first one, at -1
+    count_before = np.append(0, padded.cumsum())
+    return (count_before[stops] > count_before[starts]) | padded[starts - 1]
+
+
+def pack(
+    documents: Iterable[Document], tokenizer: Any, num_tokens: int, texts_per_batch: int = TEXTS_PER_BATCH
+) -> Tokens:
+    """Return the first `num_tokens` tokens of documents, EOS after each; no more are read."""
+    parts, total = [Tokens(np.empty(0, np.int32), np.empty(0, bool))], 0
+    stream = tokenize(documents, tokenizer, texts_per_batch)
+    while total < num_tokens and (tokens := next(stream, None)):
+        parts.append(tokens)
+        total += len(tokens.ids)
+    return Tokens(*(np.concatenate(arrays)[:num_tokens] for arrays in zip(*parts, strict=True)))

@@ -1,1 +1,0 @@
-"""Text in, blocks of tokens out. This package knows nothing of pruning."""

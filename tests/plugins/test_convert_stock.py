@@ -1,0 +1,192 @@
+"""Every tensor of a folder that convert reads is compared with transformers' class, which says what a tensor is."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from any_families import load
+from any_models import GEMMA, UNSERVED, random_model, tiny_config
+from commands import assert_refused, invoke, passed
+from safetensors.torch import load_file
+from tiny_models import PROMPTS, edit_config, edit_weights
+
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
+
+WIDE = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+DERIVED: dict[str, Callable[[], Any]] = {  # the class derives the width from config.json, or has two
+    "lfm2": lambda: tiny_config(
+        "Lfm2Config", layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=True,
+        block_multiple_of=32,
+    ),
+    "recurrent_gemma": lambda: tiny_config(
+        "RecurrentGemmaConfig", lru_width=64, attention_window_size=32, head_dim=32, pad_token_id=0,
+        block_types=["recurrent", "recurrent", "attention"],
+    ),
+    "gemma4_wide": lambda: tiny_config(
+        "Gemma4TextConfig", GEMMA, WIDE, pad_token_id=0, use_double_wide_mlp=True
+    ),
+    "qwen2": lambda: tiny_config("Qwen2Config"),  # with a table
+    "phimoe": lambda: tiny_config("PhimoeConfig", num_local_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
+Edit = Callable[[dict[str, torch.Tensor]], Any]
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes a dense model of a family once."""
+    root = tmp_path_factory.mktemp("dense")
+
+    def write(family: str) -> Path:
+        if not (root / family).exists():
+            with pytest.MonkeyPatch.context() as patch:
+                for name, config in DERIVED.items():
+                    patch.setitem(UNSERVED, name, config)
+                random_model(family).save_pretrained(root / family)
+        return root / family
+
+    return write
+
+
+def cut(*parts: str, to: int, axis: int | None = None, where: str = "") -> Edit:
+    """Return a change that shortens tensors: those of `parts` along axis 0, but outputs along axis 1."""
+
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        names = [name for name in weights if any(part in name for part in parts) and where in name]
+        assert names
+        for name in names:
+            is_output = any(part in name for part in ("down_proj", "c_proj", ".w2.", "o_proj"))
+            if not (is_output and name.endswith("bias")):
+                weights[name] = weights[name].narrow(axis if axis is not None else int(is_output), 0, to).contiguous()
+
+    return edit
+
+
+def drop(*parts: str) -> Edit:
+    return lambda weights: [weights.pop(name) for name in [*weights] if any(part in name for part in parts)]
+
+
+def zeroed(dense_model: Path, edit: Edit) -> Any:
+    """Return the dense model with zeros where `edit` cuts; no code of ours makes it."""
+    model = load(dense_model)
+    whole = load_file(dense_model / "model.safetensors")
+    short = dict(whole)
+    edit(short)
+    for name in whole:
+        if short[name].shape != whole[name].shape:
+            padded = torch.zeros_like(whole[name])
+            padded[tuple(slice(0, size) for size in short[name].shape)] = short[name]
+            whole[name] = padded
+    return type(model).from_pretrained(None, config=model.config, state_dict=whole).eval()
+
+
+REFUSED: dict[str, tuple[str, Edit | dict[str, Any], tuple[str, ...]]] = {  # family, change, words
+    "a norm": ("olmo2", drop("1.post_feedforward_layernorm"), ("1.post_feedforward_layernorm.weight of shape [64]",)),
+    "q_norm": ("olmo2", drop("2.self_attn.q_norm"), ("2.self_attn.q_norm.weight of shape [64] is missing",)),
+    "an untied head": ("olmo2", drop("lm_head"), ("lm_head.weight of shape [320, 64] is missing", "Olmo2ForCausalLM")),
+    "rows of the embedding": ("olmo2", cut("embed_tokens", to=310), ("[310, 64], but Olmo2ForCausalLM has [320, 64]",)),
+    "a tied embedding": ("gemma4_text", cut("embed_tokens.weight", to=310), ("has shape [310, 64], but",)),
+    "the hidden size": ("olmo2", {"hidden_size": 128}, ("[320, 64], but Olmo2ForCausalLM has [320, 128]", "--dense")),
+    "all heads": ("olmo2", cut("q_proj", "k_proj", "v_proj", to=32), ("q_proj.weight has shape [32, 64]", "alone")),
+    "a bias of the class": ("starcoder2", drop("0.self_attn.k_proj.bias"), ("0.self_attn.k_proj.bias of shape [32]",)),
+    "a bias of a class with a table": (
+        "qwen2", drop("0.self_attn.k_proj.bias"), ("the tensors of self_attn.k_proj.bias", "copy the whole folder"),
+    ),
+    "the head of a class with a table": ("qwen2", drop("lm_head"), ("lm_head.weight is missing", "copy the whole")),
+    "rows of a class with a table": ("qwen2", cut("embed_tokens", to=310), ("has shape [310, 64], but", "[320, 64]")),
+    "a bias too many": (
+        "olmo2", lambda weights: weights.update({"model.layers.1.mlp.down_proj.bias": torch.ones(64)}),
+        ("mlp.down_proj.bias' of shape [64] is none that Olmo2ForCausalLM has", "without adding tensors"),
+    ),
+    "a removed MLP": ("starcoder2", drop("1.mlp."), ("1.mlp.c_fc.bias of shape [96] is missing (4 in all)",)),
+    "shared experts and a dense layer": (
+        "glm4_moe", lambda weights: (cut("0.mlp.", to=50)(weights), cut("shared_experts", to=40)(weights)),
+        ("mlp.down_proj and mlp.shared_experts.down_proj are narrower",),
+    ),
+    "rows of a router": ("qwen3_moe", cut("0.mlp.gate.", to=6), ("0.mlp.gate.weight has shape [6, 64]",)),
+    "an expert too many": (
+        "qwen3_moe", {"num_experts": 6, "num_local_experts": 6}, ("experts.6.", "is none that Qwen3MoeForCausalLM has"),
+    ),
+    "no expert of a layer": ("qwen3_moe", drop("2.mlp.experts"), ("2.mlp.experts.0.down_proj.weight of shape",)),
+    "half an expert": ("qwen3_moe", drop("2.mlp.experts.3.up_proj"), ("2.mlp.experts.3.up_proj.weight of shape",)),
+    "replaced experts": (
+        "qwen3_moe", lambda weights: weights.update({"model.layers.0.mlp.experts.1.approx_value": torch.ones(64)}),
+        ("approx_value' of shape [64] is none",),
+    ),
+    "a norm of a mixture": ("qwen3_moe", drop("0.self_attn.k_norm"), ("0.self_attn.k_norm.weight of shape [32] is",)),
+    "both widths of Gemma 4": (
+        "gemma4_wide", lambda weights: (cut("0.mlp.", to=50)(weights), cut("2.mlp.", to=50)(weights)),
+        ("mlp.down_proj with 96 and 192 channels",),
+    ),
+    "a derived width that grew": (
+        "lfm2", {"intermediate_size": 48, "block_ff_dim": 48}, ("64 channels on disk and 32 by config.json", "--dense"),
+    ),
+    "dropped blocks": ("olmo2", {"drop_mlp_list": [1]}, ("drop_mlp_list removes whole blocks",)),
+    "as published, derived": ("lfm2", {}, ("vLLM serves it as it is",)),
+    "as published, halved": ("recurrent_gemma", {}, ("vLLM serves it as it is",)),
+    "as published, two widths": ("gemma4_wide", {}, ("vLLM serves it as it is",)),
+    "two counts of experts": ("ernie4_5_moe", {"moe_num_experts": [2, 2]}, ("moe_num_experts", "[2, 2]")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_tensor_that_the_class_has_otherwise_is_named(
+    case: str, dense: Callable[[str], Path], tmp_path: Path
+) -> None:
+    family, change, words = REFUSED[case]
+    folder = Path(shutil.copytree(dense(family), tmp_path / "folder"))
+    if isinstance(change, dict):
+        edit_config(folder, lambda config: config.update(change))
+    else:
+        edit_weights(folder, change)
+    assert_refused(invoke("convert", folder, "-o", tmp_path / "out"), 3, *words)
+    assert not (tmp_path / "out").exists()
+
+
+CUTS: dict[str, tuple[str, Edit, tuple[tuple[int, ...] | int | None, ...]]] = {  # family, change, the middle's widths
+    "as wide as the hidden size": ("starcoder2", cut("1.mlp.", to=64), (96, 64, 96)),
+    "all as wide as the hidden size": ("starcoder2", cut(".mlp.", to=64), (64, 64, 64)),
+    "experts as wide as the hidden size": ("phimoe", cut("experts.0.", "experts.2.", to=64), ((64, 96, 64, 96),) * 3),
+    "a width that the class rounds": ("lfm2", cut("1.feed_forward.", to=40), (64, 40, 64)),
+    "a width that the class halves": ("recurrent_gemma", cut("1.mlp_block.", to=20), (48, 20, 48)),
+    "the narrow kind of Gemma 4": ("gemma4_wide", cut("0.mlp.", to=50), (50, 96, None)),
+    "the wide kind of Gemma 4": ("gemma4_wide", cut("2.mlp.", to=50), (None, None, 50)),
+    "the only dense layer": ("glm4_moe", cut("0.mlp.", to=50), (50, None, None)),
+    "shared experts": ("glm4_moe", cut("shared_experts", to=40), (None, 40, 40)),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_roles_are_those_of_the_class(case: str, dense: Callable[[str], Path], tmp_path: Path) -> None:
+    family, edit, widths = CUTS[case]
+    folder = Path(shutil.copytree(dense(family), tmp_path / "folder"))
+    edit_weights(folder, edit)
+    passed(invoke("convert", folder, "-o", tmp_path / "out"))
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["layers"]
+    expected = [
+        {"expert_intermediate_sizes": [*w]} if isinstance(w, tuple) else {"intermediate_size": w} for w in widths
+    ]
+    assert stated == [{key: value for key, value in entry.items() if value} for entry in expected]
+    assert 0 < read_checkpoint(tmp_path / "out").removed < 1
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    assert_refused(invoke("export", tmp_path / "out", "-o", tmp_path / "x.gguf"), 3, f"no graph of {model_type} with")
+    assert_refused(invoke("export", folder, "-o", tmp_path / "x.gguf"), 3, f"it is a stock {model_type} checkpoint")
+    register_widths()
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        logits = load(tmp_path / "out")(ids).logits
+        torch.testing.assert_close(logits, zeroed(dense(family), edit)(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_list_of_widths_is_the_classes_own(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    """HunYuan may state one width for each layer."""
+    folder = Path(shutil.copytree(dense("hunyuan_v1_moe"), tmp_path / "folder"))
+    edit_config(folder, lambda config: config.update(moe_intermediate_size=[64, 64, 64]))
+    edit_weights(folder, cut("1.mlp.experts.3.", to=40))
+    passed(invoke("convert", folder, "-o", tmp_path / "out"))
+    layers = read_checkpoint(tmp_path / "out").layers
+    assert layers[1].expert_intermediate_sizes == (64, 64, 64, 40, 64, 64, 64, 64)
