@@ -220,22 +220,23 @@ def fidelity(quality: Mapping[str, Any]) -> str:
 
 
 def retained(results: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
-    """Return the fraction of the dense model's accuracy that a model retains: of the mean over
-    tasks of multiple choice, and of every task in which it writes, which the mean would hide.
+    """Return the fraction of the dense model's accuracy that a model retains: of the paper's mean,
+    and of every other task, as those in which it writes, whose loss the mean would hide.
 
     It is not a number where the dense model has no right answer.
     """
-    written = [name for name, task in TASKS.items() if task.is_generated]
-    fractions = {}
-    for name in ("mean accuracy", *written):
-        after, before = (
-            (score(each, name) or (None,))[0] if name in TASKS else (mean_accuracy(each) or {}).get("value")
-            for each in (results, dense)
-        )
-        if after is not None and before is not None:
-            heading = TASKS[name].heading if name in TASKS else name
-            fractions[heading] = after / before if before else nan
-    return fractions
+    means = [mean_accuracy(each) for each in (results, dense)]
+    scores = {"mean accuracy": [mean and mean["value"] for mean in means]}
+    for name in results["results"]:
+        task = TASKS[name]
+        if name not in ACCURACY and task.higher_is_better:
+            found = [score(each, name) for each in (results, dense)]
+            scores[task.heading] = [value and value[0] for value in found]
+    return {
+        name: after / before if before else nan
+        for name, (after, before) in scores.items()
+        if after is not None and before is not None
+    }
 
 
 def check_min_retained(limit: float | None, tasks: Sequence[str], against: str | None) -> None:
@@ -246,7 +247,7 @@ def check_min_retained(limit: float | None, tasks: Sequence[str], against: str |
         raise SettingError("--min-retained has no effect without --against; add --against or omit it")
     if not 0 < limit <= 1:
         raise SettingError(f"--min-retained {limit:g} is not a fraction; give a number above 0 and up to 1, as 0.97")
-    if not any(TASKS[name].higher_is_better for name in tasks):
+    if all(name in TASKS and not TASKS[name].higher_is_better for name in tasks):
         raise SettingError("--min-retained requires a task with an accuracy; add one to --tasks")
 
 
