@@ -66,8 +66,9 @@ Pass a mode by name to use more of it.
 
 A pass reads 8,192 tokens; with ¹, fewer. Layers are checkpointed, except with ², where memory holds them. "–" means
 that it does not fit into 25.2 GB (RTX 4090) or 84.9 GB (H100) of 10⁹ bytes. Several GPUs share the weights
-(`--shard`). Hours are counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak. No GPU has checked either; on a
-Llama of 612 MB on a CPU, a step added 247 MB where the formula has 246.
+(`--shard`). Both are estimates: memory by a formula, which
+gives 246 MB for a step that added 247 MB on a CPU, and hours by counted FLOPs at {UTILIZATION:.0%} of the GPU's
+bfloat16 peak.
 
 """
 NAMES = dict(zip(MODES, ("adamw", "8-bit", "lora", "masks"), strict=True))

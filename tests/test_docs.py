@@ -20,7 +20,11 @@ WORDS = {  # page for users -> the most words it may have
     "docs/measured.md": 1300, "docs/help.md": 800, "docs/dev/ARCHITECTURE.md": 1500, "docs/dev/log.md": 6000,
 }  # fmt: skip
 ONCE = {  # what one page states, or two -> these pages
-    r"(?i)(nothing|no command|none of this) (was run|ran) on a GPU": {"README.md", "docs/measured.md"},
+    r"(?i)(nothing|none of this) (was run|ran) on a GPU|no GPU (has|was)|not run on a GPU": {
+        "README.md",
+        "docs/measured.md",
+        "benchmarks/borrowed_gpu/README.md",
+    },
     r"pip install \"\.\[prune,serve,eval\]\"": {"README.md"},
     r"OLMo-2, OLMo-3, GLM-4": {"docs/models.md"},
 }
