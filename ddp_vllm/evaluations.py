@@ -1,14 +1,14 @@
 """The paper's tasks, and the results of lm-eval on them, which `eval` writes and `compare`
 reads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp, inf, isnan, nan
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
-from ddp_vllm.errors import TextError
+from ddp_vllm.errors import LimitError, SettingError, TextError
 from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.machine import PLACE
 from ddp_vllm.masks import QUALITY
@@ -180,6 +180,57 @@ def fidelity(quality: Mapping[str, Any]) -> str:
     if not last:
         return ""
     return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
+
+
+def retained(results: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
+    """Return the fraction of the dense model's accuracy that a model retains: of the paper's mean,
+    and of every other task, as those in which it writes, whose loss the mean would hide.
+
+    It is not a number where the dense model has no right answer.
+    """
+    means = [mean_accuracy(each) for each in (results, dense)]
+    scores = {"mean accuracy": [mean and mean["value"] for mean in means]}
+    for name in results["results"]:
+        task = task_of(results, name)
+        if name not in ACCURACY and task.higher_is_better:
+            found = [score(each, name) for each in (results, dense)]
+            scores[task.heading] = [value and value[0] for value in found]
+    return {
+        name: after / before if before else nan
+        for name, (after, before) in scores.items()
+        if after is not None and before is not None
+    }
+
+
+def check_min_retained(limit: float | None, tasks: Sequence[str], against: str | None) -> None:
+    """Refuse a limit that no evaluation of these tasks can meet or miss. Raises: SettingError."""
+    if limit is None:
+        return
+    if not against:
+        raise SettingError("--min-retained has no effect without --against; add --against or omit it")
+    if not 0 < limit <= 1:
+        raise SettingError(f"--min-retained {limit:g} is not a fraction; give a number above 0 and up to 1, as 0.97")
+    if all(name in TASKS and not TASKS[name].higher_is_better for name in tasks):
+        raise SettingError("--min-retained requires a task with an accuracy; add one to --tasks")
+
+
+def judge_retained(results: Mapping[str, Any], dense: Mapping[str, Any], limit: float | None) -> None:
+    """Do nothing without a limit. Raises: LimitError if less than `limit` of the dense model's
+    accuracy is retained."""
+    if limit is None:
+        return
+    missed = [
+        f"an unknown share of {name}, where the dense model has no right answer"
+        if isnan(value)
+        else f"{value:.3g} of {name}"
+        for name, value in retained(results, dense).items()
+        if not value >= limit - 1e-9  # a quotient of decimal fractions may be rounded down
+    ]
+    if missed:
+        raise LimitError(
+            f"the model retains {' and '.join(missed)}, below --min-retained {limit:g}; train for longer with "
+            "ddp-vllm recover, or remove less"
+        )
 
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -215,6 +215,9 @@ def _refuse_without(needed: str, *names: str) -> None:
 @list_option("--text", "texts", help="Compare with the dense model on these texts.")
 @default_option("--tokens", default=16_384, help="Tokens of each --text, at least 8 blocks.")
 @click.option("--max-ratio", type=float, help="With --text: exit with 9 if perplexity is above this × the dense one.")
+@click.option(
+    "--min-retained", type=float, help="With --against: exit with 9 if less of the dense model's accuracy is retained."
+)
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print the retained fraction.")
 @click.option("--batch-size", type=int, show_default="8; on a GPU as many as fit, up to 64", help="Rows at once.")
@@ -236,12 +239,13 @@ def eval(
     as_json: bool,
     quiet: bool,
     max_ratio: float | None,
+    min_retained: float | None,
     **options: Any,
 ) -> None:
     """Evaluate MODEL, a folder or a Hub name, on the paper's tasks through lm-eval.
 
     \b
-    ddp-vllm eval ./pruned --against MODEL
+    ddp-vllm eval ./pruned --against MODEL --min-retained 0.97
     ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100
     ddp-vllm eval ./pruned --text test.jsonl --max-ratio 1.1
 
@@ -253,15 +257,14 @@ def eval(
     from ddp_benchmarks.evaluate import EvalSettings, choose_tasks, evaluate
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.tables import plain_console, print_quality
-    from ddp_vllm.evaluations import against_output, default_output
+    from ddp_vllm.evaluations import against_output, check_min_retained, default_output, judge_retained
     from ddp_vllm.results import results_folder
 
     with_tasks = click.get_current_context().get_parameter_source("tasks") is ParameterSource.COMMANDLINE
     if texts:
         if not with_tasks:
-            _refuse_without(
-                "--tasks together with --text", "backend", "include_path", "limit", "batch_size", "model_args"
-            )
+            task_options = ("backend", "include_path", "limit", "batch_size", "model_args", "min_retained")
+            _refuse_without("--tasks together with --text", *task_options)
         _evaluate_text(model, texts, against, output, options, as_json=as_json, quiet=quiet, max_ratio=max_ratio)
         if not with_tasks:
             return
@@ -272,6 +275,7 @@ def eval(
     if any(len(pair) != 2 for pair in pairs):
         raise SettingError("--model-args requires name=value pairs, comma-separated, such as max_model_len=2048")
     names = choose_tasks(",".join(tasks))
+    check_min_retained(min_retained, names, against)
     settings = []
     for evaluated in filter(None, (against, model)):
         chosen = output if output is None or evaluated == model else against_output(evaluated, output)
@@ -288,6 +292,7 @@ def eval(
     console.print(f"lm-eval's results are in {output or default_output(model)}")
     if as_json:
         echo(json.dumps(results[-1]))
+    judge_retained(results[-1], results[0], min_retained)
 
 
 def _evaluate_text(

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, invoke
 
 from ddp_benchmarks.evaluate import run_alone
-from ddp_vllm.evaluations import mean_accuracy, mean_difference
+from ddp_vllm.errors import LimitError
+from ddp_vllm.evaluations import judge_retained, mean_accuracy, mean_difference, retained
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,9 @@ def test_local_tasks_count_and_are_compared_with_the_dense_model(
         "--against",
         str(dense),
     ]
-    printed = passed(run(str(halved), *options)).stdout
+    result = run(str(halved), *options, "--min-retained", "0.97")
+    assert result.exit_code == 9 and "where the dense model has no right answer" in result.stderr  # of `words`
+    printed = result.stdout
     assert "PIQA" in printed and "riddles" in printed and "exact match" in printed
     assert "50.00 ± 50.00" in printed  # the rows differ in nothing but the answer: one of them is right
     assert "100.0 %" in printed and "cannot tell: between 69.3 points worse and 69.3 better" in printed
@@ -102,6 +105,24 @@ def test_the_difference_of_means_is_that_of_pairs() -> None:
     assert half_width == pytest.approx(1.96 * sum(errors) ** 0.5 / 2)
     assert mean_difference(pruned, {"ddp_vllm": {"answers": {"a": first}}}) is None
     assert mean_difference(pruned, {"ddp_vllm": {}}) is None
+
+
+def test_retained_accuracy_is_that_of_the_mean_and_of_each_task_in_which_the_model_writes() -> None:
+    """The mean of piqa and boolq is 0.72 of 0.80; ifeval rises while gsm8k falls."""
+
+    def results(piqa: float, boolq: float, gsm8k: float, ifeval: float) -> dict[str, dict[str, dict[str, float]]]:
+        of_tasks = {"piqa": {"acc_norm,none": piqa}, "boolq": {"acc,none": boolq}}
+        written = {"exact_match,flexible-extract": gsm8k}, {"prompt_level_loose_acc,none": ifeval}
+        return {"results": of_tasks | dict(zip(("gsm8k", "ifeval"), written, strict=True))}
+
+    pruned, dense = results(0.64, 0.80, 0.30, 0.6), results(0.70, 0.90, 0.40, 0.5)
+    fractions = retained(pruned, dense)
+    assert fractions == pytest.approx({"mean accuracy": 0.9, "GSM8K": 0.75, "IFEval": 1.2})
+    judge_retained(pruned, dense, 0.75)
+    with pytest.raises(LimitError, match=r"retains 0\.75 of GSM8K, below --min-retained 0\.8;"):
+        judge_retained(pruned, dense, 0.8)
+    with pytest.raises(LimitError, match="an unknown share of GSM8K"):
+        judge_retained(results(1, 1, 0.3, 0.5), results(1, 1, 0, 0.5), 0.5)
 
 
 _LOAD = """
@@ -170,6 +191,13 @@ BAD: dict[str, tuple[list[str], int, str]] = {  # options, exit code, what is sa
     "no task": (["--tasks", ","], 2, "--tasks is empty"),
     "no rows": (["--limit", "0"], 2, "--limit 0 is below 1"),
     "no batch": (["--batch-size", "0"], 2, "--batch-size 0 is below 1"),
+    "no fraction": (["--against", "tiny", "--min-retained", "97"], 2, "--min-retained 97 is not a fraction"),
+    "nothing to compare with": (["--min-retained", "0.9"], 2, "no effect without --against"),
+    "no accuracy": (
+        ["--tasks", "wikitext", "--against", "tiny", "--min-retained", "0.9"],
+        2,
+        "requires a task with an accuracy",
+    ),
     "no value": (["--model-args", "x"], 2, "name=value"),
     "no folder of tasks": (["--include-path", "gone"], 2, "--include-path gone is not a folder"),
     "rows that are gone": (["--include-path", "tasks", "--tasks", "words"], 4, "the rows of words cannot be read"),
