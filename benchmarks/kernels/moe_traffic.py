@@ -107,11 +107,11 @@ def list_product(
             for first in range(0, count, pairs):
                 rows = min(pairs, count - first)
                 written = rows * weights if matrices == 1 else 0
-                steps = -(-length // depth)
+                num_steps = -(-length // depth)
                 tiles.append((
-                    steps, ITEM * (length * rows + written) + item * length * weights,
+                    num_steps, ITEM * (length * rows + written) + item * length * weights,
                     item * length * weights * (first == 0),
-                    2 * steps * depth * pairs * matrices * columns,
+                    2 * num_steps * depth * pairs * matrices * columns,
                 ))  # fmt: skip
     steps, l2_bytes, hbm_bytes, operations = np.array(tiles, float).reshape(-1, 4).T
     return Product(
