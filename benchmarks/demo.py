@@ -21,11 +21,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Server
-from ddp_benchmarks.fetch import fetch_conversations, fetch_model
 from ddp_benchmarks.processes import kill_with_us, terminable
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import quiet_libraries
 from ddp_vllm.pages.summary import answers, perplexities
+from fetch import fetch_conversations, fetch_model
 
 FOLDER = Path("demo-output")
 PROMPT = "The three primary colours are"

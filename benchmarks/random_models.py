@@ -1,4 +1,4 @@
-"""Writes tiny random models with a tokenizer, for `equality.py` and `lab/fuzz.py`."""
+"""Writes tiny random models with a tokenizer, for `equality.py` and `tests/nightly/fuzz.py`."""
 
 from collections.abc import Mapping
 from pathlib import Path

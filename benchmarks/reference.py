@@ -43,6 +43,7 @@ DOCUMENTS = 200  # of C4
 PYTHON_CHARACTERS = 400_000
 # models, and the dense one: nine engines fill 24 GB, and then W8A8 loses more speed than bf16
 TIMED_TOGETHER = 3
+STUDY = HERE / "study" / "study.py"
 QUANTIZE = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 
 
@@ -90,13 +91,15 @@ class Command(NamedTuple):
         began = time.monotonic()
         paths = [str(QUANTIZE)] if arguments[0] == "quantize" else []
         paths += filter(None, [os.environ.get("PYTHONPATH")])
-        command = [sys.executable, "-m", "ddp_vllm", *arguments]
+        is_study = arguments[0] == "study"  # a script; all others are verbs
+        command = [sys.executable, *([STUDY] if is_study else ["-m", "ddp_vllm"]), *arguments[is_study:]]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         process = subprocess.Popen(command, cwd=self.data, env=environment, stdout=sys.stderr)
         while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
             if time.monotonic() > self.deadline:
                 process.send_signal(signal.SIGINT)
                 ended = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(ended[1])
                 if ended[1]:
                     raise SystemExit("the minutes are over; the same command resumes")
                 break
@@ -163,7 +166,8 @@ def run(cell: Cell, models: Mapping[str, str], ddp_vllm: Command, work: Path, ta
             command = command.format(*outputs, **names)
         words = [*shlex.split(command), "-o", str(output)]
         short = shlex.join(words).replace(f"{folder}/", "").replace(f"{work}/{cell.table}/", "")
-        commands.append("ddp-vllm " + short.replace(model, Path(model).name).replace(f"{HERE.parent}/", ""))
+        short = f"benchmarks/study/study.py {short[6:]}" if words[0] == "study" else f"ddp-vllm {short}"
+        commands.append(short.replace(model, Path(model).name).replace(f"{HERE.parent}/", ""))
         done = folder / f"{len(commands)}.done"
         if (output / "config.json").exists() and not Path(f"{output}.run").exists() and not done.exists():
             # an earlier call was killed, its command was not

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_prune.recipe import Recipe
     from ddp_prune.recovery_verbs import evaluate_text, quantize, recover
     from ddp_prune.verbs import apply, plan, prune, prune_sizes
-    from ddp_study.verbs import study
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.conversion.verb import convert
     from ddp_vllm.errors import (
@@ -40,7 +39,7 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_vllm.pages.verbs import compare, inspect, push, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert", "export", "read", "inspect",
+    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "convert", "export", "read", "inspect",
     "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare",
     "Recipe", "Checkpoint", "DdpError", "SettingError", "ModelError", "TextError", "OutputError", "TrainingError",
     "CheckpointError", "ServingError", "LimitError",
@@ -49,7 +48,6 @@ __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
 FUNCTIONS = {  # module -> the public names it defines
     "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply"),
     "ddp_prune.recovery_verbs": ("recover", "quantize", "evaluate_text"),
-    "ddp_study.verbs": ("study",),
     "ddp_benchmarks.verbs": ("profile", "bench", "bench_steps", "evaluate"),
     "ddp_vllm.folder": ("read",),
     "ddp_vllm.pages.verbs": ("inspect", "report", "compare", "push"),
@@ -68,7 +66,6 @@ COMMANDS = {  # command -> (module that defines it, line in the list of commands
     "recover": ("ddp_prune.recovery_cli", "Train a pruned model on the dense model's outputs to recover quality."),
     "apply": ("ddp_prune.cli", "Prune a model by a published masks file, without training."),
     "quantize": ("ddp_prune.recovery_cli", "Quantize a pruned or dense model with llm-compressor."),
-    "study": ("ddp_study.cli", "Reproduce a table of the paper with a model of your own."),
     "convert": ("ddp_vllm.conversion.cli", "Write a model that another tool pruned as a folder that vLLM serves."),
     "export": ("ddp_vllm.gguf.cli", "Write a model as one GGUF file for llama.cpp."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),

@@ -1,14 +1,14 @@
 """The paper's tasks, and the results of lm-eval on them, which `eval` writes and `compare`
 reads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp, inf, isnan, nan
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
-from ddp_vllm.errors import TextError
+from ddp_vllm.errors import LimitError, SettingError, TextError
 from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.machine import PLACE
 from ddp_vllm.masks import QUALITY
@@ -33,19 +33,11 @@ LEVEL = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One task of the suite."""
+    """How a task is reported."""
 
     heading: str
-    stock: str
-    """lm-eval's own file, below its tasks folder."""
     metric: str
     """The metric that is reported."""
-    split: str
-    """The split that lm-eval evaluates."""
-    file: str
-    """Name of the local file, without .jsonl."""
-    fields: tuple[str, ...]
-    """The fields that every row of the local file must have."""
     higher_is_better: bool = True
     filter: str = "none"
     """lm-eval's name of the rule that extracts the answer from the generated text."""
@@ -59,59 +51,20 @@ class Task:
 # known length-normalized accuracies (plain ones: about 57, 42, 75 and 34). So: acc_norm wherever
 # lm-eval reports it, acc for the other three.
 TASKS = {
-    "boolq": Task(
-        heading="BoolQ", stock="super_glue/boolq/default.yaml", metric="acc", split="validation",
-        file="boolq_val", fields=("passage", "question", "label"),
-    ),
-    "openbookqa": Task(
-        heading="OBQA", stock="openbookqa/openbookqa.yaml", metric="acc_norm", split="test",
-        file="openbookqa_test", fields=("question_stem", "choices", "answerKey"),
-    ),
-    "rte": Task(
-        heading="RTE", stock="glue/rte/default.yaml", metric="acc", split="validation",
-        file="rte_val", fields=("sentence1", "sentence2", "label"),
-    ),
-    "winogrande": Task(
-        heading="WinoGrande", stock="winogrande/default.yaml", metric="acc", split="validation",
-        file="winogrande_val", fields=("sentence", "option1", "option2", "answer"),
-    ),
-    "hellaswag": Task(
-        heading="HellaSwag", stock="hellaswag/hellaswag.yaml", metric="acc_norm", split="validation",
-        file="hellaswag_val", fields=("label",),
-    ),
-    "piqa": Task(
-        heading="PIQA", stock="piqa/piqa.yaml", metric="acc_norm", split="validation",
-        file="piqa_val", fields=("goal", "sol1", "sol2", "label"),
-    ),
-    "mathqa": Task(
-        heading="MathQA", stock="mathqa/mathqa.yaml", metric="acc_norm", split="test",
-        file="mathqa_test", fields=("Problem", "options", "correct"),
-    ),
-    "arc_easy": Task(
-        heading="ARC-e", stock="arc/arc_easy.yaml", metric="acc_norm", split="test",
-        file="ARC-Easy_test", fields=("question", "choices", "answerKey"),
-    ),
-    "arc_challenge": Task(
-        heading="ARC-c", stock="arc/arc_challenge.yaml", metric="acc_norm", split="test",
-        file="ARC-Challenge_test", fields=("question", "choices", "answerKey"),
-    ),
-    "wikitext": Task(
-        heading="WikiText-2", stock="wikitext/wikitext.yaml", metric="word_perplexity", split="test",
-        file="wikitext2_test_docs", fields=("page",), higher_is_better=False,
-    ),
-    "c4": Task(
-        heading="C4", stock="c4/c4.yaml", metric="word_perplexity", split="validation",
-        file="c4_sample", fields=("text",), higher_is_better=False,
-    ),
-    "gsm8k": Task(
-        heading="GSM8K", stock="gsm8k/gsm8k.yaml", metric="exact_match", filter="flexible-extract", split="test",
-        file="gsm8k_test", fields=("question", "answer"), is_generated=True,
-    ),
-    "ifeval": Task(
-        heading="IFEval", stock="ifeval/ifeval.yaml", metric="prompt_level_loose_acc", split="test",
-        file="ifeval_test", fields=("prompt", "instruction_id_list", "kwargs"), is_generated=True,
-    ),
-}  # fmt: skip
+    "boolq": Task(heading="BoolQ", metric="acc"),
+    "openbookqa": Task(heading="OBQA", metric="acc_norm"),
+    "rte": Task(heading="RTE", metric="acc"),
+    "winogrande": Task(heading="WinoGrande", metric="acc"),
+    "hellaswag": Task(heading="HellaSwag", metric="acc_norm"),
+    "piqa": Task(heading="PIQA", metric="acc_norm"),
+    "mathqa": Task(heading="MathQA", metric="acc_norm"),
+    "arc_easy": Task(heading="ARC-e", metric="acc_norm"),
+    "arc_challenge": Task(heading="ARC-c", metric="acc_norm"),
+    "wikitext": Task(heading="WikiText-2", metric="word_perplexity", higher_is_better=False),
+    "c4": Task(heading="C4", metric="word_perplexity", higher_is_better=False),
+    "gsm8k": Task(heading="GSM8K", metric="exact_match", filter="flexible-extract", is_generated=True),
+    "ifeval": Task(heading="IFEval", metric="prompt_level_loose_acc", is_generated=True),
+}
 ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better and not task.is_generated)
 """The nine tasks whose unweighted mean is the paper's "mean accuracy" for MoE and Qwen3."""
 
@@ -140,10 +93,20 @@ def check_evaluation(results: Any, path: Path) -> None:
         raise TextError(f"{path} is damaged: {error}; move it away, or evaluate again") from error
 
 
+def task_of(results: Mapping[str, Any], name: str) -> Task:
+    """Return how a task is reported: one of `TASKS`, else by the first metric of lm-eval's."""
+    if name in TASKS:
+        return TASKS[name]
+    metrics = [key.partition(",") for key in results["results"].get(name, {}) if "," in key and "_stderr" not in key]
+    metric, _, kept = min(metrics, key=lambda parts: parts[0] != "acc_norm", default=("", "", ""))
+    higher = results.get("higher_is_better", {}).get(name, {})
+    return Task(heading=name, metric=metric, filter=kept, higher_is_better=higher.get(metric) is not False)
+
+
 def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
     """Return (value, standard error) of one task by its reported metric, or None if it was not
     run."""
-    scores, task = results["results"].get(name, {}), TASKS[name]
+    scores, task = results["results"].get(name, {}), task_of(results, name)
     value, error = (scores.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
     stated = Number(high=float("inf"))  # a perplexity may be more than a float holds
     return (float(value), float(error) if NUMBER.takes(error) else None) if stated.takes(value) else None
@@ -217,6 +180,57 @@ def fidelity(quality: Mapping[str, Any]) -> str:
     if not last:
         return ""
     return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
+
+
+def retained(results: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
+    """Return the fraction of the dense model's accuracy that a model retains: of the paper's mean,
+    and of every other task, as those in which it writes, whose loss the mean would hide.
+
+    It is not a number where the dense model has no right answer.
+    """
+    means = [mean_accuracy(each) for each in (results, dense)]
+    scores = {"mean accuracy": [mean and mean["value"] for mean in means]}
+    for name in results["results"]:
+        task = task_of(results, name)
+        if name not in ACCURACY and task.higher_is_better:
+            found = [score(each, name) for each in (results, dense)]
+            scores[task.heading] = [value and value[0] for value in found]
+    return {
+        name: after / before if before else nan
+        for name, (after, before) in scores.items()
+        if after is not None and before is not None
+    }
+
+
+def check_min_retained(limit: float | None, tasks: Sequence[str], against: str | None) -> None:
+    """Refuse a limit that no evaluation of these tasks can meet or miss. Raises: SettingError."""
+    if limit is None:
+        return
+    if not against:
+        raise SettingError("--min-retained has no effect without --against; add --against or omit it")
+    if not 0 < limit <= 1:
+        raise SettingError(f"--min-retained {limit:g} is not a fraction; give a number above 0 and up to 1, as 0.97")
+    if all(name in TASKS and not TASKS[name].higher_is_better for name in tasks):
+        raise SettingError("--min-retained requires a task with an accuracy; add one to --tasks")
+
+
+def judge_retained(results: Mapping[str, Any], dense: Mapping[str, Any], limit: float | None) -> None:
+    """Do nothing without a limit. Raises: LimitError if less than `limit` of the dense model's
+    accuracy is retained."""
+    if limit is None:
+        return
+    missed = [
+        f"an unknown share of {name}, where the dense model has no right answer"
+        if isnan(value)
+        else f"{value:.3g} of {name}"
+        for name, value in retained(results, dense).items()
+        if not value >= limit - 1e-9  # a quotient of decimal fractions may be rounded down
+    ]
+    if missed:
+        raise LimitError(
+            f"the model retains {' and '.join(missed)}, below --min-retained {limit:g}; train for longer with "
+            "ddp-vllm recover, or remove less"
+        )
 
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:

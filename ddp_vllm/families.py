@@ -4,7 +4,8 @@ model.
 A gate scales the contribution of one unit to the residual stream, at the input of the projection
 that writes it: `o_proj` for heads, `down_proj` for channels. Removing the unit removes its rows of
 the projections that compute it and its columns of the projection that writes it
-(`remote_code/tensors.py`). How to add a family: docs/families.md.
+(`remote_code/tensors.py`). How to add a family:
+docs/dev/CONTRIBUTING.md.
 
 Of a model without a row here, the MLPs or routed experts are pruned, which
 `ddp_prune/models/structure.py` finds. Its config then describes them (`remote_code/widths.py`).

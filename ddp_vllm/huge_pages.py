@@ -1,6 +1,6 @@
 """Copies a weight into 2 MB huge pages, which speeds up decoding on a CPU.
 
-The plugin does so with its experts, and `bench kernel` with vLLM's too, so that it compares only
+The plugin does so with its experts, and `benchmarks/kernels` with vLLM's too, so that it compares only
 kernels.
 """
 

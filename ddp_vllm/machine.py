@@ -31,6 +31,20 @@ def hardware() -> dict[str, Any]:
     return facts
 
 
+def has_bfloat16() -> bool:
+    """Tell whether this machine's processor computes in bfloat16: x86 does with AVX-512 BF16 or AMX.
+
+    Without them a product takes 15 times as long as in float32 (AMD EPYC with AVX2).
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect measurements."""
     installed = {"python": platform.python_version()}

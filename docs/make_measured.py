@@ -43,8 +43,11 @@ LABELS = {
 """Names of rows in the chart."""
 OFFSETS = {
     "joint": (0, -14), "joint W8A8": (0, -26), "paper": (0, -14), "joint equal shares": (-88, -3), "masks": (10, 8),
+    "depth trained": (0, -15), "dense W8A8": (0, -15),
 }  # fmt: skip
 """Offsets of names from their points, where (0, 7) would cover another name."""
+LIMIT = 1.1  # of quality.md
+TOP = 2.4  # of the chart's perplexity; what lies above is named, not drawn
 COLORS = {  # of the page on which the chart stands: background, text, ddp-vllm, other methods
     "": ("white", "#1f2328", "#0b57d0", "#6e7781"),
     "-dark": ("#0d1117", "#e6edf3", "#6cb6ff", "#9aa4af"),
@@ -153,7 +156,7 @@ def agreement(metric: str, style: str, _: str, results: Sequence[Result]) -> str
 
 
 def study_pages(name: str, model: str) -> Iterator[str]:
-    """Yield the finding and the table of each page that `ddp-vllm study` wrote, without rows that
+    """Yield the finding and the table of each page that the study wrote, without rows that
     do not apply."""
     for row, results in read(name, model).items():
         finding, _, rows, *_ = results[0]["page"].split("\n\n")
@@ -168,10 +171,13 @@ def draw_chart(figure: Figure, *, model: str, suffix: str) -> None:
     axes, rows, (_, text, ours, others) = figure.add_subplot(), read("speed", model), COLORS[suffix]
     label = partial(axes.annotate, textcoords="offset points", ha="center", fontsize=10)
     axes.plot(1.0, 1.0, "s", color=others, markersize=6)
-    label("dense", (1.0, 1.0), xytext=(0, 7))
-    for row, verdict in read_speeds("speed", model).items():
-        logs = [math.log(text["pruned"] / text["dense"]) for each in rows[row] for text in each["texts"].values()]
-        ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
+    label("dense", (1.0, 1.0), xytext=(0, -15))
+    speeds = read_speeds("speed", model)
+    points = {row: (verdict["ratio"], perplexity_over_dense(rows[row])) for row, verdict in speeds.items()}
+    for row, verdict in speeds.items():
+        x, ratio = points[row]
+        if ratio > TOP:
+            continue
         own = row.startswith(("joint", "masks"))
         style: Any = {"fmt": "o", "color": ours} if own else {"fmt": "s", "color": others}
         reach = [[x - verdict["low"]], [verdict["high"] - x]]
@@ -179,13 +185,25 @@ def draw_chart(figure: Figure, *, model: str, suffix: str) -> None:
         bold = "bold" if row == "joint" else "normal"
         color = ours if own else text
         label(LABELS.get(row, row), (x, ratio), xytext=OFFSETS.get(row, (0, 7)), color=color, weight=bold)
-    axes.margins(x=0.12, y=0.14)
+    axes.margins(x=0.12)
+    axes.set_ylim(0.75, TOP)
+    above = [f"{LABELS.get(row, row)} {ratio:.1f}×" for row, (_, ratio) in points.items() if ratio > TOP]
+    if above:
+        axes.text(0.02, 0.96, f"above: {', '.join(above)}", transform=axes.transAxes, va="top", fontsize=9)
     arrow: Any = {"arrowstyle": "-|>", "color": text, "linewidth": 1.5}
-    axes.annotate("", (0.97, 0.66), (0.84, 0.86), xycoords="axes fraction", arrowprops=arrow)
-    axes.text(0.84, 0.88, "better", transform=axes.transAxes, ha="center")
+    axes.annotate("", (0.97, 0.5), (0.84, 0.7), xycoords="axes fraction", arrowprops=arrow)
+    axes.text(0.84, 0.72, "better", transform=axes.transAxes, ha="center")
+    axes.axhline(LIMIT, color=others, linestyle=":", linewidth=1)
+    axes.text(0.99, LIMIT + 0.02, f"our limit of {LIMIT}", transform=axes.get_yaxis_transform(), ha="right", fontsize=9)
     axes.set_title(f"{MODEL_NAMES.get(model, model)} in vLLM on two CPU cores", loc="left", fontsize=11)
     axes.set_xlabel("decode speed, × the dense model's")
     axes.set_ylabel("perplexity, × the dense model's")
+
+
+def perplexity_over_dense(results: Sequence[Result]) -> float:
+    """Return perplexity over the dense model's, the geometric mean over texts and seeds."""
+    texts = [text for each in results for text in each["texts"].values()]
+    return math.exp(statistics.fmean(math.log(text["pruned"] / text["dense"]) for text in texts))
 
 
 def read(name: str, model: str) -> dict[str, list[Result]]:

@@ -17,8 +17,7 @@ from ddp_prune.fit import MODES, UTILIZATION, Devices, Fit
 from ddp_prune.models.source import Source
 from ddp_prune.plan import estimate
 from ddp_prune.recipe import Recipe
-from ddp_vllm.costs import whole_model
-from ddp_vllm.families import dense_layers, dimensions_of, family_of
+from ddp_vllm.families import dimensions_of, family_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -46,33 +45,33 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
 }  # fmt: skip
-ON = ("rtx4090-24gb", "h100-80gb", "h200-141gb")
-COUNTS = (1, 2, 8)
+ON = ("1xrtx4090-24gb", "1xh100-80gb", "2xh100-80gb", "8xh100-80gb")
 TOKENS = 1000 * 16 * 2048
 HEAD = f"""# What it takes
 
 <!-- Written by docs/make_sizing.py. -->
 
-Peak memory per GPU and hours for the default run: 1,000 steps of 16 × 2,048 tokens, {TOKENS / 1e6:.0f} M in all.
-`--train auto` takes the last row whose weights, teacher and optimizer fit into 70 % of the free memory.
+Peak memory per GPU in GB, and hours for the default run: 1,000 steps of 16 × 2,048 tokens, {TOKENS / 1e6:.0f} M in all.
+`--train auto` takes the lowest row of a model whose weights, teacher and optimizer fit into 70 % of the free memory.
 Pass a mode by name to use more of it.
+
+`ddp-vllm prune MODEL --sparsity 0.2 --dry-run --on 2xh100-80gb` prints the same for any model.
 
 | mode | bytes per prunable 16-bit weight | options |
 |---|---|---|
-| masks only | 2 | `--train masks` |
-| masks and low-rank additions | 2, and about 0.3 for additions of rank 16 | `--train lora` |
-| masks and weights with adamw-8bit | 8, the teacher included | `--train weights --optimizer adamw-8bit` |
-| masks and weights with adamw | 20, the teacher included | `--train weights --optimizer adamw` |
+| masks | 2 | `--train masks` |
+| lora | 2, and about 0.3 for additions of rank 16 | `--train lora` |
+| 8-bit | 8, the teacher included | `--train weights --optimizer adamw-8bit` |
+| adamw | 20, the teacher included | `--train weights --optimizer adamw` |
 
-`ddp-vllm prune MODEL --sparsity 0.2 --dry-run --on 2xh100-80gb -o out` prints the same for any model.
+A pass reads 8,192 tokens; with ¹, fewer. Layers are checkpointed, except with ², where memory holds them. "–" means
+that it does not fit into 25.2 GB (RTX 4090) or 84.9 GB (H100) of 10⁹ bytes. Several GPUs share the weights
+(`--shard`). Both are estimates: memory by a formula, which
+gives 246 MB for a step that added 247 MB on a CPU, and hours by counted FLOPs at {UTILIZATION:.0%} of the GPU's
+bfloat16 peak.
 
-Memory is [a formula](large-models.md), with checkpointed layers and 8,192 tokens per pass; with ¹, fewer: 16
-sequences over 8 GPUs are 2 each, or more do not fit; with ², layers are not checkpointed, because memory holds them.
-"–" means that it does not fit. Usable memory: 25.2 GB
-(RTX 4090), 84.9 GB (H100) and 150.1 GB (H200), of 10⁹ bytes. Several GPUs share the weights (`--shard`).
-Hours are an estimate: counted FLOPs, attention's among them, at {UTILIZATION:.0%} of the GPU's bfloat16 peak,
-with the trials of the learning rate. No run on a GPU has checked either yet.
 """
+NAMES = dict(zip(MODES, ("adamw", "8-bit", "lora", "masks"), strict=True))
 
 
 def source_of(config: dict[str, Any], folder: Path) -> Source:
@@ -91,29 +90,22 @@ def cell(found: Fit, seconds: float) -> str:
     if found.peak > found.free:
         return "–"
     fewer = "¹" * (found.num_sequences < 4) + "²" * (not found.checkpointed)
-    return f"{found.peak / 1e9:.0f} GB{fewer}, {seconds / 3600:.2g} h"
+    return f"{found.peak / 1e9:.0f}{fewer}, {seconds / 3600:.2g} h"
 
 
 def main() -> None:
-    lines = [HEAD]
-    columns = [(card, count) for card in ON for count in COUNTS]
+    lines = [f"| model, mode | {' | '.join(ON)} |", "|---" * (len(ON) + 1) + "|"]
     for name, sizes in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             source = source_of(sizes | {"max_position_embeddings": 32768, "dtype": "bfloat16"}, Path(folder))
             recipe = Recipe(model=folder, sparsity=0.2)
             rows = [
                 {found.mode: (found, seconds) for found, _, seconds in estimate([recipe], source, cards)}
-                for cards in (Devices.of_cards(f"{number}x{card}") for card, number in columns)
+                for cards in map(Devices.of_cards, ON)
             ]
-        lines.append(f"## {name}\n")
-        flops = whole_model("flops", source.config, dense_layers(source.config), source.shapes, 0)
-        lines.append(f"{flops / 2e9:.2f} B parameters per token.\n")
-        lines.append("| mode | " + " | ".join(f"{count} × {card}" for card, count in columns) + " |")
-        lines.append("|---" * (len(columns) + 1) + "|")
         for mode in reversed(MODES):
-            lines.append(f"| {mode} | " + " | ".join(cell(*row[mode]) for row in rows) + " |")
-        lines.append("")
-    Path(__file__).with_name("sizing.md").write_text("\n".join(lines), encoding="utf-8")
+            lines.append(f"| {name}, {NAMES[mode]} | " + " | ".join(cell(*row[mode]) for row in rows) + " |")
+    Path(__file__).with_name("sizing.md").write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Prune a model to several sizes in one run, and choose the smallest one that is good enough.
 
-    python examples/choose_a_size.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl
-    --output ./sizes
+    python examples/choose_a_size.py --model HuggingFaceTB/SmolLM2-135M-Instruct \\
+        --data chats.jsonl --output ./sizes
 
 All sizes share one search, which takes 1.3 times the steps of the smallest model alone. With
 --budget speedup, --sizes are speedups such as 1.1,1.25,1.5; that requires vLLM on this machine,
@@ -20,16 +20,14 @@ import ddp_vllm
 def main(
     model: str, data: str, output: Path, budget: str, sizes: str | None, tolerance: float, **settings: Any
 ) -> None:
-    # 1. Prune to all sizes. Each is written to a folder of its own inside `output` as soon as it is
-    # trained. If this
-    #    call is interrupted, the same call resumes it.
+    # 1. Prune to all sizes. Each is written to a folder of its own inside `output` as soon as it
+    #    is trained. If this call is interrupted, the same call resumes it.
     sizes = sizes or ("0.1,0.2,0.3" if budget == "sparsity" else "1.1,1.25,1.5")
     wanted = {budget: [float(size) for size in sizes.split(",")]}
     checkpoints = ddp_vllm.prune_sizes(model, output=output, data=data, verbose=True, **wanted, **settings)
 
     # 2. Compare them on held-out text. Its documents are chosen by a hash, so all sizes are
-    # evaluated on the same text,
-    #    and no size was trained on it.
+    #    evaluated on the same text, and no size was trained on it.
     chosen = None
     for checkpoint in sorted(checkpoints, key=lambda each: each.num_parameters, reverse=True):
         quality = checkpoint.provenance["perplexity"]
@@ -39,8 +37,7 @@ def main(
             chosen = checkpoint
 
     # 3. Put everything on one page. Run `ddp-vllm bench sharegpt` and `ddp-vllm eval` for the sizes
-    # you consider, and
-    #    call this again: the page finds their results in the folders.
+    #    that you consider, then `ddp-vllm compare`: it finds their results in the folders.
     page = output.with_name(f"{output.name}.html")
     folders = [checkpoint.folder for checkpoint in checkpoints]
     ddp_vllm.compare(folders, output=page, tolerance=tolerance, overwrite=True)

@@ -1,6 +1,6 @@
 """Prune a mixture of experts, and show how many experts and channels each layer keeps.
 
-    accelerate launch --num_processes 8 examples/mixture.py --shard \
+    accelerate launch --num_processes 8 examples/mixture.py --shard \\
         --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output ./smaller
 
 By default every expert gets its own width, which vLLM serves through the plugin of ddp-vllm. With
@@ -21,8 +21,8 @@ import ddp_vllm
 
 def main(model: str, data: str, output: Path, sparsity: float, **settings: Any) -> None:
     # 1. Prune. Router, shared experts and attention do not change; rarely used experts lose more
-    # than others. With
-    #    several processes each one makes this call, and the first writes the folder.
+    #    than others. With several processes each one makes this call, and the first writes the
+    #    folder.
     pruned = ddp_vllm.prune(model, output=output, data=data, sparsity=sparsity, verbose=True, **settings)
     if os.environ.get("RANK", "0") != "0":
         return

@@ -9,8 +9,8 @@ set -euo pipefail
 
 OUT=${OUT:-speedrun}
 STEPS=${STEPS:-60}
-MODEL=${MODEL:-$(python -m ddp_benchmarks.fetch smollm2-135m)} # a folder or a Hub name
-CHATS=${CHATS:-$(python -m ddp_benchmarks.fetch sharegpt)}     # a JSONL file, one conversation per line
+MODEL=${MODEL:-$(python benchmarks/fetch.py smollm2-135m)} # a folder or a Hub name
+CHATS=${CHATS:-$(python benchmarks/fetch.py sharegpt)}     # a JSONL file, one conversation per line
 SMALL=${SMALL---batch-size 1 --seq-len 1024}
 TEST_LINES=${TEST_LINES:-200}                  # conversations that no model is trained on
 mkdir -p "$OUT"

@@ -1,8 +1,8 @@
 """Prune a chat model for the traffic of a support desk, and compare ten answers with those of the
 dense model.
 
-    python examples/support_desk.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data tickets.jsonl
-    --output ./desk
+    python examples/support_desk.py --model HuggingFaceTB/SmolLM2-135M-Instruct \\
+        --data tickets.jsonl --output ./desk
 
 tickets.jsonl has one conversation per line: `messages` with `role` and `content`, or
 `conversations` with `from` and `value`. The last ten conversations with a user's turn are set
@@ -27,8 +27,7 @@ NUM_QUESTIONS, ANSWER_TOKENS = 10, 64
 
 def main(model: str, data: Path, output: Path, speedup: float | None, **settings: Any) -> None:
     # 1. Set ten conversations aside. The rest is the training text, because text like the traffic
-    # that the model will
-    #    serve matters more than any other setting.
+    #    that the model will serve matters more than any other setting.
     lines = [line for line in data.read_text(encoding="utf-8").split("\n") if line]
     questions = {number: question for number, line in enumerate(lines) if (question := first_question(line))}
     if len(questions) < 2 * NUM_QUESTIONS:
@@ -40,10 +39,8 @@ def main(model: str, data: Path, output: Path, speedup: float | None, **settings
     training_text.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
     # 2. Prune. A target speedup costs less quality than a sparsity at equal speed, but it requires
-    # vLLM here,
-    #    which times the model first. The loss covers only the assistant's turns. If this call is
-    # interrupted, the same
-    #    call resumes it.
+    #    vLLM here, which times the model first. The cross-entropy covers only the assistant's turns.
+    #    If this call is interrupted, the same call resumes it.
     budget = {"speedup": speedup} if speedup else {"sparsity": 0.2}
     pruned = ddp_vllm.prune(
         model, output=output, data=training_text, learn_from="assistant", verbose=True, **budget, **settings
@@ -52,7 +49,7 @@ def main(model: str, data: Path, output: Path, speedup: float | None, **settings
     print(f"perplexity on held-out tickets: dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}")
 
     # 3. Read the answers. Perplexity does not show everything: a pruned model repeats itself
-    # sooner, for example.
+    #    sooner, for example.
     asked_texts = list(asked.values())
     answers = {name: ask(folder, asked_texts) for name, folder in (("dense", model), ("pruned", str(output)))}
     for number, question in enumerate(asked_texts):

@@ -12,7 +12,7 @@ import pytest
 from commands import VLLM_SETTINGS
 from hypothesis import settings
 
-from ddp_benchmarks.fetch import fetch_model
+from fetch import fetch_model
 
 settings.register_profile("patient", deadline=None)  # an example that is slow on a busy machine is not wrong
 settings.load_profile("patient")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-for name in ("ddp_vllm", "ddp_prune", "ddp_plugins", "ddp_benchmarks", "ddp_study"):
+for name in ("ddp_vllm", "ddp_prune", "ddp_plugins", "ddp_benchmarks"):
     sys.modules[name] = None  # type: ignore[assignment]  # an editable install would make them importable
 
 import torch  # noqa: E402

@@ -168,7 +168,7 @@ WRONG = {  # words of a command -> exit code, and a part of the message
     "recover ./gone -o o": (7, "is missing"),
     "quantize ./gone --scheme W8A8 -o o": (7, "is missing"),
     "eval ./gone": (3, "is not the folder of a model"),
-    "eval dense": (4, "HF_HUB_OFFLINE is set); pass --rows"),
+    "eval dense": (4, "HF_HUB_OFFLINE is set); pass --include-path"),
     "eval dense --text gone.jsonl": (4, "is not a file"),
     "bench steps --dense ./gone --pruned ./gone": (3, "is missing"),
     "bench sharegpt --dense ./gone --pruned ./gone": (3, "is not the folder of a model"),

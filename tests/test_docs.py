@@ -1,18 +1,37 @@
 """Documents that say what the code says: the command reference, and links that lead somewhere."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
+from ddp_vllm.cli import main as command_line
+
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/*/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")])
+WORDS = {  # page for users -> the most words it may have
+    "README.md": 550, "docs/start.md": 450, "docs/8b.md": 1000, "docs/choose.md": 1000, "docs/quality.md": 600,
+    "docs/production.md": 800, "docs/several-gpus.md": 350, "docs/mixtures.md": 800, "docs/quantize.md": 400,
+    "docs/llama-cpp.md": 400, "docs/convert.md": 450, "docs/models.md": 700, "docs/sizing.md": 400,
+    "docs/measured.md": 1300, "docs/help.md": 800, "docs/dev/ARCHITECTURE.md": 1500, "docs/dev/log.md": 6000,
+}  # fmt: skip
+ONCE = {  # what one page states, or two -> these pages
+    r"(?i)(nothing|none of this) (was run|ran) on a GPU|no GPU (has|was)|not run on a GPU": {
+        "README.md",
+        "docs/measured.md",
+        "benchmarks/borrowed_gpu/README.md",
+    },
+    r"pip install \"\.\[prune,serve,eval\]\"": {"README.md"},
+    r"OLMo-2, OLMo-3, GLM-4": {"docs/models.md"},
+}
 
 
 def test_the_pages_that_are_generated_are_those_of_the_code() -> None:
-    """`python docs/make_pages.py` writes commands.md, recipe.md and api.md anew."""
+    """`python docs/make_pages.py` writes commands.md and api.md anew."""
     result = subprocess.run(
         [sys.executable, str(ROOT / "docs" / "make_pages.py"), "--check"], capture_output=True, text=True
     )
@@ -35,10 +54,73 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
 
 def test_the_table_of_features_names_tests_that_exist() -> None:
     """As `test_file: test or case`; a case is a key of a table there."""
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "dev" / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+): ([^`]+)`", page)
     assert len(named) > 40
     for file, name in named:
         (path,) = ROOT.glob(f"tests/**/{file}.py")
         code = path.read_text(encoding="utf-8")
         assert f"def {name}(" in code or f'"{name}"' in code, f"{file} has no {name}"
+
+
+def words(text: str) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def test_pages_keep_to_their_words() -> None:
+    number = {page.relative_to(ROOT).as_posix(): words(page.read_text(encoding="utf-8")) for page in PAGES}
+    assert {page: number[page] for page, most in WORDS.items() if number[page] > most} == {}
+    assert sum(number[page] for page in WORDS if "dev/" not in page) <= 9500
+    assert sum(number.values()) <= 22000
+
+
+@pytest.mark.parametrize("statement", ONCE)
+def test_each_statement_stands_once(statement: str) -> None:
+    pages = {page.relative_to(ROOT).as_posix() for page in PAGES if re.search(statement, page.read_text("utf-8"))}
+    assert pages == ONCE[statement]
+
+
+def sentences(page: str) -> list[str]:
+    """Return the sentences of paragraphs and of cells of tables, without code, links' targets and headings."""
+    prose = re.sub(r"```.*?```|<!--.*?-->|<[^>]*>|^#.*?$", "", page, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    blocks = re.split(r"\n\s*\n|\n(?=[-*] |\d+\. )|\||:\n", prose)
+    return [sentence for block in blocks for sentence in re.split(r"(?<=[.?!])\s", " ".join(block.split()))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_sentence_is_long(page: Path) -> None:
+    found = [sentence for sentence in sentences(page.read_text(encoding="utf-8")) if words(sentence) > 35]
+    assert found == []
+
+
+def test_a_long_sentence_is_seen() -> None:
+    lengths = [words(one) for one in sentences(f"# A title\n\nOne. {'word ' * 36}end. Two.\n\n| a | b c |\n")]
+    assert [length for length in lengths if length] == [1, 37, 1, 1, 2]
+
+
+def usages(page: str) -> list[list[str]]:
+    """Return the words of every line of a Bash block that starts ddp-vllm, without those with variables or globs."""
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").split("\n")]
+    words_of = [shlex.split(line, comments=True) for line in lines if re.match(r"ddp-vllm|accelerate|torchrun", line)]
+    return [line for line in words_of if not any(character in " ".join(line) for character in "$*<>")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_usage_lines_can_be_pasted(page: Path) -> None:
+    """Every option exists, and has a value of its kind; nothing runs."""
+    for line in usages(page.read_text(encoding="utf-8")):
+        name = "ddp_vllm" if "ddp_vllm" in line else "ddp-vllm"
+        command: click.Command = command_line
+        context, rest = click.Context(command), line[line.index(name) + 1 :]
+        while isinstance(command, click.Group):
+            found = command.get_command(context, rest[0])
+            assert found, line
+            command, rest = found, rest[1:]
+            context = click.Context(command, parent=context)
+        command.parse_args(context, rest)
+
+
+def test_usage_lines_are_found() -> None:
+    assert len([line for page in PAGES for line in usages(page.read_text(encoding="utf-8"))]) >= 40

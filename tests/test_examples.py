@@ -1,13 +1,19 @@
 """Every example runs in a folder of its own, on tiny random models."""
 
+import contextlib
 import json
 import os
 import re
 import runpy
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -15,6 +21,8 @@ from commands import VLLM_SETTINGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from ddp_benchmarks.engine import CPU_DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -66,18 +74,24 @@ def dense(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Path:
     return save(tmp_path_factory.mktemp("model") / "dense", LlamaConfig(**SIZES, intermediate_size=128), chats)
 
 
-def run(folder: Path, *words: object) -> str:
-    """Run an example in `folder` and return its stdout."""
+def environment_of(folder: Path) -> dict[str, str]:
+    """Return the environment of a user who installed ddp-vllm, with every cache in `folder`."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
     script = commands / "ddp-vllm"  # as pip installs it
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ddp_vllm "$@"\n')
     script.chmod(0o755)
     packages = [ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks"]
-    environment = os.environ | VLLM_SETTINGS | {
-        "PYTHONPATH": os.pathsep.join(map(str, packages)), "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | VLLM_SETTINGS | {
+        "PYTHONPATH": os.pathsep.join(map(str, packages)), "PATH": path,
         "DDP_VLLM_CACHE": str(folder / "cache"), "VLLM_CACHE_ROOT": str(folder / "vllm"), "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
+
+
+def run(folder: Path, *words: object) -> str:
+    """Run an example in `folder` and return its stdout."""
+    environment = environment_of(folder)
     result = subprocess.run([*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout
@@ -122,20 +136,6 @@ def test_mixture(more: list[str], chats: Path, tmp_path: Path, example: Callable
     assert ("layer 1: 3 of 4 experts, 32 to 32 channels" in printed) == bool(more) and "layer 1: " in printed
 
 
-def test_export_gguf(dense: Path, tmp_path: Path, example: Callable[..., str]) -> None:
-    pytest.importorskip("gguf")
-    printed = example("export_gguf.py", "--model", dense, "--output", "model.gguf")
-    assert printed.endswith("llama-server -m model.gguf\n") and (tmp_path / "model.gguf").exists()
-
-
-@pytest.mark.vllm
-@pytest.mark.nightly
-def test_chat(dense: Path, tmp_path: Path) -> None:
-    words = ["--model", dense, "--question", "the", "--max-model-len", "128", "--max-tokens", "4"]
-    words += ["--gpu-memory-utilization", "0.3"]  # other tests run at the same time
-    assert run(tmp_path, sys.executable, EXAMPLES / "chat.py", *words).strip()
-
-
 @pytest.mark.vllm
 @pytest.mark.nightly
 def test_speedrun(dense: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +144,63 @@ def test_speedrun(dense: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     printed = run(tmp_path, "bash", EXAMPLES / "speedrun.sh")
     assert "=== 8. Serve it" in printed and (tmp_path / "speedrun" / "recovered.gguf").exists()
+
+
+def served(folder: Path, script: Path, port: int, **settings: str) -> tuple[str, list[str]]:
+    """Run the script of docs/8b.md until its server answers; return the served folder and what the script printed."""
+    log = folder / "log.txt"
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            ["bash", script], cwd=folder, env=environment_of(folder) | CPU_DEFAULTS | settings,
+            stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(OSError):
+                    urlopen(f"http://localhost:{port}/health").close()
+                    (model,) = json.load(urlopen(f"http://localhost:{port}/v1/models"))["data"]
+                    assert model["id"] == "my-model"
+                    return str(model["root"]), log.read_text().splitlines()
+                time.sleep(0.5)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+            process.wait(60)
+    raise AssertionError(f"exit code {process.returncode}: {log.read_text()[-9000:]}")
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+def test_the_script_of_the_page_on_an_8b(dense: Path, chats: Path, tmp_path: Path) -> None:
+    """From a LoRA adapter to a server, over a missed limit, and back to the dense model. Tasks require the Hub."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(dense), LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(dense / name, tmp_path / "adapter")
+    page = (ROOT / "docs" / "8b.md").read_text(encoding="utf-8")
+    script = tmp_path / "8b.sh"
+    script.write_text(re.findall(r"```bash\n(#!.*?)```", page, re.DOTALL)[0])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    settings = {
+        "MODEL": str(dense), "ADAPTER": "adapter", "CHATS": str(chats), "GENERAL": "",
+        "BUDGET": "--sparsity 0.3 --seq-len 32 --batch-size 2",
+        "CONCURRENCY": "2", "LENGTH": "96", "MINUTES": "0.5", "TASKS": "",
+        "SERVER": f"--port {port} --max-model-len 128 --enforce-eager",
+    }  # fmt: skip
+    missed = subprocess.run(
+        ["bash", script], cwd=tmp_path, env=environment_of(tmp_path) | settings | {"MAX_RATIO": "0.01"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert missed.returncode == 9 and "above --max-ratio 0.01" in missed.stderr, missed.stderr[-3000:]
+    assert (tmp_path / "work" / "recovered" / "config.json").exists()
+    root, printed = served(tmp_path, script, port, **settings, MAX_RATIO="100")
+    assert root == "work/pruned" and any("prefill" in line for line in printed)
+    root, _ = served(tmp_path, script, port, **settings, MAX_RATIO="100", ROLL_BACK="yes")
+    assert root == "work/merged"
 
 
 def test_every_example_runs_here() -> None:

@@ -17,11 +17,9 @@ ROOMS = {  # package -> its folder
     "ddp_prune": ROOT / "prune" / "ddp_prune",
     "ddp_plugins": ROOT / "plugins" / "ddp_plugins",
     "ddp_benchmarks": ROOT / "benchmarks" / "ddp_benchmarks",
-    "ddp_study": ROOT / "benchmarks" / "ddp_study",
 }
 # package -> the others it may import; the ground floor is for all
 ARROWS = {
-    "ddp_study": {"ddp_prune"},
     "ddp_benchmarks": {"ddp_prune"},  # its room `text` alone, so that both read the same chats
 }
 TABLE = ROOT / "ddp_vllm" / "api.py"  # the one file of the ground floor that names the packages above it
@@ -84,7 +82,7 @@ def test_a_room_imports_itself_and_the_ground_floor_only(room: str) -> None:
     ],
 )
 def test_an_arrow_is_seen(arrow: str, tmp_path: Path) -> None:
-    (tmp_path / "file.py").write_text(f'"""Not ddp_study: this is a docstring."""\n{arrow}\n')
+    (tmp_path / "file.py").write_text(f'"""Not ddp_prune: this is a docstring."""\n{arrow}\n')
     assert _named(tmp_path / "file.py") == {"ddp_benchmarks"}
 
 

@@ -119,8 +119,8 @@ def error_of(values: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference.norm() / expected.double().norm().clamp_min(1e-30))
 
 
-def wait_for(go: str | None) -> None:
-    """Wait until a file exists: processes import side by side and use the GPU one after the
+def wait_for() -> None:
+    """Wait until the file $LEASE_GO exists: processes import side by side and use the GPU one after the
     other."""
-    while go and not os.path.exists(go):
+    while (go := os.environ.get("LEASE_GO")) and not os.path.exists(go):
         time.sleep(0.1)

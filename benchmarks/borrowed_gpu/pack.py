@@ -30,9 +30,9 @@ from pathlib import Path
 import numpy as np
 
 import weights
-from ddp_benchmarks.fetch import fetch_model
 from ddp_prune.text.blocks import load_blocks
 from ddp_prune.text.tokens import load_tokenizer
+from fetch import fetch_model
 
 REPO = Path(__file__).resolve().parents[2]
 ARCHITECTURE = 90
@@ -139,8 +139,7 @@ def vllm_parts(version: str, work: Path) -> list[Path]:
 
 
 def own_metadata(work: Path) -> Path:
-    """Return the metadata by which entry points find the plugin and the kernel without an
-    installation."""
+    """Return the metadata by which vLLM finds the plugin without an installation."""
     version = re.search(r'^__version__ = "([^"]+)"', (REPO / "ddp_vllm/__init__.py").read_text(), re.M)[1]
     project = (REPO / "pyproject.toml").read_text()
     groups = re.findall(r'^\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "([\w.:]+)"', project, re.M)

@@ -31,11 +31,13 @@ from typing import Any
 from page import write_page
 
 HERE = Path(__file__).resolve().parent
-REPO = HERE.parents[1]
+REPO, KERNELS = HERE.parents[1], HERE.parent / "kernels"
+STEP_COST = HERE / "step_cost.py"
 DRY = bool(os.environ.get("LEASE_DRY"))
 CALL_SECONDS = {"1": 150, "2": 230, "3": 270, "gpu": 10**6}
 STOPPING = 3.0  # seconds to end a step that ran out of time
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PLAIN = ("--no-header", "-p", "no:cacheprovider", "-o", "filterwarnings=default")
 IMPORTS = "import torch, vllm; from vllm import LLM; import ddp_plugins.register as r; r.register_models()"
 
 
@@ -50,63 +52,61 @@ class Step:
     share: float = 1.0
     """Of the call's seconds that are left."""
     is_early: bool = False
-    """It starts with the call, imports, and waits for `--go FILE` until its turn."""
+    """It starts with the call, imports, and waits for the file $LEASE_GO until its turn."""
 
 
 def script(name: str, *words: object) -> list[object]:
     return [sys.executable, HERE / name, *words]
 
 
-def bench_kernel(*words: object) -> list[object]:
-    tiny = (
-        "--scale",
-        "0.05",
-        "--experts",
-        "8",
-        "--device",
-        "cpu",
-        "--rounds",
-        "2",
-        "--tokens",
-        "1",
-        "--sparsity",
-        "40",
-    )
-    command = [sys.executable, "-m", "ddp_vllm", "bench", "kernel", "--overwrite", "-o", "{out}"]
-    return [*command, *(("--shape", "qwen3-30b-a3b", *tiny) if DRY else words)]
+def kernel_speed(*words: object) -> list[object]:
+    tiny = ["--shape", "qwen3-30b-a3b", "--scale", 0.05, "--experts", 8, "--device", "cpu", "--rounds", 2]
+    tiny += ["--tokens", 1, "--sparsity", 40]
+    return [sys.executable, KERNELS / "kernel_speed.py", "-o", "{out}", *(tiny if DRY else words)]
 
 
 def pytest(*words: object) -> list[object]:
-    """Run the GPU's tests; a dry run only collects them."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *words]
-    return [*command, *["--collect-only"] * DRY]
+    """Run tests marked `gpu`, with what they print in the log."""
+    return [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "gpu", *PLAIN, *words]
+
+
+def bench_steps(model: str, batch: int, work: Path) -> list[object]:
+    """Compare decode steps and prefill of the dense and the pruned model, with dummy weights."""
+    dense, pruned = (work / f"{model}-{removed}" for removed in (0, 40))
+    sizes = ["--concurrency", batch, "--context-length", 512, "--rounds", 3]
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [batch]}
+    engine = ["--compilation-config", json.dumps(graphs)]
+    if DRY:
+        sizes = ["--concurrency", 2, "--context-length", 48, "--rounds", 1, "--steps", 12]
+        engine = ["--enforce-eager"]
+    command = [sys.executable, "-m", "ddp_vllm", "bench", "steps", "--dense", dense, "--pruned", pruned]
+    return [*command, *sizes, "--overwrite", "-o", "{out}", "--", "--load-format", "dummy", *engine]
 
 
 def first_call() -> list[Step]:
     parallel = [] if DRY else ["-n", "8"]
-    tests = ["--no-header", "-o", "filterwarnings=default", "--noconftest", *parallel]
+    tests = pytest("--noconftest", *parallel, *["--collect-only"] * DRY, "tests/plugins/test_moe_kernel.py")
     return [
-        Step(name="probe", words=script("probe.py", "{out}"), limit=40),
-        Step(name="kernel-tests", words=pytest(*tests, "tests/plugins/test_moe_kernel.py"), limit=60),
-        Step(name="training", words=script("training_kernels.py", "{out}"), limit=60, share=0.6),
+        Step(name="probe", words=script("machine.py", "{out}"), limit=40),
+        Step(name="kernel-tests", words=tests, limit=60),
+        Step(name="training", words=pytest("tests/gpu/test_training_kernels.py"), limit=60, share=0.6),
         Step(name="tiles", words=script("tiles.py", "{out}")),
     ]
 
 
-def second_call() -> list[Step]:
-    models = [("qwen3-30b-a3b", 0), ("qwen3-30b-a3b", 40), ("qwen3-8b", 0), ("qwen3-8b", 40)]
-    models += [("qwen3-30b-a3b", 60), ("qwen3-8b", 20), ("qwen3-30b-a3b", 20), ("qwen3-8b", 60)]
-    kernel = bench_kernel(
+def second_call(work: Path) -> list[Step]:
+    kernel = kernel_speed(
         "--shape", "qwen3-30b-a3b", "--tokens", "1,32,128,512,4096", "--sparsity", "40,0", "--rounds", 5
     )
+    serving = pytest("tests/gpu/test_serving.py")
+    # half of the mixture's layers, since both engines share the GPU
+    models = {"qwen3-30b-a3b": 2 if DRY else 24, "qwen3-8b": 0}
     return [
         Step(name="import", words=[sys.executable, "-c", IMPORTS], limit=60),
         Step(name="kernel", words=kernel, limit=60),
-        Step(name="correct", words=script("correct.py", "{out}"), share=0.5, is_early=True),
-        *(
-            Step(name=f"{model}-{removed}", words=script("e2e.py", model, removed, "{out}"), is_early=True)
-            for model, removed in (models[1:3] if DRY else models)
-        ),
+        Step(name="correct", words=serving, share=0.5, is_early=True),
+        *(Step(name=f"{model}-configs", words=script("machine.py", model, n), limit=60) for model, n in models.items()),
+        *(Step(name=model, words=bench_steps(model, 32, work), share=0.6) for model in models),
     ]
 
 
@@ -115,7 +115,7 @@ def third_call(home: Path) -> list[Step]:
     train = [*script("train.py", model, tokens), "--out", "{out}"]
     return [
         Step(name="weights", words=script("weights.py", home / "smol.codes", model), limit=60),
-        Step(name="table8", words=script("table8.py", "{out}"), limit=75),
+        Step(name="table8", words=[sys.executable, STEP_COST, "{out}"], limit=75),
         Step(name="paper", words=[*train, home / "paper", "--recipe", REPO / "docs/paper.toml"], share=0.55),
         Step(name="joint", words=[*train, home / "joint", "--set", "train=weights"]),
     ]
@@ -124,22 +124,19 @@ def third_call(home: Path) -> list[Step]:
 def all_of_a_gpu(model: str, data: str, out: Path) -> list[Step]:
     """Return the steps of `make gpu`, without limits."""
     vllm = [sys.executable, "-m", "ddp_vllm"]
-    device, size, pruned = "cpu" if DRY else "cuda", (2, 64) if DRY else (4, 2048), out / "pruned"
+    pruned = out / "pruned"
     text = ["--data", data] if data else []
-    talks = ["--dataset-path", data] if data else []
+    talks = ["--dataset-path", data] if data else []  # else ShareGPT of the Hub
     few = ["--seq-len", 64, "--batch-size", 2, "--steps", 4, "--train", "masks"] if DRY else []
     fewer = ["--num-prompts", 4, "--pairs", 2, "--", "--enforce-eager", "--dtype", "float32"] if DRY else []
     bench = [*vllm, "bench", "sharegpt", "--overwrite", "-o", "{out}"]
-    step_cost = [sys.executable, REPO / "benchmarks/lab/step_cost.py", model, "--device", device]
-    step_cost += ["--batch-size", size[0], "--seq-len", size[1], "--one-at-a-time"]
-    step_cost += ["--rounds", 2, "--cases", "forward;distilled step;LoRA step"] if DRY else []
     return [
-        Step(name="probe", words=script("probe.py", "{out}")),
-        Step(name="tests", words=pytest()),
-        Step(name="correct", words=script("correct.py", "{out}")),
-        Step(name="training", words=script("training_kernels.py", "{out}")),
-        Step(name="kernel", words=bench_kernel("--shape", "all")),
-        Step(name="step", words=step_cost),  # one case at a time, since twelve at once fit no GPU
+        Step(name="probe", words=script("machine.py", "{out}")),
+        Step(name="tests", words=pytest("tests", "--ignore=tests/gpu", *["--collect-only"] * DRY)),
+        Step(name="correct", words=pytest("tests/gpu/test_serving.py")),
+        Step(name="training", words=pytest("tests/gpu/test_training_kernels.py")),
+        Step(name="kernel", words=kernel_speed("--shape", "all")),
+        Step(name="step", words=[sys.executable, STEP_COST, "{out}"]),
         Step(name="prune", words=[*vllm, "prune", model, "--sparsity", 0.5, *text, "--overwrite", "-o", pruned, *few]),
         Step(name="sharegpt", words=[*bench, "--dense", model, "--pruned", pruned, *talks, *fewer]),
     ]
@@ -165,7 +162,7 @@ class Runner:
     def environment(self, ends: float) -> dict[str, str]:
         """Return the environment of a step that should end at `ends`, in seconds of the wall
         clock."""
-        packages = [REPO, REPO / "prune", REPO / "plugins", REPO / "benchmarks"]
+        packages = [REPO, REPO / "prune", REPO / "plugins", REPO / "benchmarks", KERNELS]
         packages += [self.home / name for name in ("site", "vllm", "vllm_site") if (self.home / name).exists()]
         before = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
         facts = {"LEASE_WORK": str(self.home / "work"), "LEASE_ENDS": str(ends), "PYTHONUNBUFFERED": "1"}
@@ -188,13 +185,13 @@ class Runner:
         return self.home / "results" / f"{step.name}.json"
 
     def start(self, step: Step, seconds: float) -> subprocess.Popen:
-        go = ["--go", self.home / f"go-{step.name}"] if step.is_early else []
-        words = [str(word).replace("{out}", str(self.result_file(step))) for word in (*step.words, *go)]
+        words = [str(word).replace("{out}", str(self.result_file(step))) for word in step.words]
+        go = {"LEASE_GO": str(self.home / f"go-{step.name}")} if step.is_early else {}
         with open(self.home / "logs" / f"{step.name}.log", "w") as log:
+            environment = self.environment(time.time() + seconds - STOPPING) | go
             return subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, env=self.environment(time.time() + seconds - STOPPING),
-                cwd=REPO, start_new_session=True,
-            )  # fmt: skip
+                words, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=REPO, start_new_session=True
+            )
 
     def run(self, steps: Sequence[Step]) -> None:
         """Run the steps that have not ended well yet."""
@@ -301,7 +298,7 @@ def main() -> None:
     unpacking.start()
     if args.call != "1":  # whose steps do not need what it carries for the next call
         unpacking.join()
-    plans = {"1": first_call, "2": second_call, "3": lambda: third_call(home)}
+    plans = {"1": first_call, "2": lambda: second_call(home / "work"), "3": lambda: third_call(home)}
     plan = plans.get(args.call, lambda: all_of_a_gpu(args.model, args.data, out))
     steps = [step for step in plan() if not args.only or step.name in args.only.split(",")]
     if not steps:

@@ -21,11 +21,11 @@ if DRY:
 
 import torch
 
-from ddp_benchmarks.expert_layers import SHAPES, Batch, draw_batch, draw_widths, work
-from ddp_benchmarks.kernel import measure_ceilings
 from ddp_plugins import moe_kernel
 from ddp_plugins.moe_experts import ExpertLayout
 from ddp_plugins.moe_kernel import Tiles
+from expert_layers import SHAPES, Batch, draw_batch, draw_widths, work
+from kernel_speed import measure_ceilings
 
 FIELDS = ("pairs", "columns", "down_columns", "depth", "warps", "stages", "programs")
 CANDIDATES = {  # all compile for sm_90 without spilled registers

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from ddp_prune.mode import allowed_modes
 
 import ddp_vllm
 from ddp_prune.core.processes import make_accelerator
 from ddp_prune.core.rate import trial_steps
+from ddp_prune.fit import allowed_modes
 from ddp_prune.models.source import open_source
 from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe, load_recipe
@@ -48,7 +48,9 @@ def fill_cache(model: str, tokens: Path, recipe: Recipe, steps: int) -> int:
     ids = blocks[: heldout + wanted]
     sizes = (recipe.seq_len, wanted, heldout, recipe.batch_size, recipe.seed, recipe.text_column)
     key = product._key(TEXT, load_tokenizer(model), *sizes)
-    product.save_blocks(cache_folder() / "tokens" / f"{key}.tokens", Tokens(ids, np.ones(ids.shape, bool)))
+    product.save_blocks(
+        cache_folder() / "tokens" / f"{key}.tokens", Tokens(ids, np.ones(ids.shape, bool), np.empty((2, 0), np.uint64))
+    )
     return len(ids) - heldout
 
 

@@ -53,7 +53,12 @@ def bench() -> None:
 @default_option("--num-prompts", default=1000, help="Conversations to replay.")
 @default_option("--pairs", default=5, help="Measurements of each model.")
 @click.option(
-    "--dataset-path", "--dataset", "dataset", type=_PATH, show_default="fetched", help="ShareGPT file (JSON or JSONL)."
+    "--dataset-path",
+    "--dataset",
+    "dataset",
+    type=_PATH,
+    show_default="ShareGPT of the Hub",
+    help="Conversations in any form that prune reads.",
 )
 @click.option("--output", "-o", type=_PATH, show_default="DIR/sharegpt-MODE.json", help="Results.")
 @_overwrite
@@ -114,66 +119,6 @@ def _picture(results: Mapping[str, Any], path: Path) -> str:
         return "no picture of the results: matplotlib is missing; pip install matplotlib"
     draw_speed(results, path)
     return f"{path} shows them"
-
-
-@bench.command()
-@list_option("--shape", "shapes", default="qwen3-30b-a3b", metavar="MODEL,…", help="Models, or all.")
-@list_option("--tokens", of=int, default="1,4,16,64,256,1024,4096", help="Batch sizes.")
-@list_option("--sparsity", "sparsities", of=int, default="0,20,40,60", help="Percent removed.")
-@default_option("--rounds", default=9, help="Interleaved measurements of each kernel.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), show_default="cuda if available", help="Where the kernels run."
-)
-@choice_option("--dtype", ["bfloat16", "float16", "float32"], "Of weights and activations.")
-@default_option("--scale", default=1.0, help="Factor of hidden and intermediate size.")
-@click.option("--experts", type=int, show_default="the model's", help="Maximum number of experts.")
-@choice_option("--clock", ["wall", "cpu"], "On a CPU.")
-@default_option("--popularity", default=0.5, help="Unevenness of the routing.")
-@_seed
-@default_option("--output", "-o", type=_PATH, default="kernel.json", help="Results.")
-@_overwrite
-@_json
-def kernel(
-    shapes: tuple[str, ...], device: str | None, output: Path, overwrite: bool, as_json: bool, **options: Any
-) -> None:
-    """Compare one layer's experts of different widths with vLLM's fused experts and with equal
-    widths.
-
-    \b
-    ddp-vllm bench kernel --shape all
-    ddp-vllm bench kernel --shape olmoe-1b-7b --experts 16 --scale 0.5 --tokens 1,16 --sparsity 40
-    """
-    from ddp_vllm.output import check_file
-
-    check_file(output, overwrite=overwrite)
-    import torch
-
-    from ddp_benchmarks.expert_layers import SHAPES
-    from ddp_benchmarks.kernel import KernelSettings, run_kernel_benchmark
-    from ddp_benchmarks.tables import kernel_line, plain_console, print_kernel
-    from ddp_vllm.results import write_results
-
-    settings = KernelSettings(
-        shapes=tuple(SHAPES) if shapes == ("all",) else shapes,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        **options,
-    )
-    settings.check()
-    console = plain_console()
-    results: dict[str, Any] = {}
-
-    def save(partial_results: Mapping[str, Any]) -> None:
-        results.update(partial_results)
-        write_results(results, output)
-
-    try:
-        run_kernel_benchmark(settings, print_line=partial(console.print, style="dim"), save=save)
-    finally:  # an interrupted run prints its results so far
-        if results:
-            print_kernel(results, console)
-            console.print(f"{output} has every ratio and width")
-            if as_json:
-                echo(kernel_line(results))
 
 
 @bench.command()
@@ -262,12 +207,17 @@ def _refuse_without(needed: str, *names: str) -> None:
 
 @click.command()
 @click.argument("model")
-@list_option("--tasks", default="paper", metavar="TASK,…", help="Tasks or suites: paper, nine, llama, generative.")
+@list_option(
+    "--tasks", default="paper", metavar="TASK,…", help="Tasks of lm-eval, or suites: paper, nine, llama, generative."
+)
 @choice_option("--backend", ["hf", "vllm"], "Runs the tasks: transformers or vLLM.")
-@list_option("--rows", of=Path, help="Folders or files with the rows of the tasks, instead of the Hub's.")
+@click.option("--include-path", type=_PATH, metavar="FOLDER", help="Further tasks for lm-eval, such as local ones.")
 @list_option("--text", "texts", help="Compare with the dense model on these texts.")
 @default_option("--tokens", default=16_384, help="Tokens of each --text, at least 8 blocks.")
 @click.option("--max-ratio", type=float, help="With --text: exit with 9 if perplexity is above this × the dense one.")
+@click.option(
+    "--min-retained", type=float, help="With --against: exit with 9 if less of the dense model's accuracy is retained."
+)
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print the retained fraction.")
 @click.option("--batch-size", type=int, show_default="8; on a GPU as many as fit, up to 64", help="Rows at once.")
@@ -289,31 +239,32 @@ def eval(
     as_json: bool,
     quiet: bool,
     max_ratio: float | None,
+    min_retained: float | None,
     **options: Any,
 ) -> None:
     """Evaluate MODEL, a folder or a Hub name, on the paper's tasks through lm-eval.
 
     \b
-    ddp-vllm eval ./pruned --against MODEL
-    ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --rows ./bench
+    ddp-vllm eval ./pruned --against MODEL --min-retained 0.97
+    ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100
     ddp-vllm eval ./pruned --text test.jsonl --max-ratio 1.1
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
     model or --against. Give it text that pruning did not read. Tasks run only if --tasks is passed
-    too. With --rows no rows come from the Hub: it has one file per task, such as piqa_val.jsonl,
-    and missing files are an error. Finished tasks are cached and reused.
+    too. A task NAME_local of --include-path counts as lm-eval's NAME. An interrupted evaluation
+    resumes from lm-eval's cache of responses.
     """
-    from ddp_benchmarks.evaluate import EvalSettings, evaluate
+    from ddp_benchmarks.evaluate import EvalSettings, choose_tasks, evaluate
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.tables import plain_console, print_quality
-    from ddp_benchmarks.tasks import choose_tasks
-    from ddp_vllm.evaluations import against_output, default_output
+    from ddp_vllm.evaluations import against_output, check_min_retained, default_output, judge_retained
     from ddp_vllm.results import results_folder
 
     with_tasks = click.get_current_context().get_parameter_source("tasks") is ParameterSource.COMMANDLINE
     if texts:
         if not with_tasks:
-            _refuse_without("--tasks together with --text", "backend", "rows", "limit", "batch_size", "model_args")
+            task_options = ("backend", "include_path", "limit", "batch_size", "model_args", "min_retained")
+            _refuse_without("--tasks together with --text", *task_options)
         _evaluate_text(model, texts, against, output, options, as_json=as_json, quiet=quiet, max_ratio=max_ratio)
         if not with_tasks:
             return
@@ -324,6 +275,7 @@ def eval(
     if any(len(pair) != 2 for pair in pairs):
         raise SettingError("--model-args requires name=value pairs, comma-separated, such as max_model_len=2048")
     names = choose_tasks(",".join(tasks))
+    check_min_retained(min_retained, names, against)
     settings = []
     for evaluated in filter(None, (against, model)):
         chosen = output if output is None or evaluated == model else against_output(evaluated, output)
@@ -340,6 +292,7 @@ def eval(
     console.print(f"lm-eval's results are in {output or default_output(model)}")
     if as_json:
         echo(json.dumps(results[-1]))
+    judge_retained(results[-1], results[0], min_retained)
 
 
 def _evaluate_text(

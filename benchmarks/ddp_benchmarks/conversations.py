@@ -19,8 +19,9 @@ from typing import Any
 from ddp_prune.text.conversations import Conversation, RowParser
 from ddp_prune.text.messages import EXAMPLE, Notes, words_of
 from ddp_prune.text.rows import open_rows, reading_text
-from ddp_vllm.errors import TextError
+from ddp_vllm.errors import TextError, reading
 
+SHARE_GPT = ("anon8231489123/ShareGPT_Vicuna_unfiltered", "ShareGPT_V3_unfiltered_cleaned_split.json")
 # tokens; vllm.benchmarks.datasets.is_valid_sequence
 MIN_LENGTH, MAX_PROMPT_LENGTH, MAX_TOTAL_LENGTH = 4, 1024, 2048
 
@@ -59,6 +60,14 @@ class Sample:
         return text
 
 
+def download_share_gpt() -> Path:
+    """Return the file of ShareGPT that vLLM's documentation uses. Raises: TextError if the Hub is out of reach."""
+    from huggingface_hub import hf_hub_download
+
+    with reading("ShareGPT on the Hub", TextError, "pass --dataset FILE with conversations"):
+        return Path(hf_hub_download(*SHARE_GPT, repo_type="dataset"))
+
+
 def read_conversations(path: Path) -> list[dict[str, Any]]:
     """Read every conversation of a file as a ShareGPT entry; the formats are those that `prune`
     reads.
@@ -69,7 +78,7 @@ def read_conversations(path: Path) -> list[dict[str, Any]]:
     Raises: TextError with place and reason if the file is missing, or a row holds no conversation.
     """
     if not path.exists():
-        raise TextError(f"{path} does not exist; pass a file with conversations, or omit --dataset to fetch ShareGPT")
+        raise TextError(f"{path} does not exist; pass a file with conversations, such as ShareGPT")
     rows, parser = open_rows(str(path)), RowParser(Notes())
     conversations = []
     with reading_text(str(path)):

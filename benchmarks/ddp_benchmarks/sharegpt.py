@@ -19,9 +19,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_benchmarks.conversations import Sample, draw_sample, read_conversations, write_sample
+from ddp_benchmarks.conversations import (
+    SHARE_GPT,
+    Sample,
+    download_share_gpt,
+    draw_sample,
+    read_conversations,
+    write_sample,
+)
 from ddp_benchmarks.engine import Engine, Server, vllm_command, vllm_file_contains
-from ddp_benchmarks.fetch import fetch_conversations
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
 from ddp_vllm.errors import OutputError, ServingError, SettingError
@@ -71,7 +77,7 @@ class Settings:
     warmup_round: bool = True
     """Measure every model once before the pairs and discard the results."""
     dataset: Path | None = None
-    """A ShareGPT file; None fetches conversations from the package registry."""
+    """Conversations; None: ShareGPT, from the Hub."""
     seed: int = 0
     max_model_len: int = 2048
     """Context of every engine in tokens; vLLM's ShareGPT sampler skips anything longer than 2048.
@@ -96,7 +102,7 @@ class Settings:
                 raise SettingError(f"a load of {load.label} sends nothing; rates and concurrency must be above 0")
 
     def to_json(self) -> dict[str, Any]:
-        dataset = str(self.dataset) if self.dataset else "the registry's ShareGPT package"
+        dataset = str(self.dataset) if self.dataset else "/".join(SHARE_GPT)
         return asdict(self) | {"dataset": dataset, "loads": [load.label for load in self.loads]}
 
 
@@ -192,7 +198,7 @@ def _fit(settings: Settings) -> Settings:
 
 def _draw(settings: Settings) -> Sample:
     return draw_sample(
-        read_conversations(settings.dataset or fetch_conversations()),
+        read_conversations(settings.dataset or download_share_gpt()),
         token_counter(settings.dense),
         num_prompts=settings.num_prompts,
         seed=settings.seed,

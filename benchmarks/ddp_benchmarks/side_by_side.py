@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
-from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, runs_on_cpu, vllm_command
+from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, number_format, runs_on_cpu, vllm_command
 from ddp_benchmarks.models import max_model_len
 from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
@@ -31,6 +31,8 @@ STEPS_FORMAT = "ddp-vllm bench steps 1"
 CPU_BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
 # consecutive steps of an engine; after the first few, its weights are in the caches again
 TURN = 12
+# `bench steps` ends when the ends of each interval differ by at most this factor
+NARROW, FEWEST_ROUNDS = 1.05, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class StepSettings:
     pruned: tuple[str, ...]
     workload: Workload
     rounds: int = 5
+    """At most; fewer are enough if every interval is narrow (`NARROW`) after `FEWEST_ROUNDS`."""
     steps: int = 96
     """Decode steps per round, in turns of `TURN`."""
     engine_arguments: tuple[str, ...] = ()
@@ -76,7 +79,8 @@ class StepEngine(Engine):
                 f"steps of {largest[1]:,} tokens are asked, but the model takes {longest:,}; pass a lower "
                 "--context-length"
             )
-        value_bytes = 4 if any(word.endswith("float32") for word in arguments) else 2
+        is_float32 = any(word.endswith("float32") for word in [*arguments, *number_format(arguments)])
+        value_bytes = 4 if is_float32 else 2
         self.cpu_defaults = CPU_DEFAULTS | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib(model, *largest, value_bytes))}
         sizes = ["--max-num-seqs", str(largest[0]), "--max-model-len", str(largest[1]), "--no-enable-prefix-caching"]
         if not runs_on_cpu() and not any("gpu-memory-utilization" in word for word in arguments):
@@ -198,6 +202,8 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
     largest = largest_of([workload.batch], [workload.context], settings.steps)
     scratch = Path(tempfile.mkdtemp(prefix="ddp-vllm-steps-"))
     engines: dict[str, StepEngine] = {}
+    if words := number_format(settings.engine_arguments):
+        print_line(f"this processor does not compute in bfloat16, so engines run with {' '.join(words)}")
     with ExitStack() as stack:
         for number, model in enumerate(models):
             print_line(f"starting the engine of {model}")
@@ -210,13 +216,27 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
             measured = take_turns(engines, workload, settings.steps, max(turn, 0))
             for model, cell in measured.items() if turn >= 0 else ():
                 cells[model].append(cell)
+            if turn + 1 >= FEWEST_ROUNDS and all(map(is_narrow, verdicts_of(settings, cells))):
+                break
     shutil.rmtree(scratch, ignore_errors=True)
     seconds = {model: [seconds_of([cell], workload) for cell in cells[model]] for model in models}
-    prefill = {model: [cell["prefill"] for cell in cells[model]] for model in models}
-    verdicts = [
-        {"pruned": pruned}
-        | judge(seconds[pruned], seconds[settings.dense]).to_json()
-        | {"prefill": judge(prefill[pruned], prefill[settings.dense]).to_json()}
-        for pruned in settings.pruned
-    ]
+    verdicts = verdicts_of(settings, cells)
     return new_results(STEPS_FORMAT, asdict(settings)) | {"seconds": seconds, "verdicts": verdicts}
+
+
+def verdicts_of(settings: StepSettings, cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the verdict of each pruned model on the workload, with that of prefill."""
+
+    def judged(model: str, phase: str) -> dict[str, Any]:
+        seconds = [[cell[phase] for cell in cells[name]] for name in (model, settings.dense)]
+        return judge(*seconds).to_json()
+
+    phase = settings.workload.phase
+    return [
+        {"pruned": pruned, **judged(pruned, phase), "prefill": judged(pruned, "prefill")} for pruned in settings.pruned
+    ]
+
+
+def is_narrow(verdict: Mapping[str, Any]) -> bool:
+    """Tell whether the interval of a verdict answers how much faster a model is."""
+    return verdict["low"] is not None and verdict["high"] <= NARROW * verdict["low"]

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_benchmarks.protocol import result_line
-from ddp_vllm.evaluations import TASKS, in_points, mean_difference, score
+from ddp_vllm.evaluations import TASKS, in_points, mean_difference, score, task_of
 from ddp_vllm.intervals import ratio_text, spread
 from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import main_metric, main_verdict, measured, on_gpu
@@ -165,7 +165,8 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
     table = Table("task", "metric", box=box.SIMPLE_HEAD, title=f"first {limit} rows of each task" if limit else None)
     for heading in [model["ddp_vllm"]["model"]["name"] for model in models] + (["retained"] if dense else []):
         table.add_column(heading, justify="right")
-    for name, task in TASKS.items():
+    for name in sorted(results["results"], key=lambda name: [*TASKS, name].index(name)):
+        task = task_of(results, name)
         if score(results, name) is not None:
             cells = _quality([score(model, name) for model in models], in_percent=task.higher_is_better)
             table.add_row(task.heading, task.metric.replace("_", " "), *cells)
@@ -197,64 +198,3 @@ def _quality(scores: Sequence[tuple[float, float | None] | None], *, in_percent:
         kept = pruned / dense if dense else None
         cells.append("–" if kept is None else f"{100 * kept:.1f} %" if in_percent else f"×{kept:.2f}")
     return cells
-
-
-def print_kernel(results: Mapping[str, Any], console: Console) -> None:
-    """Print one table per shape and sparsity; intervals of the ratios are in the JSON."""
-    settings, ceilings = results["settings"], results["ceilings"]
-    for name in settings["shapes"]:
-        for sparsity in settings["sparsities"]:
-            rows = [row for row in results["rows"] if row["shape"] == name and row["sparsity"] == sparsity]
-            if rows:
-                console.print(_kernel_table(name, sparsity, rows))
-    if settings["scale"] != 1 or settings["experts"]:
-        console.print("The shapes are smaller than the real ones, by --scale or --experts.", style="bold")
-    console.print(
-        f"ms: our kernel on drawn widths. N×: it is N times as fast as vLLM's kernel on dense and on padded experts, "
-        f"our kernel on equal widths, and vLLM's on equal widths. ∝ kept: its time over dense time × the kept share.\n"
-        f"Ceilings: copy {ceilings['copy_gb_per_s']:,.1f} GB/s, matmul {ceilings['matmul_gflop_per_s']:,.0f} "
-        f"GFLOP/s; {results['threads']} threads, {settings['clock']} clock. Widths are random, not from trained masks."
-    )
-
-
-def _kernel_table(name: str, sparsity: int, rows: Sequence[Mapping[str, Any]]) -> Table:
-    first = rows[0]
-    title = (
-        f"{name}: {first['num_experts']} experts of {min(first['widths'])}…{max(first['widths'])} channels, top "
-        f"{first['num_experts_per_tok']}, hidden {first['hidden_size']}, {sparsity} % removed"
-    )
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for heading in ("tokens", "ms", "dense", "padded", "even", "vLLM even", "∝ kept", "GB/s", "GFLOP/s"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['tokens']}",
-            f"{1000 * row['seconds']['ragged']['median']:.3g}",
-            *(f"{verdict['ratio']:.2f}×" for verdict in row["speedup_over"].values()),
-            f"{100 * row['over_proportional']:.0f} %",
-            f"{row['gb_per_s']:,.1f}",
-            f"{row['gflop_per_s']:,.0f}",
-        )
-    return table
-
-
-def kernel_line(results: Mapping[str, Any]) -> str:
-    """Return hardware, versions, seed, medians with spread and ratios as one line of JSON."""
-    keep = (
-        "shape", "sparsity", "tokens", "huge_page_bytes", "vllm", "vllm_tiles", "seconds", "bound", "over_proportional",
-        "gb_per_s", "gflop_per_s",
-    )  # fmt: skip
-    rows = []
-    for row in results["rows"]:
-        over = row["speedup_over"].items()
-        ratios = {name: [verdict[key] for key in ("low", "ratio", "high")] for name, verdict in over}
-        rows.append({key: row[key] for key in keep} | {"speedup_over": ratios})
-    return result_line(
-        "How fast are experts of different widths, and what do the different widths themselves cost?",
-        results["settings"],
-        seed=results["settings"]["seed"],
-        where=results,
-        benchmark="kernel",
-        rows=rows,
-        **{key: results[key] for key in ("complete", "threads", "ceilings")},
-    )

@@ -80,7 +80,7 @@ def bench_steps(
     is, and was predicted to be if this workload was its budget.
     """
     from ddp_benchmarks.side_by_side import StepSettings, compare_steps
-    from ddp_vllm.checkpoint import read_checkpoint
+    from ddp_vllm.masks import MASKS_FILE, read_provenance
     from ddp_vllm.model_facts import is_pruned
     from ddp_vllm.output import check_file
     from ddp_vllm.results import write_results
@@ -89,8 +89,9 @@ def bench_steps(
         check_file(Path(output), overwrite=overwrite)
     workload = Workload(phase=phase, batch=concurrency, context=context_length)
     chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **settings)
+    # also of a folder without weights, for `-- --load-format dummy`
     provenances = [
-        read_checkpoint(Path(folder)).provenance if is_pruned(Path(folder)) else {} for folder in chosen.pruned
+        read_provenance(Path(folder) / MASKS_FILE) if is_pruned(Path(folder)) else {} for folder in chosen.pruned
     ]
     predictions = [provenance.get("latency", {}) for provenance in provenances]
     results = compare_steps(chosen, print_line=line_printer(verbose))
@@ -113,16 +114,16 @@ def evaluate(
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's
     results.
 
-    tasks: names separated by commas, or one of the suites `paper`, `nine`, `llama`, `generative`.
+    tasks: lm-eval's names separated by commas, or one of the suites `paper`, `nine`, `llama`, `generative`.
     output: a folder, by default `eval` in the model's. settings: any field of `EvalSettings`
-    (`limit`, `rows`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
+    (`limit`, `include_path`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     from ddp_benchmarks import evaluate as evaluating
-    from ddp_benchmarks.tasks import choose_tasks
 
     folder = Path(output) if output else default_output(str(model))
-    settings["rows"] = tuple(map(Path, _several(settings.get("rows", ()))))
-    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, **settings)
+    if settings.get("include_path"):
+        settings["include_path"] = Path(settings["include_path"])
+    chosen = evaluating.EvalSettings(model=str(model), tasks=evaluating.choose_tasks(tasks), output=folder, **settings)
     chosen.check()
     with results_folder(folder):
         return dict(evaluating.evaluate(chosen, print_line=line_printer(verbose)))

@@ -1,8 +1,7 @@
 """Can a small mixture of experts with real language in it be made of a dense model, for want of a
 pretrained one?
 
-    python benchmarks/lab/upcycle.py OUT [--parent MODEL] [--data TEXT] [--test wiki.test.raw
-    --detokenize]
+    python benchmarks/lab/upcycle.py OUT [--parent MODEL] [--data TEXT]
 
 No pretrained mixture of experts can be had from a package registry; this makes one of SmolLM2-135M.
 Of each MLP the channels of most energy become a shared expert that sees every token. The others are
@@ -36,17 +35,16 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from ddp_benchmarks.fetch import fetch_conversations, fetch_model
-from ddp_benchmarks.protocol import script_parser
+from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_prune.core.gates import GatedModel, block_losses
 from ddp_prune.core.loss import OutputHead, distill, final_hidden, perplexity_of
 from ddp_prune.models.loading import load_model
-from ddp_prune.models.source import open_source
+from ddp_prune.models.source import Source, open_source
 from ddp_prune.text.blocks import load_blocks
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_study.study import read_test_blocks
+from ddp_vllm.families import choose_head_unit
 from ddp_vllm.output import atomic_folder
-from study import add_test_options, gate, print_result
+from fetch import fetch_conversations, fetch_model
 
 DEALT_BLOCKS, SEQ_LEN = 32, 256  # text that channels are dealt out by
 ROUNDS = 10  # of dealing out channels and tokens in turn
@@ -250,7 +248,6 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--parent", help="A Llama; SmolLM2-135M-Instruct from the package registry if not given.")
     parser.add_argument("--data", help="Text to learn on; ShareGPT from the package registry if not given.")
-    add_test_options(parser)
     for name, default in vars(Plan()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     arguments = parser.parse_args()
@@ -261,9 +258,6 @@ def main() -> None:
         arguments.data or str(fetch_conversations()), tokenizer, seq_len=SEQ_LEN, heldout_blocks=32, seed=plan.seed,
         train_blocks=max(DEALT_BLOCKS, plan.steps * plan.batch_size), min_train_blocks=DEALT_BLOCKS,
     )  # fmt: skip
-    texts = {"held-out": blocks.heldout}
-    if arguments.test:
-        texts["test"] = read_test_blocks(arguments.test, tokenizer, detokenize=arguments.detokenize)
     device = Accelerator().device
     parent = load_model(source, "bfloat16").to(device)
     wall, cpu = time.monotonic(), time.process_time()
@@ -271,23 +265,26 @@ def main() -> None:
     train(model, parent, blocks.train.to(device), plan)
     mixture = to_qwen2_moe(model.cpu(), plan)
     cost = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
-    gated = gate(parent.cpu(), source)
-    quality = {name: {"parent": perplexity_of(block_losses(gated, None, text))} for name, text in texts.items()}
+    gated = gated_model(parent.cpu(), source)
+    quality = {"parent": perplexity_of(block_losses(gated, None, blocks.heldout))}
     with atomic_folder(arguments.output) as folder:
         mixture.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         made = open_source(str(folder))
-        gated = gate(load_model(made, "auto"), made)
-        for name, text in texts.items():
-            quality[name]["mixture"] = perplexity_of(block_losses(gated, None, text))
-            with moved_on(gated.model):
-                quality[name]["moved on"] = perplexity_of(block_losses(gated, None, text))
+        gated = gated_model(load_model(made, "auto"), made)
+        quality["mixture"] = perplexity_of(block_losses(gated, None, blocks.heldout))
+        with moved_on(gated.model):
+            quality["moved on"] = perplexity_of(block_losses(gated, None, blocks.heldout))
         result = {
             "plan": vars(plan), "perplexity": quality, "parameters": mixture.num_parameters(),
             "routing": routing(gated, blocks.heldout),
         } | cost  # fmt: skip
         (folder / "README.md").write_text(card(result, source.folder.name), encoding="utf-8")
-    print_result(__doc__, arguments, seed=plan.seed, **result)
+    print(result_line(__doc__, vars(arguments), seed=plan.seed, threads=torch.get_num_threads(), **result))
+
+
+def gated_model(model: Any, source: Source) -> GatedModel:
+    return GatedModel(model, source.family, source.sizes, choose_head_unit("auto", source.sizes))
 
 
 @contextmanager
@@ -321,7 +318,7 @@ def routing(gated: GatedModel, blocks: torch.Tensor) -> dict[str, float]:
 
 def card(result: dict[str, Any], parent: str) -> str:
     """Return the model card: what this is, and what it is not."""
-    plan, quality = Plan(**result["plan"]), result["perplexity"]
+    plan, quality = Plan(**result["plan"]), {"held-out text": result["perplexity"]}
     columns = ("parent", "mixture", "moved on")
     rows = "\n".join(
         f"| {name} | {' | '.join(f'{row[column]:.2f}' for column in columns)} |" for name, row in quality.items()

@@ -245,11 +245,7 @@ torch.library.register_fake("ddp_vllm::ragged_moe", _fake, lib=LIBRARY)
 
 def build_experts(experts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Run:
     """Pack experts (gate `[w, H]`, up `[w, H]`, down `[H, w]`) and return a function of x, weights
-    and ids.
-
-    The entry point `ddp_vllm.moe_kernels` names this function, so that benchmarks find it without
-    importing this part.
-    """
+    and ids, for the benchmarks of kernels."""
     layout = ExpertLayout.of([len(gate) for gate, _, _ in experts])
     like = experts[0][0]
     w13, w2 = empty_weights(layout, like.shape[1], like.dtype, like.device)

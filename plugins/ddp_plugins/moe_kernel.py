@@ -58,7 +58,7 @@ class Tiles:
 
 
 # Sized to fit Hopper: accumulators in registers, the stages of all programs in shared memory.
-# Chosen by compiling and by the model of benchmarks/moe_traffic.py; neither run on a GPU nor tuned.
+# Chosen by compiling and by the model of benchmarks/kernels/moe_traffic.py; neither run on a GPU nor tuned.
 FEW = Tiles(pairs=16, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=4)
 SOME = Tiles(pairs=64, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=2)
 MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages=4, programs=1)

@@ -133,7 +133,7 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
     if not has_times or source.sizes.blocks != dimensions_of(stock).blocks:
         raise SettingError(
             "a speedup requires times by heads and channels, which ddp-vllm profile measures of models with a row in "
-            "docs/families.md that are pruned whole; give a sparsity or a target"
+            "docs/models.md that are pruned whole; give a sparsity or a target"
         )
     return find_profile(
         recipe.profile, source.folder, stock, recipe.workload, measure, other_machine=recipe.other_machine

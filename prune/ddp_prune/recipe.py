@@ -78,9 +78,9 @@ class Recipe(TrainingSettings):
     """Target speedup of a step over the dense model on the serving machine, for example 1.25.
     Replaces `sparsity` and implies the budget `latency`."""
     budget: str = setting("units", choices=("units", "params", "flops", "kv-bytes", "latency"), heading="Budget")
-    """Quantity that the fraction is taken of: `units` of each module type as in the paper; or, over
-    all types together, `params`, `flops` (per token), `kv-bytes` (KV cache per token, at 16 bits)
-    or `latency` (measured time per step)."""
+    """Quantity that the fraction is taken of: `units` of each module type, or over all types
+    `params`, `flops` and `kv-bytes` per token, or the measured `latency` of a step. The paper's is
+    `units`."""
     context_length: int = setting(2048, least=1, heading="Budget")
     """Tokens in the context; the budgets `flops` and `latency` depend on it."""
     concurrency: int = setting(8, least=1, heading="Budget")
@@ -130,12 +130,12 @@ class Recipe(TrainingSettings):
     """Settings of `controller = "alm"`."""
 
     train: str = setting("auto", choices=("auto", "masks", "lora", "weights"))
-    """Training mode while units are removed: `masks` trains only masks, with frozen weights as in
-    the paper; `weights` also distills the remaining weights, except embeddings, from the dense
-    model; `lora` distills into low-rank additions to the projections, merged at the end. With its
-    teacher, a second copy of the model, `weights` requires 20 bytes per 16-bit weight with `adamw`
-    and 8 with `adamw-8bit`; `lora` requires little more than the 2 bytes of `masks`. `auto` is the
-    first of weights, lora and masks that memory holds, and `masks` for the controller `alm`."""
+    """What is trained while units are removed: `masks` alone, as in the paper, or also the
+    remaining `weights`, or low-rank additions to them (`lora`). Embeddings are never trained, and
+    additions are merged at the end. With its teacher, a second copy of the model, `weights`
+    requires 20 bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`; `lora` requires
+    little more than the 2 bytes of `masks`. `auto` is the first of weights, lora and masks that
+    memory holds, and `masks` for the controller `alm`."""
 
     def __post_init__(self) -> None:
         if self.speedup and self.budget == "units":

@@ -52,7 +52,7 @@ def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: 
         [
             step("slow", "import time; time.sleep(600)", limit=5.5),
             step("broken", "raise SystemExit('no such GPU')"),
-            step("early", "import sys; assert sys.argv[1] == '--go'", is_early=True),
+            step("early", "import sys; import os; assert 'LEASE_GO' in os.environ", is_early=True),
         ]
     )
     steps = json.loads((tmp_path / "1.json").read_text())["steps"]
@@ -68,7 +68,7 @@ def test_training_kernels_and_a_whole_third_call(tmp_path: Path, tiny: Path) -> 
 
     import weights
 
-    assert run("1", tmp_path, "--only", "training,kernel-tests")["training"]["result"]["complete"]
+    assert "9 passed" in run("1", tmp_path, "--only", "training,kernel-tests")["training"]["tail"]
     home = tmp_path / "home"
     tensors = {
         name: ("F32", list(value.shape), value.float().numpy().tobytes())
@@ -90,7 +90,7 @@ def test_training_kernels_and_a_whole_third_call(tmp_path: Path, tiny: Path) -> 
 def test_a_whole_second_call_and_make_gpu(tmp_path: Path, tiny: Path, talks: Path) -> None:
     steps = run("2", tmp_path)
     assert {step["code"] for step in steps.values()} == {0}
-    assert steps["qwen3-30b-a3b-40"]["result"]["decode_ms"].keys() == {"1", "2"}
+    assert steps["qwen3-30b-a3b"]["result"]["verdicts"][0]["prefill"]["ratio"] > 0
     command = [
         "make",
         "gpu",
@@ -104,6 +104,5 @@ def test_a_whole_second_call_and_make_gpu(tmp_path: Path, tiny: Path, talks: Pat
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     page = (tmp_path / "gpu/README.md").read_text()
     assert done.returncode == 0, done.stdout + page[-3000:]
-    cases = json.loads((tmp_path / "gpu/gpu.json").read_text())["steps"]["correct"]["result"]["rows"]
-    assert len(cases) == 11 and all(case["right"] for case in cases)
+    assert "11 passed, 3 skipped" in json.loads((tmp_path / "gpu/gpu.json").read_text())["steps"]["correct"]["tail"]
     assert "| sharegpt | well |" in page and "CPU" in page

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddp_benchmarks.conversations import draw_sample, read_conversations
+from ddp_benchmarks.conversations import download_share_gpt, draw_sample, read_conversations
 from ddp_vllm.errors import TextError
 
 
@@ -83,3 +83,10 @@ def test_sample_keeps_vllms_limits() -> None:
     assert "10 were requested, but no more are usable" in sample.describe()
     shorter = draw_sample(talks, count_words, num_prompts=10, seed=0, max_model_len=100)
     assert [entry["id"] for entry in shorter.entries] == ["7"]
+
+
+def test_without_a_file_and_a_hub_the_option_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(TextError, match=r"ShareGPT on the Hub cannot be read .*pass --dataset FILE"):
+        download_share_gpt()

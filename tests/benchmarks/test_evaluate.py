@@ -1,4 +1,4 @@
-"""lm-eval on a tiny model and two made-up rows: written as lm-eval writes, kept, and not run twice."""
+"""lm-eval on a tiny model and made-up rows of a folder of tasks: written as lm-eval writes, compared, refused."""
 
 import json
 import shutil
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, invoke
 
-from ddp_benchmarks.evaluate import EvalSettings, _cache_file, run_alone
-from ddp_vllm.evaluations import mean_difference
-from ddp_vllm.model_facts import describe_model
+from ddp_benchmarks.evaluate import run_alone
+from ddp_vllm.errors import LimitError
+from ddp_vllm.evaluations import judge_retained, mean_accuracy, mean_difference, retained
 
 
 @pytest.fixture(autouse=True)
@@ -27,70 +27,70 @@ def run(*arguments: object) -> Result:
     return invoke("eval", *arguments)
 
 
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+{more}
+"""
+CHOICE = """output_type: multiple_choice
+doc_to_text: "{{goal}}"
+doc_to_choice: "{{[sol1, sol2]}}"
+doc_to_target: label
+metric_list: [{metric: acc}, {metric: acc_norm}]"""
+WORDS = """output_type: generate_until
+doc_to_text: "{{goal}}"
+doc_to_target: "{{sol1}}"
+generation_kwargs: {max_gen_toks: 4}
+metric_list: [{metric: exact_match, higher_is_better: true}]"""
+
+
 @pytest.fixture
-def piqa(tmp_path: Path) -> Path:
-    file = tmp_path / "data" / "piqa_val.jsonl"
-    file.parent.mkdir()
+def tasks(tmp_path: Path) -> Path:
+    """A task piqa_local of two rows, of which a model answers one, `riddles` of the same kind, and `words`."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
     row = {"goal": "melt ice", "sol1": "the sun", "sol2": "down the hill", "label": 0}
-    file.write_text("".join(json.dumps({**row, "label": label}) + "\n" for label in (0, 1)))
-    return file
+    (folder / "rows.jsonl").write_text("".join(json.dumps({**row, "label": label}) + "\n" for label in (0, 1)))
+    for name, more in (("piqa_local", CHOICE), ("riddles", CHOICE), ("words", WORDS)):
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=folder / "rows.jsonl", more=more))
+    return folder
 
 
-def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(
-    tiny: Path, halved: Path, piqa: Path, tmp_path: Path
+def test_local_tasks_count_and_are_compared_with_the_dense_model(
+    tiny: Path, halved: Path, tasks: Path, tmp_path: Path, cache: Path
 ) -> None:
-    """With --output nothing is written into either model's folder. Answers in words are not among the mean's tasks."""
+    """With --output nothing is written into either model's folder. Only known tasks are among the mean's."""
     pytest.importorskip("lm_eval")
-    rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(7)]
-    (piqa.parent / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = [str(halved), "--tasks", "piqa,gsm8k", "--limit", "2", "--rows", str(piqa.parent), "-o", "out"]
-    first = passed(run(*arguments))
-    assert "PIQA" in first.stdout and "GSM8K" in first.stdout
-    assert "50.00 ± 50.00" in first.stdout  # the rows differ in nothing but the answer: one of them is right
+    dense = shutil.copytree(tiny, tmp_path / "dense")
+    options = [
+        "--tasks",
+        "piqa_local,riddles,words",
+        "--include-path",
+        str(tasks),
+        "-o",
+        "out",
+        "--against",
+        str(dense),
+    ]
+    result = run(str(halved), *options, "--min-retained", "0.97")
+    assert result.exit_code == 9 and "where the dense model has no right answer" in result.stderr  # of `words`
+    printed = result.stdout
+    assert "PIQA" in printed and "riddles" in printed and "exact match" in printed
+    assert "50.00 ± 50.00" in printed  # the rows differ in nothing but the answer: one of them is right
+    assert "100.0 %" in printed and "cannot tell: between 69.3 points worse and 69.3 better" in printed
     (file,) = (tmp_path / "out").glob("results_*.json")
     results = json.loads(file.read_text())
+    assert results["results"].keys() == results["n-samples"].keys() == {"piqa", "riddles", "words"}
     assert results["results"]["piqa"]["acc_norm,none"] == results["ddp_vllm"]["mean_accuracy"]["value"] == 0.5
-    assert results["n-samples"]["piqa"]["effective"] == 2 and "answers" not in results
-    assert sorted(results["ddp_vllm"]["answers"]["piqa"]) == [0.0, 1.0]
-    assert len(results["ddp_vllm"]["answers"]["gsm8k"]) == 2
-    cached = list((tmp_path / "out" / "tasks").iterdir())
-    dense = shutil.copytree(tiny, tmp_path / "dense")
-    again = passed(run(*arguments, "--against", str(dense)))
-    assert "reusing 2 of 2 tasks" in again.stdout and list((tmp_path / "out" / "tasks").iterdir()) == cached
-    assert "100.0 %" in again.stdout and "cannot tell: between 69.3 points worse and 69.3 better" in again.stdout
-    results = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
-    assert results["ddp_vllm"]["model"]["model"] == str(dense)
+    assert results["ddp_vllm"]["mean_accuracy"]["tasks"] == ["piqa"] and "samples" not in results
+    assert sorted(results["ddp_vllm"]["answers"].pop("piqa")) == [0.0, 1.0] and not results["ddp_vllm"]["answers"]
+    other = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
+    assert (
+        other["ddp_vllm"]["model"]["model"] == str(dense) and other["ddp_vllm"]["data"] == results["ddp_vllm"]["data"]
+    )
     assert not (dense / "eval").exists() and not (halved / "eval").exists()
-
-
-DETERMINING = (  # files of a model that change its answers
-    *("tokenizer.json", "merges.txt", "chat_template.jinja", "config.json", "model.safetensors"),
-    "subblocks_safetensors/block_0_attention.safetensors",
-)
-
-
-@pytest.mark.parametrize("name", DETERMINING)
-def test_results_of_other_answers_are_not_reused(name: str, tiny: Path, tmp_path: Path) -> None:
-    """Nor does `compare` take them for those of this model; results and pages in the folder change nothing."""
-    folder = shutil.copytree(tiny, tmp_path / "model")
-    settings = EvalSettings(model=str(folder), tasks=("piqa",))
-
-    def identity() -> tuple[str, str | None]:
-        return _cache_file(settings, "piqa", None).name, describe_model(str(folder)).id
-
-    before = identity()
-    for written in ("README.md", "sharegpt-offline.json", "report.html", "eval/results.json"):
-        (folder / written).parent.mkdir(exist_ok=True)
-        (folder / written).write_text("{}")
-    assert identity() == before
-    file = folder / name
-    file.parent.mkdir(exist_ok=True)
-    content = bytearray(file.read_bytes() if file.exists() else b"")
-    if name == "model.safetensors":
-        content[-1] ^= 1  # the size stays the same
-    file.write_bytes(content if name == "model.safetensors" else content + b" ")
-    after = identity()
-    assert after[0] != before[0] and after[1] != before[1]
+    assert len(list((cache / "eval").iterdir())) == 2  # of responses, one per model
 
 
 def test_the_difference_of_means_is_that_of_pairs() -> None:
@@ -107,6 +107,24 @@ def test_the_difference_of_means_is_that_of_pairs() -> None:
     assert mean_difference(pruned, {"ddp_vllm": {}}) is None
 
 
+def test_retained_accuracy_is_that_of_the_mean_and_of_each_task_in_which_the_model_writes() -> None:
+    """The mean of piqa and boolq is 0.72 of 0.80; ifeval rises while gsm8k falls."""
+
+    def results(piqa: float, boolq: float, gsm8k: float, ifeval: float) -> dict[str, dict[str, dict[str, float]]]:
+        of_tasks = {"piqa": {"acc_norm,none": piqa}, "boolq": {"acc,none": boolq}}
+        written = {"exact_match,flexible-extract": gsm8k}, {"prompt_level_loose_acc,none": ifeval}
+        return {"results": of_tasks | dict(zip(("gsm8k", "ifeval"), written, strict=True))}
+
+    pruned, dense = results(0.64, 0.80, 0.30, 0.6), results(0.70, 0.90, 0.40, 0.5)
+    fractions = retained(pruned, dense)
+    assert fractions == pytest.approx({"mean accuracy": 0.9, "GSM8K": 0.75, "IFEval": 1.2})
+    judge_retained(pruned, dense, 0.75)
+    with pytest.raises(LimitError, match=r"retains 0\.75 of GSM8K, below --min-retained 0\.8;"):
+        judge_retained(pruned, dense, 0.8)
+    with pytest.raises(LimitError, match="an unknown share of GSM8K"):
+        judge_retained(results(1, 1, 0.3, 0.5), results(1, 1, 0, 0.5), 0.5)
+
+
 _LOAD = """
 import sys
 from ddp_benchmarks.evaluate import EvalSettings, _load_model
@@ -117,7 +135,7 @@ for folder in sys.argv[1:]:
 
 
 @pytest.mark.nightly
-def test_how_a_model_is_loaded(tiny: Path, piqa: Path, tmp_path: Path) -> None:
+def test_how_a_model_is_loaded(tiny: Path, tasks: Path, tmp_path: Path) -> None:
     """transformers' sdpa leaves Gemma-2's cap out, and code of a dense folder runs only if `--model-args` says so."""
     pytest.importorskip("lm_eval")
     transformers = pytest.importorskip("transformers")
@@ -138,7 +156,7 @@ def test_how_a_model_is_loaded(tiny: Path, piqa: Path, tmp_path: Path) -> None:
         "class C(LlamaConfig):\n    model_type = 'own'\n"
         "class M(LlamaForCausalLM):\n    config_class = C\n"
     )
-    refused = run(folder, "--tasks", "piqa", "--rows", piqa)
+    refused = run(folder, "--tasks", "piqa_local", "--include-path", tasks)
     assert_refused(refused, 3, "--model-args trust_remote_code=True")
     assert not ran.exists()
     command = [sys.executable, "-c", _LOAD, *(str(tmp_path / name) for name in ("capped", "plain", "own-code"))]
@@ -146,6 +164,16 @@ def test_how_a_model_is_loaded(tiny: Path, piqa: Path, tmp_path: Path) -> None:
     assert output.returncode == 0, output.stderr[-2000:]
     lines = [line for line in output.stdout.splitlines() if line.startswith("RESULT")]
     assert lines == ["RESULT eager", "RESULT sdpa", "RESULT sdpa"] and ran.exists()
+
+
+def test_mean_is_unweighted_and_uses_the_papers_metrics() -> None:
+    scores = {
+        "boolq": {"acc,none": 0.8, "acc_stderr,none": 0.03},
+        "piqa": {"acc,none": 0.1, "acc_norm,none": 0.6, "acc_norm_stderr,none": 0.04},
+        "wikitext": {"word_perplexity,none": 20.0},
+    }
+    mean = mean_accuracy({"results": scores})
+    assert mean == {"value": pytest.approx(0.7), "stderr": pytest.approx(0.025), "tasks": ["boolq", "piqa"]}
 
 
 def use_a_missing_package() -> None:
@@ -159,18 +187,28 @@ def test_a_missing_package_is_named_by_the_process_that_wanted_it() -> None:
 
 
 BAD: dict[str, tuple[list[str], int, str]] = {  # options, exit code, what is said
-    "unknown task": (["--tasks", "arc"], 2, "unknown task 'arc'"),
+    "unknown task": (["--include-path", "tasks", "--tasks", "arc"], 2, "lm-eval has no task arc"),
+    "no task": (["--tasks", ","], 2, "--tasks is empty"),
     "no rows": (["--limit", "0"], 2, "--limit 0 is below 1"),
     "no batch": (["--batch-size", "0"], 2, "--batch-size 0 is below 1"),
+    "no fraction": (["--against", "tiny", "--min-retained", "97"], 2, "--min-retained 97 is not a fraction"),
+    "nothing to compare with": (["--min-retained", "0.9"], 2, "no effect without --against"),
+    "no accuracy": (
+        ["--tasks", "wikitext", "--against", "tiny", "--min-retained", "0.9"],
+        2,
+        "requires a task with an accuracy",
+    ),
     "no value": (["--model-args", "x"], 2, "name=value"),
-    "no file of a task": (["--rows", "data", "--tasks", "rte"], 4, "no local file for rte (rte_val.jsonl)"),
-    "an output that is a file": (["--rows", "data", "--tasks", "piqa", "-o", "file"], 5, "choose another output"),
+    "no folder of tasks": (["--include-path", "gone"], 2, "--include-path gone is not a folder"),
+    "rows that are gone": (["--include-path", "tasks", "--tasks", "words"], 4, "the rows of words cannot be read"),
+    "an output that is a file": (["--include-path", "tasks", "-o", "file"], 5, "choose another output"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing_behind(case: str, tiny: Path, piqa: Path) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing_behind(case: str, tiny: Path, tasks: Path) -> None:
     Path("file").touch()
+    (tasks / "rows.jsonl").unlink()
     arguments, code, reason = BAD[case]
     assert_refused(run(tiny, *arguments), code, reason)
     assert not (tiny / "eval").exists() and Path("file").read_text() == ""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_benchmarks.fetch import SHA256, SHAREGPT, fetch_conversations
 from ddp_vllm.errors import TextError
+from fetch import SHA256, SHAREGPT, fetch_conversations
 
 ROWS = [{"id": str(number), "conversations": [{"from": "human", "value": f"Frage {number}: wär’s so?"}]}
         for number in range(3)]  # fmt: skip

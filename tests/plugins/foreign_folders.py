@@ -20,10 +20,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from activation_scores import flap
 from ddp_prune.core.gates import GatedModel
-from ddp_study.activation_scores import flap
-from ddp_study.scores import observe_projections
 from ddp_vllm.families import dimensions_of, family_of
+from scores import observe_projections
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 12,

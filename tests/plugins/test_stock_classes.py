@@ -430,7 +430,7 @@ def test_vllm_computes_the_same(family: str, served: Any, answers: Any) -> None:
     if f"{family} dense" in served:
         assert_same(served[f"{family} dense"], answers(family, "dense"))
         row.insert(0, difference(served[f"{family} dense"], answers(family, "dense")))
-    print(f"| {family} | {' | '.join(f'{value:.1e}' for value in row)} |")  # the table in docs/families.md
+    print(f"| {family} | {' | '.join(f'{value:.1e}' for value in row)} |")
 
 
 def difference(result: dict[str, Any], reference: dict[str, Any]) -> float:

@@ -125,7 +125,7 @@ KILLS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
 def test_a_recovery_over_an_older_output_loses_nothing_whenever_it_was_killed(
     moment: str, pruned: Path, recovered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`benchmarks/lab/kills.py` kills at every other moment."""
+    """`tests/nightly/kills.py` kills at every other moment."""
     monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 2.0)
     out = Path(shutil.copytree(pruned, tmp_path / "out"))
     with monkeypatch.context() as patch, pytest.raises(Killed):

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+import expert_scores
 from ddp_prune.core.gates import GatedModel
-from ddp_study import expert_scores
-from ddp_study.expert_scores import ExpertUse, measure_experts, nearest_layer
 from ddp_vllm.families import dimensions_of, family_of
+from expert_scores import ExpertUse, measure_experts, nearest_layer
 
 LAYERS, EXPERTS, CHANNELS, IDLE = 2, 4, 6, 3
 BLOCKS = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,198 @@
+"""Does a server of a pruned model answer many clients at once as it answers one, without memory
+growth?
+
+    python tests/nightly/soak.py [MODEL] [--requests 2000] [--clients 16] [-- VLLM ARGUMENTS]
+
+Runs `vllm serve` in float32. Of ten requests five ask for a whole answer, three stream it, one
+disconnects during its stream, and one is invalid. All answers are greedy and must equal, token by
+token, the answer to the same prompt sent alone. The memory of all processes of the server is read
+after each of ten rounds and may grow by 1 % after the first three. Without MODEL the script uses a
+tiny random model whose layers all differ. The last line on stdout is JSON; the exit code is 1 if a
+check fails.
+"""
+
+import http.client
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_benchmarks.engine import HOST, Server
+from ddp_benchmarks.processes import group_members, resident_bytes, terminable
+from ddp_benchmarks.protocol import result_line, script_parser, split_command_line
+
+KINDS = ("whole",) * 5 + ("stream",) * 3 + ("cut", "invalid")
+NUM_PROMPTS, LONGEST = 24, 48  # tokens of the longest prompt
+MAX_TOKENS, CONTEXT = 16, 256
+ROUNDS, WARM_UP = 10, 3  # number of rounds, and of first rounds in which memory may grow
+GROWTH = 0.01
+OPTIONS = ["--dtype", "float32", "--max-model-len", str(CONTEXT)]
+# changes to a request; the server must refuse it and serve others
+INVALID: tuple[dict[str, Any], ...] = (
+    {"max_tokens": -1},
+    {"prompt": [5] * 4 * CONTEXT},
+    {"prompt": [-7]},
+    {"prompt": [1 << 40]},
+    {"prompt": {"a": 1}},
+    {"temperature": "warm"},
+    {"model": "another"},
+    {"n": 0},
+)
+VOCABULARY = 128
+LAYERS = [  # of the tiny model: uneven heads, odd widths, removed blocks
+    {"query_heads_per_kv_head": [3, 1], "intermediate_size": 17},
+    {"query_heads_per_kv_head": [], "intermediate_size": 64},
+    {"query_heads_per_kv_head": [3, 2, 1], "intermediate_size": 1},
+    {"query_heads_per_kv_head": [2], "intermediate_size": 0},
+]
+
+
+@dataclass(kw_only=True)
+class Report:
+    """The results of a soak test."""
+
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    """Correct requests by kind."""
+    wrong: list[str] = field(default_factory=list)
+    """One line per failure."""
+    resident_bytes: list[int] = field(default_factory=list)
+    """Memory of the server after each round."""
+    seconds: float = 0.0
+
+    @property
+    def growth(self) -> float:
+        """Growth of memory from the first rounds to the end, as a share."""
+        return self.resident_bytes[-1] / self.resident_bytes[WARM_UP - 1] - 1
+
+
+def soak(server: Server, num_requests: int, num_clients: int, seed: int = 0) -> Report:
+    """Send requests of all kinds from many clients at once, in rounds; check each answer and the
+    server's log."""
+    draw, report = random.Random(seed), Report()
+    vocabulary = json.loads((Path(server.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    lengths = [draw.randint(1, LONGEST) for _ in range(NUM_PROMPTS)]
+    prompts = [[draw.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
+    alone = [ask(server, "whole", prompt) for prompt in prompts]
+    began = time.monotonic()
+    with ThreadPoolExecutor(num_clients) as clients:
+        for turn in range(ROUNDS):
+            numbers = range(turn * num_requests // ROUNDS, (turn + 1) * num_requests // ROUNDS)
+            chosen = [(KINDS[number % len(KINDS)], draw.randrange(NUM_PROMPTS), number) for number in numbers]
+            draw.shuffle(chosen)
+            answers = clients.map(lambda each: ask(server, each[0], prompts[each[1]], each[2]), chosen)
+            for (kind, prompt, number), answer in zip(chosen, answers, strict=True):
+                if fault := fault_of(kind, answer, alone[prompt]):
+                    report.wrong.append(f"{kind} request {number}: {fault}")
+                else:
+                    report.counts[kind] += 1
+            report.wrong += left_behind(server)
+            report.resident_bytes.append(sum(map(resident_bytes, group_members(server.process.pid))))
+    report.seconds = time.monotonic() - began
+    if num_tracebacks := server.log.read_text(errors="replace").count("Traceback"):
+        report.wrong.append(f"{num_tracebacks} tracebacks in {server.log}")
+    return report
+
+
+def ask(server: Server, kind: str, prompt: Sequence[int], number: int = 0) -> list[int] | int | str:
+    """Return the tokens of an answer, the status of a refusal, or the error of the connection."""
+    body: dict[str, Any] = {"model": server.model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True, "stream": kind in ("stream", "cut")}
+    if kind == "invalid":
+        body |= INVALID[number // len(KINDS) % len(INVALID)]
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=120)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            return response.status
+        if not body["stream"]:
+            return list(json.loads(response.read())["choices"][0]["token_ids"])
+        tokens: list[int] = []
+        for line in response:
+            if line.startswith(b"data: {"):
+                tokens += json.loads(line[len(b"data: ") :])["choices"][0]["token_ids"]
+                if kind == "cut":
+                    break  # disconnect
+        return tokens
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
+
+
+def fault_of(kind: str, answer: list[int] | int | str, alone: list[int] | int | str) -> str | None:
+    """Return how an answer is wrong, or None."""
+    if kind == "invalid":
+        return None if isinstance(answer, int) and 400 <= answer < 500 else f"not refused, but {answer}"
+    if not isinstance(answer, list) or not isinstance(alone, list):
+        return f"no answer, but {answer}; alone {alone}"
+    expected = alone[: len(answer)] if kind == "cut" else alone
+    return None if answer and answer == expected else f"{answer}, and alone {alone}"
+
+
+def left_behind(server: Server) -> list[str]:
+    """Return the work that the server still has 10 seconds after all clients disconnected."""
+    deadline, busy = time.monotonic() + 10, ["?"]
+    while busy and time.monotonic() < deadline:
+        time.sleep(0.1)
+        gauges = server.request("/metrics").decode()
+        found = re.findall(r"^vllm:(num_requests_\w+|kv_cache_usage_perc)\{[^}]*\} (\S+)$", gauges, re.MULTILINE)
+        busy = [f"{name} is {value} with no client left" for name, value in found if float(value)]
+    return busy
+
+
+def tiny_model(folder: Path) -> Path:
+    """Write a random, unevenly pruned model and a tokenizer; without one, unknown tokens end vLLM's
+    engine."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    from ddp_vllm.remote_code import modeling_ddp
+
+    words = {f"word{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": len(LAYERS),
+        "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    config = modeling_ddp.DDPLlamaForCausalLM.config_class(**sizes, ddp_layers=LAYERS)
+    modeling_ddp.DDPLlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("model", nargs="?", type=Path)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--clients", type=int, default=16)
+    words, vllm_arguments = split_command_line()
+    arguments = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model or tiny_model(Path(folder))
+        with Server(str(model), arguments=[*OPTIONS, *vllm_arguments]) as server:
+            report = soak(server, arguments.requests, arguments.clients)
+    for fault in report.wrong[:20]:
+        print(fault)
+    course = ", ".join(f"{size / 2**20:.1f}" for size in report.resident_bytes)
+    print(f"{sum(report.counts.values())} of {arguments.requests} requests correct, in {report.seconds:.0f} s")
+    print(f"resident after each round: {course} MiB; {report.growth:+.2%} since round {WARM_UP}")
+    settings = vars(arguments) | {"vllm": vllm_arguments}
+    print(result_line(__doc__, settings, seed=0, report=asdict(report) | {"growth": report.growth}))
+    sys.exit(bool(report.wrong) or report.growth > GROWTH)
+
+
+if __name__ == "__main__":
+    with terminable():
+        main()

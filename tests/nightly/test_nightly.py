@@ -1,0 +1,67 @@
+"""Damaged files, kills, a busy server, a vLLM wheel. `DDP_SEEDS=20000 DDP_KILLS=400` asks for as many; the scripts
+also run by hand."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import fuzz
+import kills
+import pytest
+from soak import OPTIONS, soak, tiny_model
+
+from ddp_benchmarks.engine import Server
+from vllm_versions import Sources, differences
+
+pytestmark = pytest.mark.nightly
+SEEDS, KILLS = (int(os.environ.get(name, few)) for name, few in (("DDP_SEEDS", 300), ("DDP_KILLS", 12)))
+
+
+def run(script: str, *arguments: str) -> Any:
+    """Return the JSON of the last line of a script, whose seeds are past those of the run in docs/measured.md."""
+    result = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, (result.stdout[-3000:], result.stderr[-3000:])
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_a_few_hundred_mutations_find_nothing() -> None:
+    found = run(fuzz.__file__, "--first", "1000000", "--last", str(1000000 + SEEDS))
+    assert found["faults"] == [] and found["cases"] == SEEDS and found["targets"].keys() == fuzz.TARGETS.keys()
+    assert found["refused"] > SEEDS // 3
+
+
+def test_a_few_kills_find_nothing() -> None:
+    names = "export,apply,joint training"
+    found = run(kills.__file__, "--kills", str(KILLS), "--seed", "1000", "--commands", names)
+    assert found["faults"] == [] and found["kills"] == KILLS and sum(found["by_command"].values()) == KILLS
+
+
+@pytest.mark.vllm
+def test_answers_of_a_busy_server_equal_those_to_single_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with Server(str(tiny_model(tmp_path)), arguments=[*OPTIONS, "--enforce-eager"]) as server:
+        report = soak(server, num_requests=200, num_clients=16)
+        assert server.process.poll() is None
+    assert report.wrong == []
+    assert report.counts == {"whole": 100, "stream": 60, "cut": 20, "invalid": 20}
+
+
+@pytest.mark.vllm
+def test_what_a_wheel_lacks_is_named(tmp_path: Path) -> None:
+    """The installed vLLM packed as a wheel, and one of its functions renamed there."""
+    installed, name = Sources().folder, "get_max_concurrency_for_kv_cache_config"
+    for wheel, damaged in (("same", False), ("damaged", True)):
+        with zipfile.ZipFile(tmp_path / f"{wheel}.whl", "w") as archive:
+            for file in (installed / "vllm").rglob("*.py"):
+                text = file.read_text()
+                archive.writestr(
+                    str(file.relative_to(installed)), text.replace(f"def {name}", "def x") if damaged else text
+                )
+    assert differences(Sources(tmp_path / "same.whl")) == []
+    assert f"vllm.v1.core.kv_cache_utils:{name} was removed" in differences(Sources(tmp_path / "damaged.whl"))
