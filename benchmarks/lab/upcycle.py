@@ -6,12 +6,11 @@ pretrained one?
 No pretrained mixture of experts can be had from a package registry; this makes one of SmolLM2-135M.
 Of each MLP the channels of most energy become a shared expert that sees every token. The others are
 dealt out to the routed experts, each to one, those that work for the same tokens together. A token
-uses the experts whose channels have most of its
-energy: channels and tokens are dealt out in turn, as in k-means, and the router starts as a linear
-regression of that energy, so some experts are chosen far more often than others. Then MLPs and
-routers learn from the parent, by distillation, to do without what each token no longer gets; on
-narrow text they forget the rest, so give several domains. Attention, norms and embeddings are the
-parent's.
+uses the experts whose channels have most of its energy: channels and tokens are dealt out in turn,
+as in k-means, and the router starts as a linear regression of that energy, so some experts are
+chosen far more often than others. Then MLPs and routers learn from the parent, by distillation, to
+do without what each token no longer gets; on narrow text they forget the rest, so give several
+domains. Attention, norms and embeddings are the parent's.
 
 The result is a stock Qwen2-MoE, which has a shared expert and which transformers and vLLM know
 without code of ours. It is something real to prune, serve and measure, but it knows no more than

@@ -2,11 +2,9 @@
 dominate there.
 
 1. `gate_up_few`: as `moe_kernel.gate_up`, but each program compares all pairs with each other
-    instead of reading a
-   sorted list.
+   instead of reading a sorted list.
 2. `down_few`: as `moe_kernel.down`, but the program that writes the last term of a token also sums
-    the token's terms,
-   always in the order of its slots. So the same input produces the same bits.
+   the token's terms, always in the order of its slots. So the same input produces the same bits.
 
 Letters as in `moe_kernel.py`. The first pair with a position stands for all pairs with it: it has
 all of their tiles.

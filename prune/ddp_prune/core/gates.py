@@ -37,9 +37,8 @@ class _Scale(torch.autograd.Function):
     per-token gradients.
 
     The gradient of a mask is a sum over tokens, and its terms exist only in backward, which adds
-    their squares to
-    `squares_U`: the diagonal of the empirical Fisher. `kept` are the units that x has; None means
-        all units.
+    their squares to `squares_U`: the diagonal of the empirical Fisher. `kept` are the units that x
+    has; None means all units.
     """
 
     @staticmethod
