@@ -137,19 +137,19 @@ BROKEN: dict[str, tuple[str, Any, dict[str, Any], str]] = {  # family, how to br
         "glm4",
         lambda folder: edit_config(folder, lambda config: config["quantization_config"]["layers"][0].update(W65)),
         {},
-        r"tensor model.layers.0.mlp.\w+.weight has shape .* config.json requires (65|130) .*different checkpoints",
+        r"tensor model.layers.0.mlp.\w+.weight has shape .* require (65|130) along .*different checkpoints",
     ),
     "a width above the dense one": (
         "glm4",
         lambda folder: edit_config(folder, lambda config: config["quantization_config"]["layers"][0].update(W97)),
         {},
-        r"quantization_config.layers\[0\].intermediate_size is 97, not an integer in 1…96",
+        r"ddp_widths.layers\[0\].intermediate_size is 97, not an integer in 1…96",
     ),
     "a missing tensor": (
         "glm4",
         lambda folder: edit_weights(folder, lambda weights: weights.pop(f"{LAYER}.down_proj.weight")),
         {},
-        rf"tensor {LAYER}.down_proj.weight is missing \(1 in all\)",
+        r"layer 2 lacks the tensors of mlp.down_proj \(1 modules in all\)",
     ),
     "a missing tensor of attention": (  # which vLLM looks for in unquantized models alone, if not told
         "glm4",
@@ -278,6 +278,7 @@ experts = names | {"inputs": [f"mlp.experts.{{}}.{name}" for name in ("gate_proj
 experts |= {"output": "mlp.experts.{}.down_proj", "num_experts": 2}
 layers = [{"intermediate_size": 5}, {"expert_intermediate_sizes": [3, 0]}, {}]
 stated = {"layers_module": "model.language_model.layers", "mlp": names, "experts": experts, "layers": layers}
+stated["quant_method"] = "ddp_widths"
 config = WidthsConfig.from_config(stated)
 renamed = {"model.language_model.": "language_model.model.", "model.visual.": "visual."}
 config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix=renamed))

@@ -160,7 +160,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a missing projection": (_weights(lambda w: w.pop(MLP.format("up"))), ["layer 1", "mlp.up_proj", "again"]),
     "rows fewer than the heads of the config": (
         _weights(lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.ones(24, 64)})),
-        ["model.layers.2.self_attn.k_proj.weight", "[24, 64]", "config.json requires 32 along axis 0"],
+        ["model.layers.2.self_attn.k_proj.weight", "[24, 64]", "require 32 along axis 0"],
     ),
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_a_run_on_other_inputs_is_refused_and_given_up_by_overwrite(changed: str
 def test_a_run_that_was_committed_is_removed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between the rename of the output and the deletion of the run."""
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "remove", lambda _: os.kill(os.getpid(), 2))
+        patch.setattr(RunFolder, "remove", Mock(side_effect=KeyboardInterrupt))
         assert _prune(work).exit_code == 130
     written = (work / "out" / "model.safetensors").stat().st_mtime_ns
     assert "out was written before" in passed(_prune(work)).stdout
