@@ -55,7 +55,9 @@ def test_transformers_computes_the_same(family: str, made: Callable[[str], Path]
 
 TRAINED = """
 half = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
-assert {parameter.dtype for name, parameter in half.named_parameters()} == {torch.bfloat16}
+exact = half._keep_in_fp32_modules_strict or ()  # newer versions keep the router so
+other = {name for name, parameter in half.named_parameters() if parameter.dtype != torch.bfloat16}
+assert all(any(kept in name for kept in exact) for name in other)
 model.train()(tokens, labels=tokens).loss.backward()
 assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".experts." in name)
 """
@@ -95,11 +97,12 @@ def test_transformers_refuses_what_vllm_refuses(name: str, made: Callable[[str],
 
 
 def test_tensors_of_other_shapes_are_refused(made: Callable[[str], Path], tmp_path: Path) -> None:
-    """Transformers would take any shape for a quantized model."""
+    """Transformers before 5.24 would take any shape for a quantized model; later ones refuse it before us."""
     register_widths()
     folder = shutil.copytree(made("glm4") / "narrow", tmp_path / "folder")
     edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(65)}))
-    with pytest.raises(WidthsError, match=r"model.norm.weight has shape \[65\], but the model requires \[64\]"):
+    ours = r"model.norm.weight has shape \[65\], but the model requires \[64\]"
+    with pytest.raises((WidthsError, RuntimeError), match=f"{ours}|ignore_mismatched_sizes"):
         load(folder)
 
 
