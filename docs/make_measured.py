@@ -42,7 +42,7 @@ LABELS = {
 }
 """Names of rows in the chart."""
 OFFSETS = {
-    "joint": (0, -14), "joint W8A8": (0, -26), "paper": (0, -14), "joint equal shares": (-88, -3), "masks": (10, 8),
+    "joint": (0, -14), "joint W8A8": (0, -26), "paper": (0, -14), "joint equal shares": (-92, -3), "masks": (10, 8),
     "depth trained": (0, -15), "dense W8A8": (0, -15),
 }  # fmt: skip
 """Offsets of names from their points, where (0, 7) would cover another name."""
