@@ -48,7 +48,9 @@ def commands() -> Iterator[str]:
     earlier: Earlier = {}
     for command, context in walk(command_line, click.Context(command_line, info_name="ddp-vllm")):
         usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
-        parts = [f"## {context.command_path}", f"`{usage}`", *paragraphs(command.help or "")]
+        texts = list(paragraphs(command.help or ""))
+        shown = [] if any(text.startswith("```") for text in texts) else [f"`{usage}`"]  # an example shows it, too
+        parts = [f"## {context.command_path}", *shown, *texts]
         parts += option_table(command, context, earlier)
         if command.name == "prune":
             parts.append(recipe_fields(command))
@@ -121,7 +123,7 @@ def described(option: click.Option, context: click.Context) -> tuple[str, str, s
 def alm_table() -> str:
     docs, rows = field_docs(AlmSettings), ["| field | what it does | default |", "|---|---|---|"]
     for field in dataclasses.fields(AlmSettings):
-        sentence = docs[field.name].partition(". ")[0].removesuffix(".")
+        sentence = re.split(r"(?<!Eq)\. ", docs[field.name])[0].removesuffix(".")
         rows.append(f"| `{field.name}` | {escape(sentence)}. | {str(field.default).lower()} |")
     return "\n".join(rows)
 

@@ -53,8 +53,7 @@ class TrainingSettings(Settings):
     template. The KL term covers every token."""
 
     watch: str = setting("", heading="Text", is_list=True)
-    """Texts of other kinds, named as `data`, that are only evaluated: the perplexity of each model
-    on them is printed and reported."""
+    """Texts, named as `data`, that are only evaluated: their perplexity is printed and reported."""
     micro_batch_size: int = setting(0, least=0)
     """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about
     8,192 tokens, 1,024 on a CPU, and fewer if memory is short."""
@@ -72,8 +71,8 @@ class TrainingSettings(Settings):
     """AdamW's highest rate for trained weights. Without it, pruning finds the rate by short trials
     before the run, and recovery chooses it by method and hidden size."""
     activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"))
-    """Recompute layers in the backward pass instead of storing their activations: a third more
-    computation for a small part of the memory, and the same gradients. `auto` turns it on if the
+    """Recompute activations in the backward pass: a third more computation, far less memory, the
+    same gradients. `auto` turns it on if the
     activations would fill more than half of the free memory."""
     shard: bool = False
     """Shard the weights over all processes (FSDP2), for models that one device cannot hold."""
