@@ -128,7 +128,7 @@ def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = prin
         "data": {name: _digest(row["doc_hash"] for row in rows) for name, rows in samples.items()}
         if settings.include_path
         else "hub",
-        "mean_accuracy": mean_accuracy(results),
+        "mean_accuracy": mean_accuracy(results["results"]),
         "answers": {  # task -> its metric for each row: 1 right, 0 wrong
             name: [float(row[TASKS[name].metric]) for row in rows if row["filter"] == TASKS[name].filter]
             for name, rows in samples.items()
