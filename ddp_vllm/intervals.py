@@ -7,7 +7,7 @@ normal; the speed of the machine may change between pairs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, inf, log, sqrt
 from statistics import fmean, median, stdev
 
@@ -35,7 +35,7 @@ def t_quantile(degrees: int) -> float:
 class Verdict:
     """The speedup of one pruned model at one load, as results files store it."""
 
-    ratios: tuple[float, ...] = ()
+    ratios: list[float] = field(default_factory=list)
     """Pruned over dense, per pair; above 1 the pruned model is faster."""
     ratio: Positive
     """Their geometric mean."""
@@ -59,7 +59,7 @@ def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
     """
     assert len(dense) == len(pruned) > 0
     assert min(*dense, *pruned) > 0
-    ratios = tuple(after / before for before, after in zip(dense, pruned, strict=True))
+    ratios = [after / before for before, after in zip(dense, pruned, strict=True)]
     logs = [log(ratio) for ratio in ratios]
     middle, pairs = fmean(logs), len(logs)
     if pairs < 2:

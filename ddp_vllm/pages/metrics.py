@@ -4,7 +4,6 @@ pictures of a report.
 Legend: L layers, U units of a layer, E experts of a layer, C channels of an expert.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from ddp_vllm.schema import Count, checked
 
 # lines of a metrics file, which take seconds to read; the paper's search has 1,000 steps
 MOST_STEPS = 200_000
-_Number = Annotated[float, Meta(ge=-math.inf)]  # not NaN
+_Number = Annotated[float, Meta(ge=-1e308)]  # may be infinite, but is a number
 
 
 class _Step(TypedDict):
