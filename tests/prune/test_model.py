@@ -67,16 +67,15 @@ def test_devices_without_bfloat16_train_in_float32(
     def chosen(dtype: str, device: str) -> torch.dtype:
         return loading_options(source, dtype, torch.device(device))["dtype"]
 
-    x86 = {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}
-    arm = {"architecture": "aarch64"}
-    for gpu, cpu, wanted in (
-        (True, x86 | {"avx512_bf16": True}, torch.bfloat16),
-        (True, x86 | {"amx_bf16": True}, torch.bfloat16),
-        (True, arm, torch.bfloat16),
-        (False, x86, torch.float32),
+    for gpu, architecture, flags, wanted in (
+        (True, "x86_64", "avx2 avx512_bf16", torch.bfloat16),
+        (True, "x86_64", "avx2 amx_bf16", torch.bfloat16),
+        (True, "aarch64", "asimd", torch.bfloat16),
+        (False, "x86_64", "avx2 avx512f", torch.float32),
     ):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, answer=gpu: answer)
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flags=cpu: flags)
+        monkeypatch.setattr("ddp_vllm.machine.platform.machine", lambda name=architecture: name)
+        monkeypatch.setattr("ddp_vllm.machine.Path.read_text", lambda path, text=flags: text)
         assert chosen("auto", "cuda") == chosen("auto", "cpu") == wanted
         assert chosen("bfloat16", "cuda") == chosen("bfloat16", "cpu") == torch.bfloat16
         assert loading_options(source, "auto", None)["dtype"] == torch.bfloat16

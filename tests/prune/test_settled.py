@@ -87,14 +87,16 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
         (60.0, "masks", 16, 1, (439, 4, 2048)),
         (5.0, "masks", 16, 1, (585, 2, 256)),
         (5.0, "weights", 16, 1, (242, 1, 1024)),
-        (0.2, "masks", 16, 1, None),
+        (0.4, "masks", 16, 1, (46, 2, 256)),
+        (0.7, "weights", 16, 1, (22, 2, 256)),
+        (0.15, "masks", 16, 1, None),
         (60.0, "masks", 16, 8, (878, 16, 2048)),
         (5.0, "masks", 16, 8, (585, 8, 512)),
         (30.0, "masks", 12, 3, (439, 6, 2048)),
     ],
     ids=[
-        "an hour", "minutes", "minutes for weights", "too few", "devices", "few minutes for devices",
-        "three devices",
+        "an hour", "minutes", "minutes for weights", "few steps", "a demonstration", "too few", "devices",
+        "few minutes for devices", "three devices",
     ],
 )  # fmt: skip
 def test_tokens_per_step_follow_from_the_time(
@@ -107,7 +109,7 @@ def test_tokens_per_step_follow_from_the_time(
     if shape:
         assert fit_minutes(run, 1, measure, devices) == shape
     else:
-        with pytest.raises(SettingError, match=r"enough for 23 steps of 2 × 256 tokens where 50 are needed; give at"):
+        with pytest.raises(SettingError, match=r"enough for 17 steps of 2 × 256 tokens where 20 are needed; give at"):
             fit_minutes(run, 1, measure)
 
 
