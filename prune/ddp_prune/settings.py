@@ -1,11 +1,12 @@
-"""The settings that pruning and recovery share: text, batches, memory."""
+"""The settings that pruning and recovery share: text, batches, memory; and those of a comparison on
+text. torch is not imported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.provenance import identity_of, split_sources
+from ddp_vllm.provenance import bare_name, identity_of, split_sources
 from ddp_vllm.settings import Settings, setting
 
 # settings that do not change the result, or whose resolved values are compared instead
@@ -34,16 +35,16 @@ class TrainingSettings(Settings):
     the default split is `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by
     commas, take turns of about `seq_len` tokens; `NAME:3` gives a text three turns for every turn
     of the others."""
-    text_column: str = setting("", heading="Text")
+    text_column: str = setting("", heading="Rarely needed")
     """Column that holds the text, if it is not called text, conversations or messages. Every text
     of `data` that has columns must have this one."""
     batch_size: int = setting(16, least=1, heading="Text")
     """Sequences per optimizer step, over all devices."""
     seq_len: int = setting(2048, least=8, heading="Text")
     """Tokens per sequence; the first is BOS if the model's tokenizer begins every text with it."""
-    seed: int = setting(0, least=0, heading="Text")
+    seed: int = setting(0, least=0, heading="Rarely needed")
     """Seed of the order of documents. Gates start at exactly 1, so nothing else is random."""
-    heldout_blocks: int = setting(16, least=1, heading="Text")
+    heldout_blocks: int = setting(16, least=1, heading="Rarely needed")
     """Sequences that are held out from training; their perplexity is reported."""
     distillation: float = setting(2.0, least=0)
     """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
@@ -54,15 +55,15 @@ class TrainingSettings(Settings):
 
     watch: str = setting("", heading="Text", is_list=True)
     """Texts, named as `data`, that are only evaluated: their perplexity is printed and reported."""
-    micro_batch_size: int = setting(0, least=0)
+    micro_batch_size: int = setting(0, least=0, heading="Rarely needed")
     """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about
     8,192 tokens, 1,024 on a CPU, and fewer if memory is short."""
-    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"), heading="Rarely needed")
     """Number format of the weights in forward and backward passes. `auto` is the format of the
     checkpoint, but bfloat16 for float16, in which small gradients vanish, and float32 on devices
     that do not compute in bfloat16, such as older GPUs and CPUs. The written model always has the
     format of the checkpoint."""
-    optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"))
+    optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"), heading="Rarely needed")
     """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit
     weight on top of the weight; `adamw-8bit` moves the weights themselves, rounds them
     stochastically and keeps 8-bit moments, 4 bytes. It requires a C++ compiler, and bfloat16 or
@@ -70,13 +71,13 @@ class TrainingSettings(Settings):
     learning_rate: float | None = None
     """AdamW's highest rate for trained weights. Without it, pruning finds the rate by short trials
     before the run, and recovery chooses it by method and hidden size."""
-    activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"))
+    activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"), heading="Rarely needed")
     """Recompute activations in the backward pass: a third more computation, far less memory, the
     same gradients. `auto` turns it on if the
     activations would fill more than half of the free memory."""
     shard: bool = False
     """Shard the weights over all processes (FSDP2), for models that one device cannot hold."""
-    save_every: int = setting(0, least=0)
+    save_every: int = setting(0, least=0, heading="Rarely needed")
     """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time.
     Saving by time happens at most every two minutes and takes at most a twentieth of the run. A run
     is also saved after its last step."""
@@ -98,7 +99,40 @@ class TrainingSettings(Settings):
         if self.seed >= 2**32:
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
 
+    def holds_teacher(self, train: str) -> bool:
+        """Tell whether a run in this training mode holds the dense model beside the trained one."""
+        return train == "weights" and self.distillation > 0
+
 
 def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a recipe that decide its result."""
     return {name: value for name, value in recipe.items() if name not in INDECISIVE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FidelitySettings:
+    """Settings of a comparison."""
+
+    model: str
+    texts: tuple[str, ...]
+    """Files or hub datasets, as for `prune`. In conversations only the assistant's turns are
+    evaluated."""
+    against: str = ""
+    """The model to compare with; "": the dense model that a pruned folder was made from."""
+    max_length: int = 2048
+    """Tokens per block, which is the longest context."""
+    tokens: int = 16_384
+    """Tokens of each text, of which `texts` may evaluate only some."""
+    dtype: str = "auto"
+
+    def check(self) -> None:
+        """Refuse settings out of range. Raises: SettingError."""
+        if self.max_length < 16:
+            raise SettingError(f"--max-length {self.max_length} is below 16")
+        if self.tokens < self.max_length:
+            raise SettingError(f"--tokens {self.tokens:,} is below --max-length {self.max_length:,}")
+        if not self.texts:
+            raise SettingError("--text names no text; give a file or a hub dataset")
+        names = list(map(bare_name, self.texts))
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise SettingError(f"two texts are called {repeated}; rename one, or results cannot tell them apart")

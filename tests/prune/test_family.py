@@ -13,7 +13,7 @@ from commands import assert_refused, invoke, passed
 from latency_profiles import written
 from runs import SMALL, assert_same_weights, prune
 
-from ddp_prune import pipeline
+from ddp_prune import jobs
 from ddp_prune.core.trainer import Trainer
 from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import Recipe
@@ -76,7 +76,7 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
         die_once((size, number, "after"))
 
     def write(*arguments: Any) -> Any:
-        checkpoint = pipeline_write(*arguments)
+        checkpoint = jobs_write(*arguments)
         die_once((str(arguments[-1]), "written"))
         return checkpoint
 
@@ -84,11 +84,11 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
         _ = self.record["states"] and die_once((self.folder.name, "remove"))  # not after an error before any save
         RunFolder_remove(self)
 
-    Trainer_step, pipeline_write = Trainer.step, pipeline.write
+    Trainer_step, jobs_write = Trainer.step, jobs._write
     RunFolder_save, RunFolder_remove = RunFolder.save, RunFolder.remove
     monkeypatch.setattr(Trainer, "step", step)
     monkeypatch.setattr(RunFolder, "save", save)
-    monkeypatch.setattr(pipeline, "write", write)
+    monkeypatch.setattr(jobs, "_write", write)
     monkeypatch.setattr(RunFolder, "remove", remove)
     results = _until_done(lambda: family("out"))
     assert {place for place in died if place[-1] == "polish"} == {(size, "polish") for size in sizes}
@@ -115,14 +115,14 @@ def test_two_families_are_not_written_into_one_folder_at_once(
 ) -> None:
     """The second meets the first while it writes a size that the second has not."""
     refused: list[Result] = []
-    write = pipeline.write
+    write = jobs._write
 
     def meet(*arguments: Any, **options: Any) -> Any:
         if not refused:
             refused.append(prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.3,0.5"))
         return write(*arguments, **options)
 
-    monkeypatch.setattr(pipeline, "write", meet)
+    monkeypatch.setattr(jobs, "_write", meet)
     passed(prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4"))
     assert_refused(refused[0], 5, "another process works on", "wait for it")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES[:2]
@@ -172,7 +172,7 @@ def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
 
     (tmp_path / "out" / NAMES[1] / "of others").mkdir(parents=True)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "read_inputs", None)
+        patch.setattr(jobs, "read_text", None)
         for more in ([], ["--overwrite"]):
             assert_refused(family(tiny_text, *more), 5, NAMES[1], "did not write it; choose another folder")
     shutil.rmtree(tmp_path / "out" / NAMES[1])
@@ -181,6 +181,6 @@ def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
     shutil.rmtree(tmp_path / "out" / NAMES[0])
     shutil.copy(tiny_text, other)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "train_size", None)
+        patch.setattr(jobs, "_learn_size", None)
         assert_refused(family(other), 5, NAMES[1], "exists")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [NAMES[1]]

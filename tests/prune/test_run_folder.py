@@ -18,7 +18,7 @@ from commands import assert_refused, passed
 from runs import assert_same_weights, die_at, edit_json, edit_weights, prune, small_files
 from safetensors.torch import save_file
 
-from ddp_prune import pipeline
+from ddp_prune import jobs
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_folder import RunFolder, check_run_folder, find_record, inputs_of
 from ddp_vllm.errors import OutputError
@@ -77,7 +77,7 @@ def test_a_run_of_another_recipe_is_refused_before_torch_is_asked_and_given_up_b
 ) -> None:
     die_at(4, lambda: _prune(work))
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "prune", None)
+        patch.setattr(jobs, "prune", None)
         assert_refused(_prune(work, *more), 5, "out.run holds an interrupted run", words, "--overwrite")
     result = passed(_prune(work, *more, "--overwrite"))
     assert "resuming" not in result.stdout and not (work / "out.run").exists()

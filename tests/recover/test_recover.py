@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from ddp_prune.core.loss import losses
 from ddp_prune.core.trainer import Trainer
+from ddp_prune.recover import WeightTrainer
 from ddp_prune.run_folder import RunFolder
 from ddp_prune.text.blocks import load_blocks
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_prune.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.pages import written
 
@@ -230,9 +230,9 @@ def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
             return recover(pruned, tmp_path / name, *options, *more)
 
     passed(run("whole", "--optimizer", "adamw-8bit"))
-    monkeypatch.setattr("ddp_prune.recover.fits", lambda num_bytes, _: num_bytes < 8 * 10**5)
+    monkeypatch.setattr("ddp_prune.resolve.held_bytes", lambda _, __, mode, *___: 1e18 * (mode.optimizer == "adamw"))
     die_at(3, lambda: run("out"), WeightTrainer)
-    monkeypatch.setattr("ddp_prune.recover.fits", lambda *_: True)
+    monkeypatch.setattr("ddp_prune.resolve.held_bytes", lambda *_: 0.0)
     shutil.copytree(tmp_path / "out.run", tmp_path / "other.run")
     result = passed(run("out"))
     assert "resuming after step 3" in result.output and "weights with adamw-8bit" in result.output
