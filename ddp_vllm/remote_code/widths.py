@@ -505,8 +505,8 @@ def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
             raise _fault(where, [*names, output], "names a module twice")
         width = _integer(value.get("intermediate_size"), f"{where}.intermediate_size", 1, LARGEST_WIDTH)
         if has_number:
-            number = _integer(value.get("num_experts"), f"{where}.num_experts", 1, MOST_LAYERS)
-            dense = replace(dense, expert_intermediate_sizes=(width,) * number)
+            num_experts = _integer(value.get("num_experts"), f"{where}.num_experts", 1, MOST_LAYERS)
+            dense = replace(dense, expert_intermediate_sizes=(width,) * num_experts)
         else:
             dense = replace(dense, intermediate_size=width)
     number = text.get("num_hidden_layers")
