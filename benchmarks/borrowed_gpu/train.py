@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 import ddp_vllm
-from ddp_prune.core.processes import make_accelerator
 from ddp_prune.core.rate import trial_steps
+from ddp_prune.devices import make_accelerator
 from ddp_prune.fit import allowed_modes
 from ddp_prune.models.source import open_source
 from ddp_prune.pools import make_checked_pools

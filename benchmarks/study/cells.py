@@ -25,11 +25,10 @@ from accelerate.utils import set_seed
 from ddp_prune.core.gates import GatedModel, Masks, block_losses
 from ddp_prune.core.learn import Joint, learn
 from ddp_prune.core.loss import perplexity_of
-from ddp_prune.core.passes import free_memory, peak_bytes, reset_peak
-from ddp_prune.core.processes import make_accelerator
 from ddp_prune.core.saved import Unsaved
 from ddp_prune.core.trainer import Trainer
 from ddp_prune.core.weights import TrainedWeights
+from ddp_prune.devices import free_memory, make_accelerator, peak_bytes, reset_peak
 from ddp_prune.export import layer_widths
 from ddp_prune.fit import TRAINING_SHARE, Mode, held_bytes
 from ddp_prune.masks_file import read_masks, write_masks

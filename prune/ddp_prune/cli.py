@@ -51,7 +51,7 @@ tracker_option = click.option("--tracker", help="Also log to an accelerate track
 
 def end_command() -> None:
     """End the group of processes that the verbs of a command share."""
-    from ddp_prune.core.processes import leave_group
+    from ddp_prune.devices import leave_group
 
     leave_group()
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_prune.core.passes import explained
-from ddp_prune.core.processes import describe_device, make_accelerator
+from ddp_prune.devices import describe_device, explained, make_accelerator
 from ddp_prune.models.evaluation import Evaluation
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_pruned, open_source

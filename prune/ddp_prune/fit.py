@@ -17,10 +17,10 @@ from accelerate import Accelerator
 
 from ddp_prune.cards import CARDS, Card, parse_cards
 from ddp_prune.core.batches import sequences_at_once
-from ddp_prune.core.decoder import auto_class, num_chosen_experts
+from ddp_prune.core.decoder import auto_class, fit_attention, num_chosen_experts
 from ddp_prune.core.loss import head_bytes
-from ddp_prune.core.passes import fit_attention, free_memory
 from ddp_prune.core.weights import RANK
+from ddp_prune.devices import free_memory
 from ddp_prune.models.loading import loading_options
 from ddp_prune.models.source import AGAIN, Source
 from ddp_prune.recipe import Recipe

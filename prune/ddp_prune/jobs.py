@@ -15,17 +15,10 @@ from rich.console import Console
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import Joint, learn
-from ddp_prune.core.passes import explained
-from ddp_prune.core.processes import (
-    describe_device,
-    finish_run,
-    main_process_first,
-    make_accelerator,
-    raise_on_all_ranks,
-    start_tracker,
-)
+from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.trainer import Learned
 from ddp_prune.core.weights import UpdatedWeights
+from ddp_prune.devices import describe_device, explained, finish_run, make_accelerator, start_tracker
 from ddp_prune.export import export, layer_widths
 from ddp_prune.models.evaluation import Evaluation, bos_warning
 from ddp_prune.models.loading import check_sharding, load_teacher

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.core.budget import Pool
-from ddp_prune.core.processes import broadcast_from_main, describe_device, make_accelerator
+from ddp_prune.core.processes import broadcast_from_main
 from ddp_prune.core.rate import trial_steps
+from ddp_prune.devices import describe_device, make_accelerator
 from ddp_prune.fit import USABLE, Devices, Fit, allowed_modes, choose, fit, gigabytes, tokens_per_second
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source

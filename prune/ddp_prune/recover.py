@@ -15,11 +15,12 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.core.batches import Batches, Teacher
+from ddp_prune.core.decoder import checkpoint_layers, fit_attention
 from ddp_prune.core.loop import take_steps
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
-from ddp_prune.core.passes import checkpoint_layers, explained, fit_attention
-from ddp_prune.core.processes import main_process_first, raise_on_all_ranks, start_tracker
+from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate, rate_of, step_seed
+from ddp_prune.devices import explained, start_tracker
 from ddp_prune.fit import Devices, fit
 from ddp_prune.jobs import Job, begin_job
 from ddp_prune.masks_file import read_masks, read_scores, write_masks

@@ -20,9 +20,9 @@ from ddp_prune.core.budget import Pool
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import TRAINERS, prepare_passes
-from ddp_prune.core.passes import explained
 from ddp_prune.core.rate import trial_steps
 from ddp_prune.core.weights import TrainedWeights, obstacle_to_8_bits
+from ddp_prune.devices import explained
 from ddp_prune.fit import (
     TRAINING_SHARE,
     Devices,

@@ -20,10 +20,10 @@ from transformers import (
 from ddp_prune.core import passes as memory
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import learn
-from ddp_prune.core.passes import free_memory
 from ddp_prune.core.saved import Unsaved
 from ddp_prune.core.trainer import Learned
 from ddp_prune.core.weights import TrainedWeights, step_seed
+from ddp_prune.devices import free_memory
 from ddp_prune.fit import MODES, Devices, Fit, SizedModel, fit, held_bytes
 from ddp_prune.models.source import Source
 from ddp_prune.recipe import Recipe

@@ -27,10 +27,10 @@ from ddp_prune.core import loop as train_module
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import learn
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
-from ddp_prune.core.passes import free_memory, peak_bytes, reset_peak
 from ddp_prune.core.processes import local_part, raise_on_all_ranks
 from ddp_prune.core.trainer import Trainer
 from ddp_prune.core.weights import TrainedWeights
+from ddp_prune.devices import free_memory, peak_bytes, reset_peak
 from ddp_prune.models.loading import load_model, load_sharded
 from ddp_prune.models.source import open_source
 from ddp_prune.recipe import Recipe
@@ -234,7 +234,7 @@ def keep_weights(model: str, folder: Path) -> None:
         weights.restore(saved.step, saved.tensors)
         same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
         peaks[name] = {"finish": measured(weights.finish), "same": all(same)}
-    with patch("ddp_prune.core.passes.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
+    with patch("ddp_prune.devices.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
         peaks["free"] = free_memory(accelerator)
     (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()

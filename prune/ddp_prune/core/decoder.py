@@ -1,11 +1,17 @@
 """Finds the decoder layers of a transformers model, whatever it is called and whatever is built
-around it."""
+around it, and sets how a pass computes them."""
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ddp_vllm.errors import ModelError
+
+EAGER_TOKENS = 512  # longest sequence for which eager attention is faster than SDPA on a CPU
 
 
 def decoder_of(model: Any) -> Any:
@@ -56,3 +62,28 @@ def num_chosen_experts(config: Any) -> int:
     stated = [getattr(text, key, None) for key in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")]
     number = next((value for value in stated if value), 1)  # a list has one number per layer
     return int(max(number) if isinstance(number, list | tuple) else number)
+
+
+def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
+    """Use eager attention for short bfloat16 sequences on a CPU, where SDPA's backward is slow.
+
+    Models whose keys have a bias, such as Qwen2, keep SDPA: their large products lose too much
+    precision in bfloat16.
+    """
+    short = device.type == "cpu" and model.dtype == torch.bfloat16 and seq_len <= EAGER_TOKENS
+    biased = any("k_proj" in name and name.endswith("bias") for name, _ in model.named_parameters())
+    if short and not biased and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+
+
+def checkpoint_layers(model: nn.Module, checkpointed: bool) -> None:
+    """Switch checkpointing of the decoder layers on or off.
+
+    transformers checkpoints layers in training mode only. The modules inside stay in eval mode, so
+    dropout stays off. Reentrant checkpointing would lose gradients, because the gates are not
+    arguments of the layers.
+    """
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = layer.training = checkpointed
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

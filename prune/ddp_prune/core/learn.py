@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from ddp_prune.core.alm import AlmTrainer
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.budget import Pool
+from ddp_prune.core.decoder import checkpoint_layers, fit_attention
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.loop import Report, take_steps
-from ddp_prune.core.passes import checkpoint_layers, fit_attention
 from ddp_prune.core.rate import run_trials
 from ddp_prune.core.saved import Unsaved
 from ddp_prune.core.trainer import Learned, Trainer

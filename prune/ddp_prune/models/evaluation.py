@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
+from ddp_prune.core.decoder import checkpoint_layers
 from ddp_prune.core.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
-from ddp_prune.core.passes import checkpoint_layers
 from ddp_prune.text.templates import ChatTemplate, Rendered
 from ddp_prune.text.tokens import leading_bos
 from ddp_vllm.intervals import mean_loss
