@@ -31,7 +31,6 @@ from ddp_vllm.remote_code.widths import (
     block_table,
     check_sizes,
     dense_kv_heads,
-    head_dim,
     stated_widths,
     states_widths,
 )
@@ -362,50 +361,31 @@ class Dimensions:
 
 
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
-    """Read the sizes that pruning requires. Raises: ModelError for missing or contradictory
-    sizes."""
-    if stated_widths(config := described(config)) is not None:
-        return _described_dimensions(config)
+    """Read the sizes that pruning requires, of a family or from a description of MLPs and experts.
+    Raises: ModelError for missing or contradictory sizes."""
+    is_described = stated_widths(config := described(config)) is not None
+    text = text_config(config) if is_described else config
     try:
-        check_sizes(config, "hidden_size")
+        if not is_described:
+            check_sizes(config, "hidden_size")
+        layers = dense_layers(config)
+        blocks = Widths.of(config).blocks if is_described else ("attn", "mlp")
     except WidthsError as error:
         raise ModelError(str(error)) from None
-    num_heads = config["num_attention_heads"]
-    num_kv_heads = dense_kv_heads(config)
-    every = tuple(range(config["num_hidden_layers"]))
-    return Dimensions(
-        mlp_layers=every,
-        num_layers=config["num_hidden_layers"],
-        num_query_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim(config),
-        intermediate_size=config["intermediate_size"],
-        hidden_size=config["hidden_size"],
-    )
-
-
-def _described_dimensions(config: Mapping[str, Any]) -> Dimensions:
-    """Return the sizes of a model whose config describes its MLPs and experts.
-    Raises: ModelError."""
-    text = text_config(config)
-    try:
-        widths = Widths.of(config)
-    except WidthsError as error:
-        raise ModelError(str(error)) from None
-    heads, dense = int(text.get("num_attention_heads") or 1), widths.dense
-    layers = list(enumerate(widths.layers))
+    heads, hidden_size = int(text.get("num_attention_heads") or 1), int(text.get("hidden_size") or 0)
+    experts = [layer.expert_intermediate_sizes or () for layer in layers]
     return Dimensions(
         num_layers=len(layers),
         num_query_heads=heads,
         num_kv_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or (text.get("hidden_size") or 0) // heads),
-        intermediate_size=dense.intermediate_size or int(text.get("intermediate_size") or 0),
-        hidden_size=int(text.get("hidden_size") or 0),
-        num_experts=widths.num_experts,
-        expert_intermediate_size=max(dense.expert_intermediate_sizes or (0,)),
-        routed_layers=tuple(index for index, layer in layers if widths.states("experts", layer)),
-        mlp_layers=tuple(index for index, layer in layers if widths.states("mlp", layer)),
-        blocks=widths.blocks,
+        head_dim=int(text.get("head_dim") or hidden_size // heads),
+        intermediate_size=max(layer.intermediate_size for layer in layers) or int(text.get("intermediate_size") or 0),
+        hidden_size=hidden_size,
+        num_experts=max(map(len, experts)),
+        expert_intermediate_size=max(max(sizes, default=0) for sizes in experts),
+        routed_layers=tuple(index for index, sizes in enumerate(experts) if sizes),
+        mlp_layers=tuple(index for index, layer in enumerate(layers) if layer.intermediate_size),
+        blocks=blocks,
     )
 
 

@@ -214,9 +214,9 @@ def _read_any(folder: Path, config: Mapping[str, Any], headers: Iterable["Header
     sizes = dimensions_of(described)
     if sizes.num_experts:  # MLPs of the first layers are a small part of a mixture
         sizes = replace(sizes, blocks=("experts",))
-    names: dict[str, Any] = {"tensors": structure.tensors, "experts": structure.experts}
-    family = Family(name=str(config["model_type"]), removes_blocks=False, **names)
-    return Source(folder=folder, config=described, family=family, sizes=sizes, shapes=shapes, structure=structure)
+    return Source(
+        folder=folder, config=described, family=structure.family, sizes=sizes, shapes=shapes, structure=structure
+    )
 
 
 def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:

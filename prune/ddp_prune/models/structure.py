@@ -28,6 +28,7 @@ from torch import nn
 
 from ddp_prune.core.decoder import auto_class, decoder_layers, num_chosen_experts
 from ddp_vllm.errors import ModelError, reading
+from ddp_vllm.families import Family
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import Projection, TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table
@@ -65,10 +66,8 @@ class Structure:
     widths: Widths
     """The dense widths and the names on disk; layers whose blocks are left as they are state no
     widths."""
-    tensors: TensorTable
-    """The projections by their names in transformers."""
-    experts: str
-    """Module of routed experts in transformers, relative to its layer; "" if there are none."""
+    family: Family
+    """The MLPs and the module of experts by their names in transformers."""
     stacked: Mapping[str, tuple[str, ...]]
     """Tensor on disk, relative to its layer, that holds all experts of a layer -> the modules of
     one expert in it."""
@@ -172,8 +171,14 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
     text, parameters = config.get_text_config(), set(model.state_dict())
     return Structure(
         widths=Widths(table=table, layers=rows, dense=dense, layers_module=where, is_family=False),
-        tensors=TensorTable(projections=block_table("mlp", mlp.inputs, mlp.output, fused=mlp.is_fused) if mlp else ()),
-        experts=experts_block.module if experts_block else "",
+        family=Family(
+            name=config.model_type,
+            tensors=TensorTable(
+                projections=block_table("mlp", mlp.inputs, mlp.output, fused=mlp.is_fused) if mlp else ()
+            ),
+            experts=experts_block.module if experts_block else "",
+            removes_blocks=False,
+        ),
         stacked=stacked,
         left_alone=("attention and other token mixers", *rest, *_left_alone(model, stored, rows)),
         loaded=frozenset(name for name, target in stored.items() if target in parameters),
