@@ -41,10 +41,11 @@ def test_a_kernel_compiles_without_spilling(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns
     import triton
+    from seams import triton_kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ddp_prune.core import gate_kernels, loss_kernel
+    gate_kernels, loss_kernel = triton_kernels()
 
     kernel = getattr(loss_kernel if name.startswith("distill") else gate_kernels, name)
     constants, names = KERNELS[name], kernel.arg_names

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from runs import pools_of
 from safetensors.torch import load_file, save_file
+from seams import GatedModel, Learned, Recipe, Run, Unsaved, learn, load_model, load_sharded, open_source, pools_of
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from two_processes import (
     BLOCKS,
@@ -21,14 +21,6 @@ from two_processes import (
     summed_gradients,
 )
 
-from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import learn
-from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.trainer import Learned
-from ddp_prune.models.loading import load_model, load_sharded
-from ddp_prune.models.source import open_source
-from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
 from ddp_vllm.errors import ModelError
 
 PRUNE = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "4", "--seq-len", "16"]

@@ -20,28 +20,39 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
-from runs import pools_of, saved_in
 from safetensors.torch import save_file
+from seams import (
+    GatedModel,
+    OutputHead,
+    Recipe,
+    Run,
+    TrainedWeights,
+    Trainer,
+    distill,
+    final_hidden,
+    free_memory,
+    learn,
+    load_model,
+    load_sharded,
+    local_part,
+    open_source,
+    passes,
+    peak_bytes,
+    pools_of,
+    raise_on_all_ranks,
+    reset_peak,
+    resolve,
+    saved_in,
+)
+from seams import loop_module as train_module
 
-from ddp_prune.core import loop as train_module
-from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import learn
-from ddp_prune.core.loss import OutputHead, distill, final_hidden
-from ddp_prune.core.passes import free_memory, peak_bytes, reset_peak
-from ddp_prune.core.processes import local_part, raise_on_all_ranks
-from ddp_prune.core.trainer import Trainer
-from ddp_prune.core.weights import TrainedWeights
-from ddp_prune.models.loading import load_model, load_sharded
-from ddp_prune.models.source import open_source
-from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
 from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
 SETTINGS: dict[str, Any] = {
     "sparsity": 0.4, "steps": 12, "batch_size": 4, "seq_len": 16, "save_every": 3, "micro_batch_size": 1,
 }  # fmt: skip
-SLOW_TO_IMPORT = ["ddp_prune.recover", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
+SLOW_TO_IMPORT = ["seams", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
 PATIENCE = 1200  # seconds, for a busy machine
 
 
@@ -91,7 +102,7 @@ def command_line(*arguments: str) -> None:
 
 def timed_command_line(*arguments: str) -> None:
     """Be `ddp-vllm` where a step of pruning takes 0.05 seconds, and two are enough."""
-    with patch("ddp_prune.resolve.FEWEST_STEPS", 2), patch("ddp_prune.resolve.seconds_a_step", lambda *_: 0.05):
+    with patch.object(resolve, "FEWEST_STEPS", 2), patch.object(resolve, "seconds_a_step", lambda *_: 0.05):
         command_line(*arguments)
 
 
@@ -234,7 +245,7 @@ def keep_weights(model: str, folder: Path) -> None:
         weights.restore(saved.step, saved.tensors)
         same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
         peaks[name] = {"finish": measured(weights.finish), "same": all(same)}
-    with patch("ddp_prune.core.passes.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
+    with patch.object(passes, "get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
         peaks["free"] = free_memory(accelerator)
     (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()
