@@ -7,8 +7,8 @@ made.
     print(pruned.num_parameters)
 
 The functions print nothing unless `verbose` is set, and raise a child of `DdpError` for an error
-that the user can correct. They do the same work as the commands of the same name. `import ddp_vllm`
-is fast: the first access to a function imports its package, and the first call imports torch.
+that the user can correct. `import ddp_vllm` is fast: the first access to a function imports its
+package, and the first call imports torch.
 """
 
 # The two tables below are the only part of this package that names the packages that import it.

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ddp_vllm.settings import HEADINGS, field_docs, kind_of
+from ddp_vllm.settings import HEADINGS, USUAL, field_docs, kind_of
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -49,8 +49,8 @@ class Grouped(click.Command):
     """A command whose help text lists its options under the headings of settings."""
 
     def __init__(self, *arguments: Any, settings: type, headings: Mapping[str, str], **options: Any) -> None:
-        """settings: their headings apply; headings: those of further options. The last heading has
-        all others."""
+        """settings: their headings apply; headings: those of further options. The help text
+        only names the options of the last heading."""
         super().__init__(*arguments, **options)
         of_fields = {field.name: heading_of(field) for field in dataclasses.fields(settings)}
         self.headings = of_fields | dict(headings)
@@ -60,18 +60,21 @@ class Grouped(click.Command):
         grouped: dict[str, list[click.Option]] = {heading: [] for heading in HEADINGS}
         for option in self.params:
             if isinstance(option, click.Option):
-                grouped[self.headings.get(option.name or "", HEADINGS[-1])].append(option)
+                grouped[self.headings.get(option.name or "", USUAL)].append(option)
         return {heading: options for heading, options in grouped.items() if options}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, options in self.groups().items():
             with formatter.section(heading):
-                records = (option.get_help_record(ctx) for option in options)
-                formatter.write_dl([record for record in records if record])
+                if heading == HEADINGS[-1]:
+                    names = ", ".join(option.opts[-1] for option in options)
+                    formatter.write_text(f"{names}: see docs/commands.md")
+                else:
+                    formatter.write_dl([record for option in options if (record := option.get_help_record(ctx))])
 
 
 def heading_of(field: "dataclasses.Field[Any]") -> str:
-    return str(field.metadata.get("heading", HEADINGS[-1]))
+    return str(field.metadata.get("heading", USUAL))
 
 
 class Several(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3

@@ -20,7 +20,8 @@ SETTINGS_HEADING = "Settings:"
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
-HEADINGS = ("Basic", "Budget", "Shape", "Text", "Run")
+HEADINGS = ("Basic", "Budget", "Shape", "Text", "Run", "Rarely needed")
+USUAL = "Run"  # heading of a setting that has none
 """The headings under which help texts and pages list settings, in order."""
 
 
@@ -32,7 +33,7 @@ def setting(
     is_fraction: bool = False,
     is_several: bool = False,
     is_list: bool = False,
-    heading: str = HEADINGS[-1],
+    heading: str = USUAL,
 ) -> Any:
     """Return a field with everything that is known of a setting.
 

@@ -42,7 +42,7 @@ LABELS = {
 }
 """Names of rows in the chart."""
 OFFSETS = {
-    "joint": (0, -14), "joint W8A8": (0, -26), "paper": (0, -14), "joint equal shares": (-88, -3), "masks": (10, 8),
+    "joint": (0, -14), "joint W8A8": (0, -26), "paper": (0, -14), "joint equal shares": (-92, -3), "masks": (10, 8),
     "depth trained": (0, -15), "dense W8A8": (0, -15),
 }  # fmt: skip
 """Offsets of names from their points, where (0, 7) would cover another name."""
@@ -95,18 +95,15 @@ def table(name: str, model: str) -> Iterator[str]:
     columns |= {TEXTS[text]: partial(perplexity, text) for text in texts}
     if BASE in rows:
         columns[f"÷ {BASE}"] = partial(over_base, rows[BASE])
-    columns |= {"KL": partial(agreement, "kl", ".3f"), "top-1": partial(agreement, "top1", ".1%")}
+    columns["top-1"] = top_1
     if shares:
         columns["recovered"] = lambda row, _: shares.get(row, "")
-    columns |= {
-        "training": lambda _, results: positive(
-            statistics.fmean(each["seconds"] for each in results) / 60, ".0f", "min"
-        ),
-        "peak memory": lambda _, results: positive(max(each["peak_gb"] for each in results), ".1f", "GB"),
-        "weights": lambda _, results: f"{results[0]['weights_mb']:.0f} MB" if "weights_mb" in results[0] else "",
-    }
+    columns["minutes"] = lambda _, cells: positive(statistics.fmean(cell["seconds"] for cell in cells) / 60, ".0f")
+    if not speeds:
+        columns["peak, GB"] = lambda _, cells: positive(max(cell["peak_gb"] for cell in cells), ".1f")
+    columns["weights, MB"] = lambda _, cells: positive(cells[0].get("weights_mb", 0), ".0f")
     if speeds:
-        columns["KV cache per token"] = lambda _, results: f"{results[0]['kv_bytes_per_token'] / 1e3:.1f} kB"
+        columns["KV cache, kB/token"] = lambda _, cells: f"{cells[0]['kv_bytes_per_token'] / 1e3:.1f}"
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     dense = [*(["1", "1"] if speeds else []), *(f"{first[0]['texts'][text]['dense']:.2f}" for text in texts)]
@@ -119,9 +116,9 @@ def perplexity(text: str, _: str, results: Sequence[Result]) -> str:
     return spread([each["texts"][text]["pruned"] for each in results], ".2f")
 
 
-def positive(value: float, style: str, unit: str) -> str:
-    """Return a number with its unit; "" for 0, a model that was not trained."""
-    return f"{value:{style}} {unit}" if value else ""
+def positive(value: float, style: str) -> str:
+    """Return a number; "" for 0, as of a model that was not trained."""
+    return f"{value:{style}}" if value else ""
 
 
 def over_base(base: Sequence[Result], row: str, results: Sequence[Result]) -> str:
@@ -149,20 +146,18 @@ def over_base(base: Sequence[Result], row: str, results: Sequence[Result]) -> st
     return "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)
 
 
-def agreement(metric: str, style: str, _: str, results: Sequence[Result]) -> str:
-    """Return a metric of agreement with the dense model, the mean over all texts."""
-    of_texts = [[text["agreement"]["pruned"][metric] for text in each["texts"].values()] for each in results]
-    return spread(list(map(statistics.fmean, of_texts)), style)
+def top_1(_: str, results: Sequence[Result]) -> str:
+    """Return the agreement with the dense model on the likeliest next token, the mean over all texts."""
+    of_texts = [[text["agreement"]["pruned"]["top1"] for text in each["texts"].values()] for each in results]
+    return spread(list(map(statistics.fmean, of_texts)), ".1%")
 
 
 def study_pages(name: str, model: str) -> Iterator[str]:
-    """Yield the finding and the table of each page that the study wrote, without rows that
-    do not apply."""
+    """Yield the table of each page that the study wrote, without rows that do not apply."""
     for row, results in read(name, model).items():
-        finding, _, rows, *_ = results[0]["page"].split("\n\n")
+        _, _, rows, *_ = results[0]["page"].split("\n\n")
         lines = [line for line in rows.split("\n") if "this model has none" not in line]
-        finding = finding.removeprefix("- **The paper and this model**: ").replace(" Here:", "\nHere:")
-        yield f"### {row.capitalize()}\n\n{finding}\n\n" + "\n".join(lines) + "\n"
+        yield f"### {row.capitalize()}\n\n" + "\n".join(lines) + "\n"
 
 
 def draw_chart(figure: Figure, *, model: str, suffix: str) -> None:

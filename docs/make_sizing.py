@@ -25,10 +25,6 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 QWEN: dict[str, Any] = {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False, "num_attention_heads": 32}
 MODELS: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": LLAMA | {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True,
-    },
     "Llama-3.1-8B": LLAMA | {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     },
@@ -47,28 +43,24 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ON = ("1xrtx4090-24gb", "1xh100-80gb", "2xh100-80gb", "8xh100-80gb")
 TOKENS = 1000 * 16 * 2048
-HEAD = f"""# What it takes
+HEAD = f"""# Memory and hours
 
 <!-- Written by docs/make_sizing.py. -->
 
-Peak memory per GPU in GB, and hours for the default run: 1,000 steps of 16 × 2,048 tokens, {TOKENS / 1e6:.0f} M in all.
-`--train auto` takes the lowest row of a model whose weights, teacher and optimizer fit into 70 % of the free memory.
-Pass a mode by name to use more of it.
-
+Peak memory per GPU in GB, and hours for the default run of {TOKENS / 1e6:.0f} million tokens. `--train auto` takes the
+lowest row whose weights, teacher and optimizer fit into 70 % of the free memory; pass a mode to use more.
 `ddp-vllm prune MODEL --sparsity 0.2 --dry-run --on 2xh100-80gb` prints the same for any model.
 
-| mode | bytes per prunable 16-bit weight | options |
+| mode | bytes per prunable 16-bit weight, teacher included | options |
 |---|---|---|
 | masks | 2 | `--train masks` |
-| lora | 2, and about 0.3 for additions of rank 16 | `--train lora` |
-| 8-bit | 8, the teacher included | `--train weights --optimizer adamw-8bit` |
-| adamw | 20, the teacher included | `--train weights --optimizer adamw` |
+| lora | 2, and 0.3 for rank 16 | `--train lora` |
+| 8-bit | 8 | `--train weights --optimizer adamw-8bit` |
+| adamw | 20 | `--train weights --optimizer adamw` |
 
-A pass reads 8,192 tokens; with ¹, fewer. Layers are checkpointed, except with ², where memory holds them. "–" means
-that it does not fit into 25.2 GB (RTX 4090) or 84.9 GB (H100) of 10⁹ bytes. Several GPUs share the weights
-(`--shard`). Both are estimates: memory by a formula, which
-gives 246 MB for a step that added 247 MB on a CPU, and hours by counted FLOPs at {UTILIZATION:.0%} of the GPU's
-bfloat16 peak.
+A pass reads 8,192 tokens; with ¹, fewer. Layers are checkpointed, except with ². Several GPUs share the weights. "–"
+does not fit; rows that fit nowhere are left out. Memory is a formula, which gives 246 MB for a step that added 247 MB
+on a CPU. Hours are counted FLOPs at {UTILIZATION:.0%} of the GPU's peak.
 
 """
 NAMES = dict(zip(MODES, ("adamw", "8-bit", "lora", "masks"), strict=True))
@@ -90,11 +82,11 @@ def cell(found: Fit, seconds: float) -> str:
     if found.peak > found.free:
         return "–"
     fewer = "¹" * (found.num_sequences < 4) + "²" * (not found.checkpointed)
-    return f"{found.peak / 1e9:.0f}{fewer}, {seconds / 3600:.2g} h"
+    return f"{found.peak / 1e9:.0f}{fewer}, {seconds / 3600:.2g}"
 
 
 def main() -> None:
-    lines = [f"| model, mode | {' | '.join(ON)} |", "|---" * (len(ON) + 1) + "|"]
+    lines = [f"| GB, hours | {' | '.join(ON)} |", "|---" * (len(ON) + 1) + "|"]
     for name, sizes in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             source = source_of(sizes | {"max_position_embeddings": 32768, "dtype": "bfloat16"}, Path(folder))
@@ -104,7 +96,9 @@ def main() -> None:
                 for cards in map(Devices.of_cards, ON)
             ]
         for mode in reversed(MODES):
-            lines.append(f"| {name}, {NAMES[mode]} | " + " | ".join(cell(*row[mode]) for row in rows) + " |")
+            cells = [cell(*row[mode]) for row in rows]
+            if set(cells) != {"–"}:
+                lines.append(f"| {name}, {NAMES[mode]} | {' | '.join(cells)} |")
     Path(__file__).with_name("sizing.md").write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -37,6 +37,12 @@ def test_help_lists_every_verb_and_every_exit_code() -> None:
     assert codes == [0, *sorted({kind.exit_code for kind in _error_classes()}), cli.INTERRUPTED]
 
 
+def test_help_of_prune_describes_what_most_runs_need() -> None:
+    text = invoke("prune", "--help").stdout
+    assert len(re.findall(r"^  -", text, re.MULTILINE)) <= 36
+    assert "--polish" in text.partition("Rarely needed:")[2] and "--steps" in text.partition("Rarely needed:")[0]
+
+
 @pytest.mark.parametrize("kind", _error_classes())
 def test_an_error_is_one_line_with_its_exit_code(kind: type[DdpError], monkeypatch: pytest.MonkeyPatch) -> None:
     result = _verb_that_raises(kind("first line\n  second line"), monkeypatch)

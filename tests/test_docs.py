@@ -23,7 +23,6 @@ ONCE = {  # what one page states, or two -> these pages
     r"(?i)(nothing|none of this) (was run|ran) on a GPU|no GPU (has|was)|not run on a GPU": {
         "README.md",
         "docs/measured.md",
-        "benchmarks/borrowed_gpu/README.md",
     },
     r"pip install \"\.\[prune,serve,eval\]\"": {"README.md"},
     r"OLMo-2, OLMo-3, GLM-4": {"docs/models.md"},
@@ -64,13 +63,14 @@ def test_the_table_of_features_names_tests_that_exist() -> None:
 
 
 def words(text: str) -> int:
-    return sum(bool(re.search(r"\w", word)) for word in text.split())
+    """Count words as `wc -w` does."""
+    return len(text.split())
 
 
 def test_pages_keep_to_their_words() -> None:
     number = {page.relative_to(ROOT).as_posix(): words(page.read_text(encoding="utf-8")) for page in PAGES}
     assert {page: number[page] for page, most in WORDS.items() if number[page] > most} == {}
-    assert sum(number[page] for page in WORDS if "dev/" not in page) <= 9500
+    assert sum(number[page] for page in WORDS if page.startswith("docs/") and "dev/" not in page) <= 9000
     assert sum(number.values()) <= 22000
 
 

@@ -60,7 +60,7 @@ class StepSettings:
 
 
 class StepEngine(Engine):
-    """A vLLM engine that runs steps on command (`steps.py`), ready inside the block.
+    """A vLLM engine that runs steps on command (`steps.py`); `wait` returns when it is ready.
 
     Raises: ServingError if it dies, also in `ask`; SettingError if it cannot run the largest batch
     at once.
@@ -88,14 +88,10 @@ class StepEngine(Engine):
         words = ["--model", model, "--skip-tokenizer-init", *sizes, *arguments]
         super().__init__(words, log=log, module="ddp_benchmarks.steps")
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        try:
-            self.model_facts = self._answer()
-            self._check_largest()
-        except BaseException:
-            self.stop()
-            raise
+    def wait(self) -> Self:
+        """Wait until the engine, whose block was entered, has loaded the model."""
+        self.model_facts = self._answer()
+        self._check_largest()
         return self
 
     def _check_largest(self) -> None:
@@ -211,6 +207,10 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
                 model, settings.engine_arguments, largest=largest, log=scratch / f"{number}.log", together=len(models)
             )
             engines[model] = stack.enter_context(engine)
+            if not runs_on_cpu():  # vLLM measures a GPU's free memory when it starts
+                engine.wait()
+        for engine in engines.values() if runs_on_cpu() else ():
+            engine.wait()
         for turn in range(-1, settings.rounds):  # the first one is discarded
             print_line("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
             measured = take_turns(engines, workload, settings.steps, max(turn, 0))

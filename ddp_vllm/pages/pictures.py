@@ -113,7 +113,7 @@ def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
     kinds = [name.removesuffix("_sparsity") for name in curves[0] if name.endswith("_sparsity")]
     panels = [
         ("nats per token", {"loss": "loss", "ce": "cross-entropy"}),
-        ("KL, nats per token", {"kl": "KL to dense"}),
+        ("KL, nats", {"kl": "KL to dense"}),
         ("sparsity", {f"{kind}_sparsity": kind for kind in kinds}),
         ("μ", {"mu": "μ"}),
         *((label, {f"{kind}_{metric}": kind for kind in kinds}) for metric, label in LAMBDAS.items()),
@@ -141,7 +141,7 @@ def draw_curves(figure: Figure, *, curves: Curves, targets: Mapping[str, float],
         styles = LINES if len(metrics) > 1 else (("black", "-", 1.2),)
         for (metric, name), (tone, dashes, width) in zip(metrics.items(), styles, strict=False):
             values = np.array([step.get(metric, np.nan) for step in curves])
-            if "token" in label:
+            if "nats" in label:
                 axes.plot(steps, values, color="0.85", linewidth=0.7)
                 values = smooth(values)
             axes.plot(steps, values, color=tone, linestyle=dashes, linewidth=width, label=name)
@@ -154,6 +154,7 @@ def draw_curves(figure: Figure, *, curves: Curves, targets: Mapping[str, float],
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8, handlelength=2.2)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     figure.align_ylabels()
 
 

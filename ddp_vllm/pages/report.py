@@ -86,13 +86,13 @@ def draw(metrics: Metrics) -> list[Picture]:
     provenance = metrics.checkpoint.provenance
     if metrics.pruning:
         caption = (
-            "Losses: each step in light gray, and a running mean over a twentieth of the steps. At the vertical line "
+            "Losses: each step as a thin line, and a running mean over a twentieth of the steps. At the vertical line "
             "the kept units are fixed; after it only their scales are trained."
         )
         targets, steps = provenance.get("targets", {}), provenance.get("search_steps")
         drawn.append(_curves("curves", "Training", caption, metrics.pruning, targets=targets, rounded_after=steps))
     if metrics.recovery:
-        caption = "The weights are trained on the dense model's outputs. Each step in light gray, and a running mean."
+        caption = "The weights are trained on the dense model's outputs. Each step as a thin line, and a running mean."
         drawn.append(_curves("recovery", "Recovery", caption, metrics.recovery, targets={}, rounded_after=None))
     return drawn
 
@@ -110,7 +110,7 @@ def _heads(metrics: Metrics) -> Picture:
         partial(pictures.draw_heatmaps, values={"scale": gates_LU}, unit_label=unit, together=together),
         name="heads",
         title=title,
-        caption=f"Crossed out: removed. The bar shows which shade is which scale of a kept unit.{lines}",
+        caption=f"Crossed out: removed. The bar has the scale of each shade.{lines}",
         height=pictures.height_of_map(units),
     )
 
@@ -130,13 +130,14 @@ def _widths(metrics: Metrics) -> Picture:
 
 def _experts(metrics: Metrics) -> Picture:
     widths_LE, use_LE = expert_widths(metrics.checkpoint), expert_use(metrics.checkpoint)
-    panels = {"channels left": widths_LE} | ({} if use_LE is None else {"× even share": use_LE})
-    use = " Below: how often the router chose each on the training text; crossed out: never."
+    panels = {"channels kept": widths_LE} | ({} if use_LE is None else {"× even share": use_LE})
+    blank = " Blank: layers without experts." if np.isnan(widths_LE).any() else ""
+    use = " Below: how often the router chose each on the training text; crossed out: never." if len(panels) > 1 else ""
     return pictures.render(
         partial(pictures.draw_heatmaps, values=panels, unit_label="expert"),
         name="experts",
         title="Width of each expert",
-        caption=f"The bar shows which shade is which width; crossed out: removed.{use if len(panels) > 1 else ''}",
+        caption=f"Crossed out: removed. The bar has the width of each shade.{blank}{use}",
         height=pictures.height_of_map(widths_LE.shape[1]) * len(panels),
     )
 

@@ -286,7 +286,7 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
             share = sum(all_sizes) / (len(all_sizes) * width)
             spread = (f"{size:,}" for size in (min(left), median_low(left), max(left)))
             rows.append([index, f"{sum(map(bool, all_sizes))}/{len(all_sizes)}", *spread, idle, f"{share:.0%}"])
-    headings = ["experts left", f"narrowest of {width:,}", "median", "widest", "never chosen", "channels left"]
+    headings = ["experts kept", f"narrowest of {width:,}", "median", "widest", "never chosen", "channels kept"]
     return Table(headings=["layer", *headings], rows=rows)
 
 

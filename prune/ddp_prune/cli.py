@@ -41,7 +41,7 @@ INSTEAD = {
     "target": [click.option(f"--target-{budget}", metavar="N", help=text) for budget, text in TARGETS.items()],
 }  # fmt: skip
 # of the options that are no fields
-OUTPUT_HEADING = {"output": "Basic"}
+OUTPUT_HEADING = {"output": "Basic", "tracker": "Rarely needed"}
 TARGET_OPTIONS = {budget: f"target_{budget.replace('-', '_')}" for budget in TARGETS}
 HEADINGS = OUTPUT_HEADING | dict.fromkeys(TARGET_OPTIONS.values(), "Budget")
 

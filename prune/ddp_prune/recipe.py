@@ -85,7 +85,7 @@ class Recipe(TrainingSettings):
     """Tokens in the context; the budgets `flops` and `latency` depend on it."""
     concurrency: int = setting(8, least=1, heading="Budget")
     """Sequences served at the same time; the budget `latency` depends on it."""
-    phase: str = setting("decode", choices=PHASES, heading="Budget")
+    phase: str = setting("decode", choices=PHASES, heading="Rarely needed")
     """Step whose time the budget `latency` limits: `decode` or the `prefill` of prompts."""
     profile: str = setting("", heading="Budget")
     """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, this
@@ -96,7 +96,7 @@ class Recipe(TrainingSettings):
     """Parts to prune, separated by commas: `attention`, `mlp`, `experts`. The default is attention
     and MLPs, or the routed experts of a mixture of experts; the MLPs alone where attention cannot
     be pruned."""
-    scope: str = setting("global", choices=("global", "layer", "expert"), heading="Budget")
+    scope: str = setting("global", choices=("global", "layer", "expert"), heading="Rarely needed")
     """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
     whole_experts: bool = setting(False, heading="Shape")
     """Remove whole experts of a mixture of experts, equally many from every layer, and their rows
@@ -118,12 +118,12 @@ class Recipe(TrainingSettings):
     steps that fit replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. The numbers
     are saved with the run, so that an interrupted run resumes with the same numbers."""
 
-    controller: str = setting("gradual", choices=("gradual", "alm"))
+    controller: str = setting("gradual", choices=("gradual", "alm"), heading="Rarely needed")
     """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for
     good, in the order of Fisher information times squared scale, while the other scales are
     trained; it is better in short runs. `alm` is the paper's surrogate with multipliers, which
     requires about 1,000 steps."""
-    polish: float = setting(0.35, is_fraction=True)
+    polish: float = setting(0.35, is_fraction=True, heading="Rarely needed")
     """Last fraction of the steps, in which only the kept scales are fine-tuned; 0 disables it, as
     in the paper. The default was not tuned."""
     alm: AlmSettings = AlmSettings()

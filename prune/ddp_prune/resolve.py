@@ -41,11 +41,12 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 
 WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
-FEWEST_STEPS = 50  # a search in fewer steps closes too many gates at once
+FEWEST_STEPS = 20  # a search in fewer steps closes too many gates at once
+SHORT_RUN = 50  # steps; weights get shorter sequences, so that more fit
 FEWEST_TOKENS = 512  # per step
 SHORTEST, SHORTEST_OF_WEIGHTS = 256, 1024
 """Tokens of a sequence, unless the recipe has shorter ones: weights get worse in contexts longer
-than they train on."""
+than they train on. In a short run they get shorter ones all the same."""
 
 Shape = tuple[int, int, int]  # steps, batch size, sequence length
 
@@ -86,6 +87,9 @@ def resolve_runs(
             )
         steps, batch, seq_len = shape
         print_line(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
+        if steps < WANTED_STEPS // 2:
+            enough = math.ceil(last.minutes * WANTED_STEPS / steps)
+            print_line(f"so few steps are a demonstration; --minutes {enough} allows {WANTED_STEPS}, a better model")
         recipes = [dataclasses.replace(recipe, steps=steps, batch_size=batch, seq_len=seq_len) for recipe in recipes]
         # a resumed run may have had fewer processes
         check_sharding(recipes[-1], accelerator.num_processes)
@@ -169,26 +173,27 @@ def fit_minutes(
     """
     recipe = run.recipe
     seconds = 60.0 * recipe.minutes
+    batch, seq_len = recipe.batch_size, recipe.seq_len
     step_seconds = measure(run)
-    tokens = seconds / step_seconds * recipe.batch_size * recipe.seq_len
-    most_tokens = recipe.batch_size * recipe.seq_len
-    tokens_per_step = most_tokens
+    tokens = seconds / step_seconds * batch * seq_len
+    tokens_per_step = batch * seq_len
     while tokens_per_step > max(FEWEST_TOKENS, tokens / WANTED_STEPS):
         tokens_per_step //= 2
-    shortest = SHORTEST if run.train == "masks" else SHORTEST_OF_WEIGHTS
-    seq_len, batch = recipe.seq_len, recipe.batch_size
-    if tokens_per_step < most_tokens:
-        seq_len = min(seq_len, max(shortest, tokens_per_step // max(2, num_processes)))
-        per_process = max(1, tokens_per_step // seq_len // num_processes)
-        batch = min(batch, per_process * num_processes)
-    if batch * seq_len < most_tokens:  # shorter sequences take another time per token
-        smaller = dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len)
-        run = dataclasses.replace(run, recipe=smaller, **fits(smaller))
-        step_seconds = measure(run)
-    num_trial_steps = trial_steps(run)
-    steps = int((seconds / step_seconds - num_trial_steps) / (FAMILY_STEPS if num_sizes > 1 else 1.0))
+    sizes = FAMILY_STEPS if num_sizes > 1 else 1.0
+    steps = int((seconds / step_seconds - trial_steps(run)) / sizes)
+    for shortest in (SHORTEST,) if run.train == "masks" else (SHORTEST_OF_WEIGHTS, SHORTEST):
+        if tokens_per_step < recipe.batch_size * recipe.seq_len:
+            seq_len = min(recipe.seq_len, max(shortest, tokens_per_step // max(2, num_processes)))
+            batch = min(recipe.batch_size, max(1, tokens_per_step // seq_len // num_processes) * num_processes)
+        if (batch, seq_len) != (run.recipe.batch_size, run.recipe.seq_len):
+            smaller = dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len)
+            run = dataclasses.replace(run, recipe=smaller, **fits(smaller))
+            step_seconds = measure(run)
+            steps = int((seconds / step_seconds - trial_steps(run)) / sizes)
+        if steps >= SHORT_RUN:
+            break
     if steps < FEWEST_STEPS:
-        least = (num_trial_steps + FEWEST_STEPS * (FAMILY_STEPS if num_sizes > 1 else 1.0)) * step_seconds / 60.0
+        least = (trial_steps(run) + FEWEST_STEPS * sizes) * step_seconds / 60.0
         raise SettingError(
             f"minutes is {recipe.minutes:g}, enough for {max(0, steps)} steps of {batch} × {seq_len:,} tokens where "
             f"{FEWEST_STEPS} are needed; give at least {math.ceil(least)}, or --train masks, or a lower --seq-len"

@@ -34,16 +34,16 @@ class TrainingSettings(Settings):
     the default split is `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by
     commas, take turns of about `seq_len` tokens; `NAME:3` gives a text three turns for every turn
     of the others."""
-    text_column: str = setting("", heading="Text")
+    text_column: str = setting("", heading="Rarely needed")
     """Column that holds the text, if it is not called text, conversations or messages. Every text
     of `data` that has columns must have this one."""
     batch_size: int = setting(16, least=1, heading="Text")
     """Sequences per optimizer step, over all devices."""
     seq_len: int = setting(2048, least=8, heading="Text")
     """Tokens per sequence; the first is BOS if the model's tokenizer begins every text with it."""
-    seed: int = setting(0, least=0, heading="Text")
+    seed: int = setting(0, least=0, heading="Rarely needed")
     """Seed of the order of documents. Gates start at exactly 1, so nothing else is random."""
-    heldout_blocks: int = setting(16, least=1, heading="Text")
+    heldout_blocks: int = setting(16, least=1, heading="Rarely needed")
     """Sequences that are held out from training; their perplexity is reported."""
     distillation: float = setting(2.0, least=0)
     """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
@@ -53,17 +53,16 @@ class TrainingSettings(Settings):
     template. The KL term covers every token."""
 
     watch: str = setting("", heading="Text", is_list=True)
-    """Texts of other kinds, named as `data`, that are only evaluated: the perplexity of each model
-    on them is printed and reported."""
-    micro_batch_size: int = setting(0, least=0)
+    """Texts, named as `data`, that are only evaluated: their perplexity is printed and reported."""
+    micro_batch_size: int = setting(0, least=0, heading="Rarely needed")
     """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about
     8,192 tokens, 1,024 on a CPU, and fewer if memory is short."""
-    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"), heading="Rarely needed")
     """Number format of the weights in forward and backward passes. `auto` is the format of the
     checkpoint, but bfloat16 for float16, in which small gradients vanish, and float32 on devices
     that do not compute in bfloat16, such as older GPUs and CPUs. The written model always has the
     format of the checkpoint."""
-    optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"))
+    optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"), heading="Rarely needed")
     """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit
     weight on top of the weight; `adamw-8bit` moves the weights themselves, rounds them
     stochastically and keeps 8-bit moments, 4 bytes. It requires a C++ compiler, and bfloat16 or
@@ -71,13 +70,13 @@ class TrainingSettings(Settings):
     learning_rate: float | None = None
     """AdamW's highest rate for trained weights. Without it, pruning finds the rate by short trials
     before the run, and recovery chooses it by method and hidden size."""
-    activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"))
-    """Recompute layers in the backward pass instead of storing their activations: a third more
-    computation for a small part of the memory, and the same gradients. `auto` turns it on if the
+    activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"), heading="Rarely needed")
+    """Recompute activations in the backward pass: a third more computation, far less memory, the
+    same gradients. `auto` turns it on if the
     activations would fill more than half of the free memory."""
     shard: bool = False
     """Shard the weights over all processes (FSDP2), for models that one device cannot hold."""
-    save_every: int = setting(0, least=0)
+    save_every: int = setting(0, least=0, heading="Rarely needed")
     """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time.
     Saving by time happens at most every two minutes and takes at most a twentieth of the run. A run
     is also saved after its last step."""

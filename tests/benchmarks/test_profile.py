@@ -53,6 +53,9 @@ class KnownEngine:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def wait(self) -> Self:
+        return self
+
     def ask(self, command: str, *numbers: int) -> Any:
         return {"read": 10 * self.seconds, "step": [self.seconds] * numbers[-1] if numbers else None}.get(command)
 

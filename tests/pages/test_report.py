@@ -56,7 +56,7 @@ def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
     assert all(source.startswith("data:") for source in page.loaded)
     assert "prefers-color-scheme: dark" in text and 'style="fill: #ffffff"' not in text.partition("</svg>")[0]
     assert "pruned: a<b" in page.text  # names are escaped
-    for label in ("layer", "query head", "MLP channels", "λ1", "target", "KL, nats per token"):
+    for label in ("layer", "query head", "MLP channels", "λ1", "target", "KL, nats"):
         assert label in page.text
     for drawing in re.findall("<svg.*?</svg>", text, re.DOTALL):
         assert drawing.count("<path") + drawing.count("<image") > 10  # not empty

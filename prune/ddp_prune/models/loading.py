@@ -20,6 +20,7 @@ from ddp_prune.core.decoder import auto_class, decoder_layers, decoder_of
 from ddp_prune.core.loss import OutputHead, final_hidden
 from ddp_prune.models.source import AGAIN, Source, weight_files
 from ddp_prune.settings import TrainingSettings
+from ddp_vllm import machine
 from ddp_vllm.errors import ModelError, SettingError, reading
 
 
@@ -112,17 +113,8 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Tell whether a device computes in bfloat16: GPUs before Ampere and x86 processors without
-    AVX-512 BF16 or AMX do not.
-
-    On such a processor (AMD EPYC, AVX2) products in bfloat16 take 15 times as long as in float32.
-    """
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(False)
-    if device.type == "cpu":
-        flags = torch.cpu.get_capabilities()
-        return flags["architecture"] != "x86_64" or flags["avx512_bf16"] or flags["amx_bf16"]
-    return True
+    """Tell whether a device computes in bfloat16; GPUs before Ampere do not."""
+    return torch.cuda.is_bf16_supported(False) if device.type == "cuda" else machine.has_bfloat16()
 
 
 def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:

@@ -7,8 +7,8 @@ template that strips, splits or drops words does so in the first rendering only,
 remains of them. Long conversations are rendered once per answer.
 """
 
-import os
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -181,15 +181,20 @@ class ChatTemplate:
         The model generates the blanks between the prompt and its words, and also the tags around
         thoughts. Of those, `before`, the text before the placeholder, holds another form.
         """
-        start = len(os.path.commonprefix([text, before]))  # noqa: RUF071
+        start = _shared_length(text, before)
         has_tags = start < len(before) and self.prompt != ""
         if self.prompt and not has_tags and before.endswith(self.prompt):
             return start
         with suppress(*UNREADABLE):
             prompt = self.text(earlier, tools, prompt=True)
-            prompt_end = len(os.path.commonprefix([text[:start], prompt]))  # noqa: RUF071
+            prompt_end = _shared_length(text[:start], prompt)
             return prompt_end if has_tags or text[prompt_end:start].isspace() else start
         return start
+
+
+def _shared_length(one: str, other: str) -> int:
+    """Return how many characters the beginnings of two texts share."""
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda end: one[: end + 1] != other[: end + 1])
 
 
 def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
