@@ -57,6 +57,7 @@ from ddp_prune.core.weights import (
     step_seed,
 )
 from ddp_prune.export import apply_masks, export
+from ddp_prune.fidelity import open_model
 from ddp_prune.fit import CARDS, MODES, Devices, Fit, Mode, SizedModel, choose, fit, flops_per_token, held_bytes
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_prune.models import evaluation as evaluation_module

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 from any_models import NUM_EXPERTS, write_model
+from seams import GatedModel, export, load_model, open_source
 from serving import Serve, assert_same, job
 from test_dense import CHECKPOINTS
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, generate, make_checkpoint
 
-from ddp_prune.core.gates import GatedModel
-from ddp_prune.export import export
-from ddp_prune.models.loading import load_model
-from ddp_prune.models.source import open_source
 from ddp_vllm.families import unit_shapes
 
 pytestmark = pytest.mark.vllm

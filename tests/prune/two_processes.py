@@ -30,17 +30,12 @@ from seams import (
     Trainer,
     distill,
     final_hidden,
-    free_memory,
     learn,
     load_model,
     load_sharded,
-    local_part,
     open_source,
-    passes,
-    peak_bytes,
     pools_of,
     raise_on_all_ranks,
-    reset_peak,
     resolve,
     saved_in,
 )
@@ -201,51 +196,4 @@ def sum_gradients(model: str, folder: Path) -> None:
     found = summed_gradients(cut, accelerator, range(rank, 4, world))
     if rank == 0:
         save_file(found, folder / "gradients")
-    accelerator.end_training()
-
-
-def keep_weights(model: str, folder: Path) -> None:
-    """Save weights that learn, cut and whole, resume them and finish.
-
-    `memory-<rank>.json` has the bytes by which the peak at the end exceeds what a process keeps; and `free`, what a
-    process takes for free where process 0 has 1,000 bytes and process 1 has 500.
-    """
-    accelerator = Accelerator(cpu=True)
-    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    source, peaks = open_source(model), dict[str, Any]()
-
-    def measured(work: Callable[[], Any]) -> float:
-        before = reset_peak(device)
-        work()
-        return peak_bytes(device) - before
-
-    torch.compiler.set_stance("force_eager")
-    for name in ("cut", "whole", "cut in 8 bits"):
-        cut, optimizer = name != "whole", "adamw-8bit" if "8" in name else "adamw"
-        dtype = "bfloat16" if "8" in name else "float32"
-        learns = load_sharded(source, dtype, device, world) if cut else load_model(source, dtype)
-        weights = TrainedWeights(learns, accelerator, optimizer=optimizer)
-        weights.sums = {name: master.detach() * 0.1 for name, master in weights.masters.items()}
-        weights.step(1e-3, 0.5)
-
-        def held(weights: TrainedWeights = weights) -> list[torch.Tensor]:
-            moments = [weights.optimizer.state[each] for each in weights.moved.values()]
-            every = [*weights.masters.values(), *weights.trained.values()]
-            every += [each[key] for each in moments for key in ("exp_avg", "exp_avg_sq")]
-            return [getattr(each, "codes", each) for each in (local_part(each.detach()) for each in every)]
-
-        before = [tensor.clone() for tensor in held()]
-        with saved_in(folder / name, Recipe(model=model, **SETTINGS)) as progress:
-            progress.save(1, weights.state(), {})
-            for tensor in held():
-                tensor.zero_()
-            weights.optimizer.state.clear()  # as in a process that has just started
-            saved = progress.resume(weights.like)
-        assert saved
-        weights.restore(saved.step, saved.tensors)
-        same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
-        peaks[name] = {"finish": measured(weights.finish), "same": all(same)}
-    with patch.object(passes, "get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
-        peaks["free"] = free_memory(accelerator)
-    (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()
