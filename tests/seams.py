@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from click.testing import Result
 
 from ddp_prune import fit as fit_module
-from ddp_prune import pipeline, plan, resolve, train, verbs
+from ddp_prune import jobs, plan, resolve, verbs
 from ddp_prune.core import batches as batches_module
 from ddp_prune.core import experts as experts_module
 from ddp_prune.core import gates as gates_module

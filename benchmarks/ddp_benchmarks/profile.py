@@ -76,12 +76,12 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, pri
         print_line("starting the engine of the dense model")
         model = _without_weights(folder, config, None, scratch / "dense")
         with StepEngine(model, arguments, largest=largest, log=scratch / "dense.log") as dense:
-            dense.wait()
+            dense.wait_for_model()
             for name in missing:
                 print_line(f"{len(done) + missing.index(name) + 1} of {len(shapes)}: {name}")
                 model = _without_weights(folder, config, shapes[name], scratch / name.replace(" ", "-"))
                 with StepEngine(model, arguments, largest=largest, log=scratch / "engine.log") as other:
-                    results["times"] += _rounds(name, {"dense": dense, name: other.wait()}, settings)
+                    results["times"] += _rounds(name, {"dense": dense, name: other.wait_for_model()}, settings)
                 results |= other.model_facts
                 results["complete"] = len(results["times"]) == settings.rounds * len(shapes)
                 write_results(results, output)

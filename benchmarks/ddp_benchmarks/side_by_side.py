@@ -60,7 +60,7 @@ class StepSettings:
 
 
 class StepEngine(Engine):
-    """A vLLM engine that runs steps on command (`steps.py`); `wait` returns when it is ready.
+    """A vLLM engine that runs steps on command (`steps.py`); `wait_for_model` returns when it is ready.
 
     Raises: ServingError if it dies, also in `ask`; SettingError if it cannot run the largest batch
     at once.
@@ -88,7 +88,7 @@ class StepEngine(Engine):
         words = ["--model", model, "--skip-tokenizer-init", *sizes, *arguments]
         super().__init__(words, log=log, module="ddp_benchmarks.steps")
 
-    def wait(self) -> Self:
+    def wait_for_model(self) -> Self:
         """Wait until the engine, whose block was entered, has loaded the model."""
         self.model_facts = self._answer()
         self._check_largest()
@@ -208,9 +208,9 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
             )
             engines[model] = stack.enter_context(engine)
             if not runs_on_cpu():  # vLLM measures a GPU's free memory when it starts
-                engine.wait()
+                engine.wait_for_model()
         for engine in engines.values() if runs_on_cpu() else ():
-            engine.wait()
+            engine.wait_for_model()
         for turn in range(-1, settings.rounds):  # the first one is discarded
             print_line("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
             measured = take_turns(engines, workload, settings.steps, max(turn, 0))

@@ -9,7 +9,7 @@ backward. Hours are counted FLOPs at an assumed utilization.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +119,9 @@ def allowed_modes(recipe: TrainingSettings) -> list[Mode]:
 
 
 def suited_modes(recipe: TrainingSettings) -> list[Mode]:
-    """Return the training modes that can train weights of a recipe's dtype."""
-    return [mode for mode in MODES if optimizer_suits(mode.optimizer, recipe.dtype)]
+    """Return the training modes that a command has and that can train weights of a recipe's dtype."""
+    choices = next(field.metadata["choices"] for field in fields(recipe) if field.name == "train")
+    return [mode for mode in MODES if mode.train in choices and optimizer_suits(mode.optimizer, recipe.dtype)]
 
 
 def state_bytes(optimizer: str, itemsize: int) -> int:
@@ -132,12 +133,13 @@ def state_bytes(optimizer: str, itemsize: int) -> int:
     return {"": 0, "adamw": 12 + 4 * (itemsize < 4), "adamw-8bit": itemsize + 2}[optimizer]
 
 
-def held_bytes(source: Source, mode: Mode, itemsize: int, num_shards: int, *, teacher: bool, rank: int = RANK) -> float:
+def held_bytes(recipe: TrainingSettings, source: Source, mode: Mode, itemsize: int, num_shards: int) -> float:
     """Return the bytes per device of a model, its teacher, and everything that training keeps.
 
-    teacher: whether the mode has a second copy of the weights; both share the embeddings and the
-        output head, which are not trained.
+    The teacher shares the embeddings and the output head, which are not trained. A pruned model
+    counts as its dense one, which takes at least as much.
     """
+    teacher, rank = recipe.holds_teacher(mode.train), getattr(recipe, "rank", RANK)
     shapes = source.memory_shapes
     frozen = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(FROZEN))
     trained = sum(map(math.prod, shapes.values())) - frozen
@@ -152,20 +154,16 @@ def held_bytes(source: Source, mode: Mode, itemsize: int, num_shards: int, *, te
     return itemsize * frozen + layers / num_shards
 
 
-def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode, *, teacher: bool | None = None) -> Fit:
+def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode) -> Fit:
     """Fit a mode into the memory of devices.
-
-    teacher: whether the dense model is a second copy; None: as pruning has it.
 
     With `activation_checkpointing` auto, layers are checkpointed if the activations would fill more
     than ACTIVATION_SHARE of the memory, those of half of the sequences too: two smaller passes take
     less time than one that computes every layer again. Without `micro_batch_size` the number of
     sequences is halved until a pass fits, down to 1, which may still not fit.
     """
-    if teacher is None:
-        teacher = mode.train == "weights" and recipe.distillation > 0
     sized = SizedModel.of(recipe, source, mode, devices)
-    held = held_bytes(source, mode, sized.itemsize, devices.num_shards, teacher=teacher)
+    held = held_bytes(recipe, source, mode, sized.itemsize, devices.num_shards)
     transient = _transient_bytes(source, mode, sized.itemsize, devices.num_shards)
     left = devices.free - held - transient
     number = sequences_at_once(recipe, devices.number, devices.type)

@@ -12,8 +12,7 @@ from ddp_prune.core.rate import trial_steps
 from ddp_prune.fit import USABLE, Devices, Fit, allowed_modes, choose, fit, gigabytes, tokens_per_second
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
-from ddp_prune.pipeline import find_model, latency_profile
-from ddp_prune.pools import make_checked_pools
+from ddp_prune.pools import find_model, latency_profile, make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import resolve_runs, seconds_a_step
 from ddp_prune.run import Run, schedule

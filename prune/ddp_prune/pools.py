@@ -9,21 +9,26 @@ import torch
 
 from ddp_prune.checks import check_suits
 from ddp_prune.core.budget import LatencyPool, Pool, WholeExpertPool
-from ddp_prune.models.source import Source
+from ddp_prune.models.source import Source, check_index, open_source
 from ddp_prune.recipe import Recipe
+from ddp_vllm.checkpoint import read_config
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import (
+    FAMILIES,
+    MIXTURES,
     WHOLE_EXPERT,
     Dimensions,
     choose_head_unit,
     dense_layers,
+    dimensions_of,
     fewer_experts,
     text_config,
     unit_shapes,
 )
 from ddp_vllm.latency import EXPERT_BLOCK, Profile
 from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.speed import Measure, find_profile
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 MOST_BLOCKS = 256  # per layer in the table of measured costs
@@ -211,3 +216,28 @@ def _blocks(
             copies = max(1, recipe.tp // sizes.num_kv_heads)
             blocks["attn"] = sizes.num_kv_heads * copies if queries_per_kv > 1 else min(recipe.tp, sizes.num_kv_heads)
     return {kind: block for kind, block in blocks.items() if block > 1}
+
+
+def find_model(recipe: Recipe, *, load: bool = True) -> Source:
+    """Return the dense model, to be loaded or only looked at."""
+    source = open_source(recipe.model, load=load).with_blocks(recipe.blocks)
+    if load:
+        check_index(source.folder)
+    return source
+
+
+def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile | None:
+    """Return the latency profile that the budget of a recipe requires, or None if it requires
+    none."""
+    if recipe.budget != "latency":
+        return None
+    stock = read_config(source.folder)
+    has_times = stock["model_type"] in {*FAMILIES, *MIXTURES}
+    if not has_times or source.sizes.blocks != dimensions_of(stock).blocks:
+        raise SettingError(
+            "a speedup requires times by heads and channels, which ddp-vllm profile measures of models with a row in "
+            "docs/models.md that are pruned whole; give a sparsity or a target"
+        )
+    return find_profile(
+        recipe.profile, source.folder, stock, recipe.workload, measure, other_machine=recipe.other_machine
+    )

@@ -43,6 +43,9 @@ class RecoveryRecipe(TrainingSettings):
         if not (self.minutes or self.tokens):
             raise SettingError("minutes and tokens are 0; give one of them")
 
+    def holds_teacher(self, train: str) -> bool:
+        return True
+
     @property
     def steps(self) -> int:
         """Optimizer steps; at least one."""

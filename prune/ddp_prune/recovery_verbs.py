@@ -59,11 +59,11 @@ def recover(
     check_sources(resolved.data, resolved.text_column)
     if resolved.watch:
         check_sources(resolved.watch, resolved.text_column)
-    from ddp_prune.recover import recover_alone
+    from ddp_prune import recover as recovery
     from ddp_vllm.pages.terminal import SafeConsole
 
     console = SafeConsole.of(verbose)
-    return recover_alone(resolved, output, overwrite=overwrite, tracker=tracker, console=console)
+    return recovery.recover(resolved, output, overwrite=overwrite, tracker=tracker, console=console)
 
 
 def quantize(

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from accelerate import Accelerator
 
 from ddp_prune.core.batches import Batches, sequences_at_once
 from ddp_prune.core.budget import Pool
+from ddp_prune.core.fusion import fuse_elementwise
+from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import TRAINERS, prepare_passes
 from ddp_prune.core.passes import explained
 from ddp_prune.core.rate import trial_steps
-from ddp_prune.core.weights import obstacle_to_8_bits
+from ddp_prune.core.weights import TrainedWeights, obstacle_to_8_bits
 from ddp_prune.fit import (
     TRAINING_SHARE,
     Devices,
@@ -31,12 +34,12 @@ from ddp_prune.fit import (
     held_bytes,
     suited_modes,
 )
-from ddp_prune.models.loading import check_sharding, load_teacher, loading_options
+from ddp_prune.models.loading import check_sharding, load, load_teacher, loading_options
 from ddp_prune.models.source import Source
 from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
+from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_prune.run import FAMILY_STEPS, Run, schedule
-from ddp_prune.train import load_trained, too_large
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 
@@ -107,7 +110,7 @@ def resolve_runs(
 
 
 def resolve_training_mode(
-    recipe: Recipe,
+    recipe: Recipe | RecoveryRecipe,
     source: Source,
     resumed: Mapping[str, Any],
     devices: Devices,
@@ -125,11 +128,7 @@ def resolve_training_mode(
             raise SettingError(obstacle)
         return modes[0]
     itemsize = loading_options(source, recipe.dtype, accelerator.device)["dtype"].itemsize
-    has_teacher = recipe.distillation > 0
-    needed = {
-        mode: held_bytes(source, mode, itemsize, devices.num_shards, teacher=has_teacher and mode.train == "weights")
-        for mode in suited_modes(recipe)
-    }
+    needed = {mode: held_bytes(recipe, source, mode, itemsize, devices.num_shards) for mode in suited_modes(recipe)}
     needs = {mode: f"{mode} requires {gigabytes(number)}" for mode, number in needed.items()}
     usable = list[Mode]()
     for mode in modes:
@@ -237,3 +236,25 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
         another = max(0.0, seconds[-1] - seconds[1])
         total = torch.tensor([seconds[1] + another * (share / at_once - 1)], device=accelerator.device)
         return float(accelerator.gather(total).max())
+
+
+def load_trained(
+    run: Run, source: Source, head_unit: str, accelerator: Accelerator
+) -> tuple[GatedModel, TrainedWeights | None]:
+    """Load the model of a run with its gates, and what is trained besides the gates; it must not
+    have run forward."""
+    model, weights = load(source, run.recipe, accelerator), None
+    if run.train != "masks":  # gates scale the input of adapters too, so these are added first
+        weights = TrainedWeights(model, accelerator, run.train, optimizer=run.optimizer)
+    if accelerator.device.type == "cuda":
+        with suppress(Exception):  # without a C compiler, eager mode is slower and right
+            fuse_elementwise(model)
+    return GatedModel(model, source.family, source.sizes, head_unit), weights
+
+
+def too_large(recipe: Recipe | RecoveryRecipe) -> str:
+    """Return the message for a model and a sequence that do not fit a device."""
+    return (
+        f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory of a device; free it "
+        "of other processes, lower --seq-len, or distribute the weights over more devices with --shard"
+    )

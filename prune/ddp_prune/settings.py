@@ -98,6 +98,10 @@ class TrainingSettings(Settings):
         if self.seed >= 2**32:
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
 
+    def holds_teacher(self, train: str) -> bool:
+        """Tell whether a run in this training mode holds the dense model beside the trained one."""
+        return train == "weights" and self.distillation > 0
+
 
 def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a recipe that decide its result."""

@@ -76,10 +76,10 @@ def prune_sizes(
         check_output(output, overwrite=overwrite, reads=[model])
     _check_model(recipes[0])
     _check_texts(recipes[0])
-    from ddp_prune import pipeline
+    from ddp_prune import jobs
     from ddp_vllm.pages.terminal import SafeConsole
 
-    return pipeline.prune(
+    return jobs.prune(
         recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole.of(verbose),
         measure=partial(ddp_vllm.profile, verbose=verbose),
     )  # fmt: skip

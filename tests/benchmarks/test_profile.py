@@ -53,7 +53,7 @@ class KnownEngine:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def wait(self) -> Self:
+    def wait_for_model(self) -> Self:
         return self
 
     def ask(self, command: str, *numbers: int) -> Any:

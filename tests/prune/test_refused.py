@@ -27,13 +27,13 @@ from seams import (
     cut,
     export_whole,
     find_structure,
+    jobs,
     load_model,
     loading_options,
     logits,
     open_source,
     out_of_memory,
     random_gates,
-    train,
     weight_files,
 )
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
@@ -331,11 +331,11 @@ def test_what_is_downloaded_is_what_is_read(monkeypatch: pytest.MonkeyPatch, tin
     assert fetched == [*listed[:6], "tokenizer.model"]
 
 
-@pytest.mark.parametrize("where", ["load", "Evaluation"])
+@pytest.mark.parametrize("where", ["load_trained", "Evaluation"])
 def test_a_model_that_a_device_cannot_hold(
     where: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, where, out_of_memory)
+    monkeypatch.setattr(jobs, where, out_of_memory)
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out"), 6, str(tiny_model), "memory of a device", "--shard")
     assert list(tmp_path.iterdir()) == []
 

@@ -27,7 +27,7 @@ from seams import (
     die_at,
     find_record,
     inputs_of,
-    pipeline,
+    jobs,
     read_masks,
     resolve,
 )
@@ -152,7 +152,7 @@ def test_a_run_of_another_recipe_or_of_other_inputs_is_refused_and_given_up_by_o
         edit_json(work / "model" / "tokenizer_config.json", chat_template="{{ messages }}")
     with monkeypatch.context() as patch:
         if more:
-            patch.setattr(pipeline, "prune", None)
+            patch.setattr(jobs, "prune", None)
         assert_refused(run_in(work, *more), 5, words, "--overwrite")
     assert (work / "out.run" / "state-0-4").exists()
     result = passed(run_in(work, *more, "--overwrite"))
@@ -382,7 +382,7 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(  # noqa: C9
         die_once((size, number, "after"))
 
     def write(*arguments: Any) -> Any:
-        checkpoint = pipeline_write(*arguments)
+        checkpoint = jobs_write(*arguments)
         die_once((str(arguments[-1]), "written"))
         return checkpoint
 
@@ -390,11 +390,11 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(  # noqa: C9
         _ = self.record["states"] and die_once((self.folder.name, "remove"))  # not after an error before any save
         RunFolder_remove(self)
 
-    Trainer_step, pipeline_write = Trainer.step, pipeline.write
+    Trainer_step, jobs_write = Trainer.step, jobs._write
     RunFolder_save, RunFolder_remove = RunFolder.save, RunFolder.remove
     monkeypatch.setattr(Trainer, "step", step)
     monkeypatch.setattr(RunFolder, "save", save)
-    monkeypatch.setattr(pipeline, "write", write)
+    monkeypatch.setattr(jobs, "_write", write)
     monkeypatch.setattr(RunFolder, "remove", remove)
     results = [family("out")]
     while results[-1].exit_code == 130:
@@ -430,14 +430,14 @@ def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
     output = tmp_path / "out"
     (output / NAMES[1] / "of others").mkdir(parents=True)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "read_inputs", None)
+        patch.setattr(jobs, "read_text", None)
         for more in ([], ["--overwrite"]):
             refused = family_in(output, tiny_model, tiny_text, *more, sizes="0.2,0.4")
             assert_refused(refused, 5, NAMES[1], "did not write it; choose another folder")
     shutil.rmtree(output / NAMES[1])
     other = write_texts("other.jsonl", [" ".join(f"word {i * j}" for j in range(99)) for i in range(40)])
     met: list[Result] = []
-    write = pipeline.write
+    write = jobs._write
 
     def meet(*arguments: Any, **options: Any) -> Any:  # while the first writes a size that the second has not
         if not met:
@@ -445,12 +445,12 @@ def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
         return write(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "write", meet)
+        patch.setattr(jobs, "_write", meet)
         passed(family_in(output, tiny_model, other, sizes="0.2,0.4"))
     assert_refused(met[0], 5, "another process works on", "wait for it")
     shutil.rmtree(output / NAMES[0])
     shutil.copy(tiny_text, other)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "train_size", None)
+        patch.setattr(jobs, "_learn_size", None)
         assert_refused(family_in(output, tiny_model, other, sizes="0.2,0.4"), 5, NAMES[1], "exists")
     assert [path.name for path in output.iterdir()] == [NAMES[1]]

@@ -188,9 +188,9 @@ def test_the_mode_is_the_first_that_memory_holds(case: str, tiny_model: Path, mo
     free, settings, chosen, words = CHOICES[case]
     source, lines = open_source(str(tiny_model)), list[str]()
     recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, "dtype": "bfloat16", **settings})
-    needed = held_bytes(source, MODES[0], 2, 1, teacher=True)
+    needed = held_bytes(recipe, source, MODES[0], 2, 1)
     # the adapters of a tiny model are larger than the model
-    monkeypatch.setattr(resolve, "held_bytes", partial(fit_module.held_bytes, rank=1))
+    monkeypatch.setattr(fit_module, "RANK", 1)
     monkeypatch.setattr(weights_module, "_own_obstacle", lambda _: "")
     devices, accelerator = Devices(1, "cpu", free * needed, 1), Accelerator(cpu=True)
     settle = partial(resolve_training_mode, devices=devices, accelerator=accelerator, print_line=lines.append)
@@ -228,7 +228,7 @@ def source(request: pytest.FixtureRequest, tiny_model: Path, tiny_experts: Path)
 def fitted(source: Source, free: float, **settings: Any) -> tuple[Fit, SizedModel]:
     """Fit masks alone into memory of which so many bytes are free after the model was loaded."""
     recipe = Recipe(model="m", sparsity=0.4, seq_len=64, **settings)
-    devices = Devices(1, "cpu", held_bytes(source, MODES[-1], 4, 1, teacher=False) + free, 1)
+    devices = Devices(1, "cpu", held_bytes(recipe, source, MODES[-1], 4, 1) + free, 1)
     return fit(recipe, source, devices, MODES[-1]), SizedModel.of(recipe, source, MODES[-1], devices)
 
 
@@ -345,7 +345,7 @@ def test_cards_that_share_a_mixture_gather_only_its_weights(tiny_experts: Path) 
     devices = Devices(8, "cuda", CARDS["h100-80gb"].memory, 8)
     found = fit(recipe, source, devices, MODES[0])
     passing = SizedModel.of(recipe, source, MODES[0], devices).pass_bytes(found.num_sequences, found.checkpointed)
-    assert found.held == held_bytes(source, MODES[0], 2, 8, teacher=True)
+    assert found.held == held_bytes(recipe, source, MODES[0], 2, 8)
     layers = [
         sum(torch.Size(shape).numel() for name, shape in source.shapes.items() if f"layers.{number}." in name)
         for number in range(source.sizes.num_layers)

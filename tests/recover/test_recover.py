@@ -230,9 +230,9 @@ def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
             return recover(pruned, tmp_path / name, *options, *more)
 
     passed(run("whole", "--optimizer", "adamw-8bit"))
-    monkeypatch.setattr("ddp_prune.recover.fits", lambda num_bytes, _: num_bytes < 8 * 10**5)
+    monkeypatch.setattr("ddp_prune.resolve.held_bytes", lambda _, __, mode, *___: 1e18 * (mode.optimizer == "adamw"))
     die_at(3, lambda: run("out"), WeightTrainer)
-    monkeypatch.setattr("ddp_prune.recover.fits", lambda *_: True)
+    monkeypatch.setattr("ddp_prune.resolve.held_bytes", lambda *_: 0.0)
     shutil.copytree(tmp_path / "out.run", tmp_path / "other.run")
     result = passed(run("out"))
     assert "resuming after step 3" in result.output and "weights with adamw-8bit" in result.output

@@ -72,7 +72,7 @@ def test_two_processes_with_sharded_weights_prune_for_minutes(
     ]  # fmt: skip
     (first, out, err), (second, silence, _) = launch(tmp_path, timed_command_line, *command)
     assert first == second == 0, err
-    assert " 3 steps of 2 × 512 tokens" in out and "polish 3/3" in out and silence == ""
+    assert " 3 steps of 2 × 256 tokens" in out and "polish 3/3" in out and silence == ""
 
 
 @pytest.mark.nightly

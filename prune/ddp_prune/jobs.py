@@ -1,0 +1,308 @@
+"""What prune and recover do, in the order data flows, and the whole job of prune: text → tokens →
+masks → widths → checkpoint."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate.utils import set_seed
+from rich.console import Console
+
+from ddp_prune.core.budget import Pool
+from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.learn import Joint, learn
+from ddp_prune.core.passes import explained
+from ddp_prune.core.processes import (
+    describe_device,
+    finish_run,
+    main_process_first,
+    make_accelerator,
+    raise_on_all_ranks,
+    start_tracker,
+)
+from ddp_prune.core.trainer import Learned
+from ddp_prune.core.weights import UpdatedWeights
+from ddp_prune.export import export, layer_widths
+from ddp_prune.models.evaluation import Evaluation, bos_warning
+from ddp_prune.models.loading import check_sharding, load_teacher
+from ddp_prune.models.source import Source
+from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_checked_pools
+from ddp_prune.recipe import Recipe
+from ddp_prune.resolve import load_trained, resolve_runs, too_large
+from ddp_prune.run import Run
+from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.settings import TrainingSettings
+from ddp_prune.text.rows import sources_of
+from ddp_prune.text.tokens import load_tokenizer
+from ddp_prune.texts import Text, read_text
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.errors import ModelError
+from ddp_vllm.masks import METRICS_FILE
+from ddp_vllm.output import check_output, clear
+from ddp_vllm.pages.progress import StepProgress
+from ddp_vllm.pages.written import print_written, write_pages
+from ddp_vllm.speed import Measure, predicted_latency
+
+
+class Job(NamedTuple):
+    """A command at work. All processes have one; the main one prints."""
+
+    run: RunFolder
+    left: Sequence[int]
+    """Indices of the outputs that are not written yet."""
+    console: Console
+    print_line: Callable[[str], None]
+
+    @property
+    def accelerator(self) -> Any:
+        return self.run.accelerator
+
+
+@contextmanager
+def begin_job(
+    recipes: Sequence[TrainingSettings],
+    output: Path,
+    folders: Sequence[Path],
+    *,
+    reads: Sequence[str],
+    overwrite: bool,
+    tracker: str | None,
+    console: Console,
+) -> Iterator[Job]:
+    """Begin or resume the run of a command, and remove it when the block has written every output.
+
+    recipes: one per size. output: the command's; the run is beside it. folders: one per recipe.
+    reads: models that must not be overwritten.
+    Raises: as `RunFolder.open`; OutputError if a folder must not be replaced.
+    """
+    accelerator = make_accelerator(output, tracker)
+    show = partial(console.print, markup=False, soft_wrap=True)  # a file's name may contain [
+    print_line: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
+    print_line(describe_device(accelerator))
+    check_sharding(recipes[0], accelerator.num_processes)
+    run = RunFolder(output, accelerator)
+    with run.open(recipes, overwrite=overwrite):
+        num_written = len(run.written(folders))
+        for folder in folders[:num_written]:
+            print_line(f"{folder} was written before")
+        with raise_on_all_ranks(accelerator):
+            for folder in folders[num_written:] if accelerator.is_main_process else ():
+                clear(folder)
+                check_output(folder, overwrite=run.record["overwrite"], reads=reads)
+        yield Job(run, range(num_written, len(folders)), console, print_line)
+        run.remove()
+    finish_run(accelerator)
+
+
+def prune(
+    recipes: Sequence[Recipe],
+    output: Path,
+    *,
+    overwrite: bool,
+    tracker: str | None,
+    console: Console,
+    measure: Measure,
+) -> list[Checkpoint]:
+    """Prune a model and write the checkpoint to `output`; several sizes are written into folders
+    inside it.
+
+    recipes: one per size, smallest cut first.
+    measure: measures the latency profile that the budget `latency` requires, if there is none yet.
+    Returns the written checkpoints. Errors of the user are raised before the model is loaded.
+    Raises: a child of DdpError.
+    """
+    folders = folders_of(recipes, output)
+    with begin_job(
+        recipes, output, folders, reads=[recipes[0].model], overwrite=overwrite, tracker=tracker, console=console
+    ) as job:
+        if job.left:
+            _prune(recipes, job, folders, measure)
+    return list(map(read_checkpoint, folders))
+
+
+def _prune(recipes: Sequence[Recipe], job: Job, folders: Sequence[Path], measure: Measure) -> None:
+    """Resolve the sizes, read the text, and train and write each size that is not written yet."""
+    first, accelerator, print_line = recipes[0], job.accelerator, job.print_line
+    source = main_process_first(accelerator, lambda: find_model(first))
+    source.describe_rest(print_line)
+    profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
+    pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
+    runs, _ = resolve_runs(recipes, pools, source, profile, job.run.resolved, accelerator, print_line)
+    last, tokenizer = runs[-1], load_tokenizer(str(source.folder))
+    start_tracker(accelerator, "ddp-vllm", last.recipe)
+    text = main_process_first(
+        accelerator,
+        lambda: read_text(
+            last.recipe, tokenizer, source.text_config.get("vocab_size", sys.maxsize), model=first.model,
+            steps=last.steps.last, watched=sources_of(first.watch) if first.watch else [], print_line=print_line,
+        ),
+    )  # fmt: skip
+    announce(last, source, text, print_line)
+    inputs = text.identity(source, profile=str(profile.path) if profile else "")
+    job.run.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1)
+    for number in job.left:
+        size = runs[number]
+        for pool in pools[number]:
+            print_line(pool.describe())
+        search = size.steps.search if size is not last else None
+        set_seed(first.seed)
+        with explained(too_large(size.recipe)):
+            result = _learn_size(
+                size, pools[number], source, tokenizer, text, job, SizeFolder(job.run, number, search, print_line)
+            )
+        with raise_on_all_ranks(accelerator):
+            if accelerator.is_main_process:
+                checkpoint = _write(size, pools[number], source, inputs, result, job.run, folders[number])
+                print_written(checkpoint, first.model, job.console)
+
+
+def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
+    """Return the folder that each size is written to."""
+    if len(recipes) == 1:
+        return [output]
+    return [output / f"{recipe.size_name}-{recipe.size:g}" for recipe in recipes]
+
+
+def announce(run: Run, source: Source, text: Text, print_line: Callable[[str], None]) -> None:
+    """Print what a run is about to do, before the model is loaded."""
+    recipe, blocks = run.recipe, text.blocks
+    passes = run.steps.last * recipe.batch_size / len(blocks.train)
+    head_unit = head_unit_of(recipe, source)
+    units = {"attn": head_unit, "mlp": "channel", "experts": "expert channel"}
+    unit = head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
+    trained = {"masks": "masks", "lora": "masks and low-rank additions", "weights": "masks and weights"}[run.train]
+    print_line(
+        f"text: {blocks.num_tokens:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
+        f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
+    )
+    print_line(
+        f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; trained: {trained}"
+    )
+
+
+class Result(NamedTuple):
+    """What the checkpoint of a size is written from."""
+
+    learned: Learned
+    evaluation: dict[str, Any]
+    """Perplexity and samples of the dense and the pruned model."""
+    transform: UpdatedWeights | None
+    """The updated weights; None if only masks were trained."""
+
+
+def _learn_size(
+    run: Run, pools: Sequence[Pool], source: Source, tokenizer: Any, text: Text, job: Job, progress: SizeFolder
+) -> Result:
+    """Load the dense model, train gates, and weights too if the run says so, and evaluate both
+    models.
+
+    Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no
+        sequence fits a device.
+    """
+    recipe, accelerator, print_line = run.recipe, job.accelerator, job.print_line
+    heldout, head_unit = text.blocks.heldout, head_unit_of(recipe, source)
+    gated, weights = load_trained(run, source, head_unit, accelerator)
+    joint = Joint(weights, heldout) if weights else None
+    evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
+    evaluation.evaluate("dense", gated.model)
+    if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
+        raise ModelError(
+            f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
+        )
+    if warning := bos_warning(gated.model, recipe.model, tokenizer, heldout):
+        print_line(warning)
+    if joint and recipe.holds_teacher(run.train):
+        joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, gated.model))
+    phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
+    with StepProgress(job.console, run.steps.last, phase, accelerator.is_main_process) as report:
+        learned = learn(
+            gated, text.blocks.train, run, pools, accelerator, progress, report, joint, loss_mask=text.loss_mask,
+            print_line=print_line,
+        )  # fmt: skip
+    gates = {kind: values.to(accelerator.device) for kind, values in learned.gates.items()}
+    untrained, transform = dict[str, float](), None
+    if joint:
+        if recipe.distillation > 0:
+            dense = gated
+            if joint.teacher is not None:
+                dense = GatedModel(joint.teacher, source.family, source.sizes, head_unit)
+            with dense.masks(gates), joint.weights.adapters_disabled():
+                untrained = evaluation.divergences(dense.model)
+        transform = joint.weights.finish()
+    with gated.masks(gates):
+        evaluation.evaluate("pruned", gated.model)
+    warn_of_harm(evaluation, untrained, print_line)
+    for name in text.watched:
+        print_line(evaluation.summary(name))
+    metrics = {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}
+    if text.watched:
+        metrics["watched"] = {name: evaluation.perplexity(name) for name in text.watched}
+    return Result(learned, metrics, transform)
+
+
+def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], print_line: Callable[[str], None]) -> None:
+    """Print where the trained weights diverge further from the dense model than its own weights
+    under these gates.
+
+    untrained: the divergences of the latter.
+    """
+    for name, before in untrained.items():
+        if (trained := evaluation.agreements[name]["pruned"]["kl"]) > before:
+            print_line(
+                f"on {name} training the weights did harm: KL {trained:.3f} from the dense model, {before:.3f} with "
+                "its own weights under the same masks; ddp-vllm apply makes that model from the masks file, and "
+                "--train masks trains masks only"
+            )
+
+
+def _phase(run: Run, targets: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
+    """Return the phase of a step and the sparsity it reached, for the progress bar."""
+    shares = {name.removesuffix("_sparsity"): value for name, value in metrics.items() if name.endswith("_sparsity")}
+    goals = {name: f" of {share:.0%}" for name, share in targets.items()}
+    sparsity = ", ".join(f"{name} {value:.1%}{goals.get(name, '')}" for name, value in shares.items())
+    annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
+    phase = "search" if metrics["step"] <= run.steps.search else "polish"
+    return phase, f"sparsity {sparsity} {annealed}"
+
+
+def _write(
+    size: Run,
+    pools: Sequence[Pool],
+    source: Source,
+    inputs: Mapping[str, Any],
+    result: Result,
+    run: RunFolder,
+    output: Path,
+) -> Checkpoint:
+    """Write the checkpoint of a size with its provenance and its report."""
+    recipe, learned = size.recipe, result.learned
+    provenance: dict[str, Any] = {
+        "run_id": run.id,
+        "recipe": recipe.to_dict(),
+        "run": size.to_dict(),
+        "search_steps": size.steps.search,
+        "targets": {pool.name: 1.0 - pool.keep_ratio for pool in pools},
+        "texts": sources_of(recipe.data),
+        "rounding": learned.rounding,
+        **({"learning_rate": learned.rate} if learned.rate else {}),
+        **learned.routing(source.sizes.routed_layers),
+    }
+    if size.profile:
+        widths = layer_widths(learned.gates, source.sizes)
+        provenance |= {"latency": predicted_latency(size.profile, widths, recipe.workload)}
+    return export(
+        source,
+        learned.gates,
+        output,
+        head_unit=head_unit_of(recipe, source),
+        provenance=provenance | result.evaluation | {"fingerprint": inputs},
+        scores={"z": learned.z, "saliency": learned.saliency},
+        overwrite=run.record["overwrite"],
+        extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
+        transform=result.transform,
+        finish=write_pages,
+    )
