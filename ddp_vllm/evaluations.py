@@ -3,30 +3,25 @@ reads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf, isnan, nan
+from math import exp, inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
-from ddp_vllm.errors import LimitError, SettingError, TextError
-from ddp_vllm.intervals import mean_loss, t_quantile
-from ddp_vllm.machine import PLACE
-from ddp_vllm.masks import QUALITY
-from ddp_vllm.model_facts import FACTS
-from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, TEXT, Number, SchemaError, check
+import msgspec
 
-EVALUATION = {
-    "results": {str: {str: ANY}}, "n-samples?": {str: {"effective?": COUNT}}, "date?": (None, NUMBER),
-    "ddp_vllm": PLACE | {
-        "model": FACTS, "data": (TEXT, {str: TEXT}), "answers?": {str: [Number(0, 1)]},
-        "settings": {"limit": (None, COUNT), "max_length": COUNT, "backend": NAME},
-    },
-}  # fmt: skip
+from ddp_vllm.errors import LimitError, SettingError
+from ddp_vllm.intervals import mean_loss, t_quantile
+from ddp_vllm.machine import Measured
+from ddp_vllm.masks import Quality
+from ddp_vllm.model_facts import ModelFacts
+from ddp_vllm.schema import Count, Finite, Share
+
+Score = tuple[float, float | None]
+"""A value and its standard error."""
+Answers = Mapping[str, Sequence[float]]
+"""Task -> what each row scored."""
 FIDELITY_FORMAT = "ddp-vllm eval text 1"
-FIDELITY = PLACE | {  # what `eval --text` writes
-    "format": NAME, "started": NAME, "model": FACTS, "against": FACTS, "texts": {str: QUALITY | {"sha256?": NAME}},
-    "settings": {"max_length": COUNT},
-}  # fmt: skip
 # of accuracy: an interval within this distance of 0 is reported as no measurable difference
 LEVEL = 0.02
 
@@ -69,6 +64,71 @@ ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better a
 """The nine tasks whose unweighted mean is the paper's "mean accuracy" for MoE and Qwen3."""
 
 
+class Stated(Measured, kw_only=True):
+    """What `eval` adds to lm-eval's results."""
+
+    class Settings(msgspec.Struct):
+        """The settings that pages show."""
+
+        limit: Count | None
+        max_length: Count
+        backend: str
+
+    model: ModelFacts
+    data: str | dict[str, str]
+    """`hub`, or a hash of each task's rows."""
+    settings: Settings
+    answers: dict[str, list[Share]] = msgspec.field(default_factory=dict)
+    """Of each task with an accuracy, what each row scored."""
+
+
+class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
+    """The results of lm-eval, with ours."""
+
+    class Rows(msgspec.Struct):
+        """The number of rows of a task."""
+
+        effective: Count = 0
+
+    results: dict[str, dict[str, Any]]
+    samples: dict[str, Rows] = {}
+    date: Finite | None = None
+    higher_is_better: dict[str, dict[str, Any]] = {}
+    ddp_vllm: Stated
+
+    def task(self, name: str) -> Task:
+        """Return how a task is reported: one of `TASKS`, else by the first metric of lm-eval's."""
+        if name in TASKS:
+            return TASKS[name]
+        metrics = [key.partition(",") for key in self.results.get(name, {}) if "," in key and "_stderr" not in key]
+        metric, _, kept = min(metrics, key=lambda parts: parts[0] != "acc_norm", default=("", "", ""))
+        higher = self.higher_is_better.get(name, {}).get(metric) is not False
+        return Task(heading=name, metric=metric, filter=kept, higher_is_better=higher)
+
+    def score(self, name: str) -> Score | None:
+        """Return the reported metric of one task, or None if it was not run."""
+        return _score(self.results.get(name, {}), self.task(name))
+
+    @property
+    def questions(self) -> int:
+        """The number of rows of all tasks."""
+        return sum(rows.effective for rows in self.samples.values())
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """What two comparable evaluations share: tasks, limit, context length and data."""
+        settings = self.ddp_vllm.settings
+        return sorted(self.results), settings.limit, settings.max_length, self.ddp_vllm.data
+
+
+class Fidelity(Measured, kw_only=True):
+    """What `eval --text` writes."""
+
+    started: str
+    model: ModelFacts
+    texts: dict[str, Quality]
+
+
 def default_output(model: str) -> Path:
     """Return the default folder of results: `eval` in the model's folder, or `eval-NAME` here for a
     name on the hub."""
@@ -85,34 +145,13 @@ def _folder_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "--")
 
 
-def check_evaluation(results: Any, path: Path) -> None:
-    """Refuse a results file of `eval` that is damaged. Raises: TextError, naming the fault."""
-    try:
-        check(results, FIDELITY if results.get("format") == FIDELITY_FORMAT else EVALUATION, "it")
-    except SchemaError as error:
-        raise TextError(f"{path} is damaged: {error}; move it away, or evaluate again") from error
+def _score(scores: Mapping[str, Any], task: Task) -> Score | None:
+    found = (scores.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
+    value, error = (float(number) if isinstance(number, int | float) else nan for number in found)
+    return None if isnan(value) else (value, error if isfinite(error) else None)
 
 
-def task_of(results: Mapping[str, Any], name: str) -> Task:
-    """Return how a task is reported: one of `TASKS`, else by the first metric of lm-eval's."""
-    if name in TASKS:
-        return TASKS[name]
-    metrics = [key.partition(",") for key in results["results"].get(name, {}) if "," in key and "_stderr" not in key]
-    metric, _, kept = min(metrics, key=lambda parts: parts[0] != "acc_norm", default=("", "", ""))
-    higher = results.get("higher_is_better", {}).get(name, {})
-    return Task(heading=name, metric=metric, filter=kept, higher_is_better=higher.get(metric) is not False)
-
-
-def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
-    """Return (value, standard error) of one task by its reported metric, or None if it was not
-    run."""
-    scores, task = results["results"].get(name, {}), task_of(results, name)
-    value, error = (scores.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
-    stated = Number(high=float("inf"))  # a perplexity may be more than a float holds
-    return (float(value), float(error) if NUMBER.takes(error) else None) if stated.takes(value) else None
-
-
-def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
+def mean_difference(answers: Answers, dense_answers: Answers) -> tuple[float, float] | None:
     """Return the difference of the mean accuracy from the dense model's and half its 95 % interval;
     None if unknown.
 
@@ -123,8 +162,7 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     """
     generated = [name for name, task in TASKS.items() if task.is_generated]
     answers, dense_answers = (
-        {name: rows for name, rows in evaluation["ddp_vllm"].get("answers", {}).items() if name not in generated}
-        for evaluation in (results, dense)
+        {name: rows for name, rows in tasks.items() if name not in generated} for tasks in (answers, dense_answers)
     )
     numbers, others = ({name: len(rows) for name, rows in tasks.items()} for tasks in (answers, dense_answers))
     if numbers != others or not numbers or not all(numbers.values()):
@@ -182,19 +220,18 @@ def fidelity(quality: Mapping[str, Any]) -> str:
     return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
 
 
-def retained(results: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
+def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:
     """Return the fraction of the dense model's accuracy that a model retains: of the paper's mean,
     and of every other task, as those in which it writes, whose loss the mean would hide.
 
     It is not a number where the dense model has no right answer.
     """
-    means = [mean_accuracy(each) for each in (results, dense)]
+    means = [mean_accuracy(model.results) for model in (evaluation, dense)]
     scores = {"mean accuracy": [mean and mean["value"] for mean in means]}
-    for name in results["results"]:
-        task = task_of(results, name)
+    for name in evaluation.results:
+        task = evaluation.task(name)
         if name not in ACCURACY and task.higher_is_better:
-            found = [score(each, name) for each in (results, dense)]
-            scores[task.heading] = [value and value[0] for value in found]
+            scores[task.heading] = [score and score[0] for score in (evaluation.score(name), dense.score(name))]
     return {
         name: after / before if before else nan
         for name, (after, before) in scores.items()
@@ -214,7 +251,7 @@ def check_min_retained(limit: float | None, tasks: Sequence[str], against: str |
         raise SettingError("--min-retained requires a task with an accuracy; add one to --tasks")
 
 
-def judge_retained(results: Mapping[str, Any], dense: Mapping[str, Any], limit: float | None) -> None:
+def judge_retained(evaluation: Evaluation, dense: Evaluation, limit: float | None) -> None:
     """Do nothing without a limit. Raises: LimitError if less than `limit` of the dense model's
     accuracy is retained."""
     if limit is None:
@@ -223,7 +260,7 @@ def judge_retained(results: Mapping[str, Any], dense: Mapping[str, Any], limit: 
         f"an unknown share of {name}, where the dense model has no right answer"
         if isnan(value)
         else f"{value:.3g} of {name}"
-        for name, value in retained(results, dense).items()
+        for name, value in retained(evaluation, dense).items()
         if not value >= limit - 1e-9  # a quotient of decimal fractions may be rounded down
     ]
     if missed:
@@ -235,9 +272,12 @@ def judge_retained(results: Mapping[str, Any], dense: Mapping[str, Any], limit: 
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the unweighted mean of the accuracies, as the paper averages, with its standard error
-    and its tasks."""
-    scores = {name: score(results, name) for name in ACCURACY}
-    present = {name: value for name, value in scores.items() if value}
+    and its tasks.
+
+    results: of lm-eval, task -> its scores.
+    """
+    scores = {name: _score(results.get(name, {}), TASKS[name]) for name in ACCURACY}
+    present = {name: score for name, score in scores.items() if score}
     if not present:
         return None
     errors = [error or 0.0 for _, error in present.values()]

@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
 
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.remote_code import DEEPSEEK
@@ -35,7 +35,7 @@ from ddp_vllm.remote_code.widths import (
     stated_widths,
     states_widths,
 )
-from ddp_vllm.schema import NAME, SchemaError, check
+from ddp_vllm.schema import SchemaError, checked
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # transformers' module of routed experts in a decoder layer; names on disk differ
@@ -103,10 +103,17 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 REFUSED = {"gpt_oss": "its experts have biases, and their gate and up rows alternate"}
 
 
+class _Types(TypedDict, total=False):
+    """Fields of a dense config that are read before its class is known."""
+
+    layer_types: list[str] | None
+    model_type: str
+
+
 def check_dense(config: Mapping[str, Any]) -> None:
     """Refuse a config that is not of a dense, unquantized model. Raises: ModelError."""
     try:
-        check(config, {"layer_types?": (None, [NAME]), "model_type?": NAME}, "config.json")
+        checked(config, _Types, "config.json")
     except SchemaError as error:
         raise ModelError(f"{error}; download the model again") from error
     model_type = str(config.get("model_type"))

@@ -13,7 +13,9 @@ NVIDIA's tools also write keys that they do not use, as null, false, or an objec
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
 
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError
@@ -30,7 +32,7 @@ from ddp_vllm.families import (
 )
 from ddp_vllm.remote_code.files import WidthsError, short
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, check_sizes, dense_kv_heads, head_dim
-from ddp_vllm.schema import ANY, NAME, Number, SchemaError, check
+from ddp_vllm.schema import SchemaError, checked
 
 # LLM-Drop's keys -> the blocks that they remove
 DROPPED = {"drop_attn_list": "attn", "drop_mlp_list": "mlp"}
@@ -45,19 +47,43 @@ _OTHERS = (
 )
 NEMOTRON_NAS = "nemotron-nas"  # a model type whose layers are Llama's
 HEADS, KV_HEADS, WIDTH = "num_attention_heads", "num_key_value_heads", "intermediate_size"
-_SIZE, _FLAG = (None, Number(0, 10_000_000, whole=True)), (None, bool)
-_LAYER = {f"{HEADS}?": _SIZE, f"{KV_HEADS}?": _SIZE, f"{WIDTH}?": _SIZE, "moe_intermediate_size?": _SIZE,
-          "skip?": (None, [NAME, 10])}  # fmt: skip
-_WINDOW = (None, NAME, Number(1, 1e12, whole=True))
-_PART = {"no_op?": _FLAG, "kind?": NAME, "n_heads_in_group?": (None, Number(1, 10_000, whole=True)), "gated?": _FLAG,
-         "ffn_mult?": (None, Number(0, 1000)), "sliding_window_size?": _WINDOW, "window_length?": _WINDOW,
-         "moe?": (None, {})}  # fmt: skip
-_FORM = {
-    "per_layer_config?": (None, {str: {}}),
-    "block_configs?": (None, [{"attention?": (None, _PART), "ffn?": (None, _PART), "parallel_blocks?": ANY,
-                               "subblock_configs?": (None, [_PART, 10])}, 10_000]),
-    **dict.fromkeys((f"{key}?" for key in DROPPED), (None, [(bool, Number(0, 100_000, whole=True)), 10_000])),
-}  # fmt: skip
+_Size = Annotated[int, Meta(ge=0, le=10_000_000)] | None
+_Window = str | Annotated[int, Meta(ge=1)] | None
+_Dropped = Annotated[list[bool | Annotated[int, Meta(ge=0, le=100_000)]], Meta(max_length=10_000)] | None
+
+
+class _Layer(TypedDict, total=False):
+    num_attention_heads: _Size
+    num_key_value_heads: _Size
+    intermediate_size: _Size
+    moe_intermediate_size: _Size
+    skip: list[str] | None
+
+
+class _Part(TypedDict, total=False):
+    no_op: bool | None
+    kind: str
+    n_heads_in_group: Annotated[int, Meta(ge=1, le=10_000)] | None
+    gated: bool | None
+    ffn_mult: Annotated[float, Meta(ge=0, le=1000)] | None
+    sliding_window_size: _Window
+    window_length: _Window
+    moe: dict[str, Any] | None
+
+
+class _Block(TypedDict, total=False):
+    attention: _Part | None
+    ffn: _Part | None
+    subblock_configs: list[_Part] | None
+
+
+class _Form(TypedDict, total=False):
+    per_layer_config: dict[str, dict[str, Any]] | None
+    block_configs: Annotated[list[_Block], Meta(max_length=10_000)] | None
+    drop_attn_list: _Dropped
+    drop_mlp_list: _Dropped
+
+
 _SKIPPED = {"attention": "attn", "self_attn": "attn", "mla": "attn", "mlp": "mlp", "ffn": "mlp", "moe": "mlp"}
 _RENAMED = {  # field of a block's part -> field of config.json
     "num_query_heads": HEADS, "num_kv_heads": KV_HEADS, "qk_head_dim": "head_dim", "v_head_dim": "head_dim",
@@ -100,7 +126,7 @@ def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[LayerWidths] | None:
     """Return the widths that config.json states for each layer; None if it states none. Raises:
     ModelError."""
-    _check(config, _FORM, "config.json")
+    _check(config, _Form, "config.json")
     number = dense["num_hidden_layers"]
     dropped = _dropped_blocks(config, number)
     fields: dict[int, dict[str, Any]] = {}
@@ -130,10 +156,10 @@ def _dropped_blocks(config: Mapping[str, Any], number: int) -> dict[int, set[str
     return dropped
 
 
-def _check(value: Any, form: Mapping[str, Any], place: str) -> None:
+def _check(value: Any, form: type, place: str) -> None:
     """Refuse values that no tool writes. Raises: ModelError."""
     try:
-        check(value, form, place)
+        checked(value, form, place)
     except SchemaError as error:
         raise ModelError(f"{error}; write the checkpoint again with the tool that made it") from error
 
@@ -194,7 +220,7 @@ def _is_set(value: Any) -> bool:
 def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dropped: set[str]) -> LayerWidths:
     """Return the widths of a layer from its own fields of config.json; dropped: removed blocks.
     Raises: ModelError."""
-    _check(fields, _LAYER, f"config.json: layer {index}")
+    _check(fields, _Layer, f"config.json: layer {index}")
     routed, stated = is_routed(dense, index), {key: value for key, value in fields.items() if value is not None}
     skipped = {_SKIPPED.get(name, name) for name in stated.get("skip", ())} | dropped
     others = {key for key, value in fields.items() if value != _dense_value(dense, key, value)}

@@ -6,11 +6,12 @@ t·s/√n), with n − 1 degrees of freedom. It requires that the log ratios are
 normal; the speed of the machine may change between pairs.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import exp, inf, log, sqrt
 from statistics import fmean, median, stdev
-from typing import Any
+
+from ddp_vllm.schema import AtLeastZero, Positive
 
 ENOUGH_PAIRS = 5
 LEVEL = 0.05  # an interval within this distance of 1 is reported as no measurable difference
@@ -32,42 +33,23 @@ def t_quantile(degrees: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The speedup of one pruned model at one load."""
+    """The speedup of one pruned model at one load, as results files store it."""
 
-    ratios: tuple[float, ...]
+    ratios: list[float] = field(default_factory=list)
     """Pruned over dense, per pair; above 1 the pruned model is faster."""
-    ratio: float
+    ratio: Positive
     """Their geometric mean."""
-    low: float
-    high: float
-    """The ends of the 95 % interval; 0 and infinity for a single pair."""
+    low: AtLeastZero | None
+    high: AtLeastZero | None
+    """The ends of the 95 % interval; None for a single pair."""
+    interval: str = "95 %, Student t on log ratios of pairs"
+    sentence: str
+    """The verdict in words."""
 
     @property
-    def sentence(self) -> str:
-        """The verdict in words."""
-        pairs = len(self.ratios)
-        if pairs < 2:
-            return f"{self.ratio:.2f}× in one pair, which does not show the spread; measure {ENOUGH_PAIRS} pairs"
-        value = with_interval(self.ratio, self.low, self.high)
-        few = f" (only {pairs} pairs)" if pairs < ENOUGH_PAIRS else ""
-        if self.low > 1:
-            return f"{value} faster{few}"
-        if self.high < 1:
-            return f"{value}, slower{few}"
-        if self.low >= 1 - LEVEL and self.high <= 1 + LEVEL:
-            return f"no measurable difference ({value}){few}"
-        return f"cannot tell: {value}; measure more pairs"
-
-    def to_json(self) -> dict[str, object]:
-        finite = len(self.ratios) > 1
-        return {
-            "ratios": list(self.ratios),
-            "ratio": self.ratio,
-            "low": self.low if finite else None,
-            "high": self.high if finite else None,
-            "interval": "95 %, Student t on log ratios of pairs",
-            "sentence": self.sentence,
-        }
+    def bounds(self) -> tuple[float, float | None, float | None]:
+        """The ratio and the ends of its interval."""
+        return self.ratio, self.low, self.high
 
 
 def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
@@ -77,16 +59,25 @@ def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
     """
     assert len(dense) == len(pruned) > 0
     assert min(*dense, *pruned) > 0
-    ratios = tuple(after / before for before, after in zip(dense, pruned, strict=True))
+    ratios = [after / before for before, after in zip(dense, pruned, strict=True)]
     logs = [log(ratio) for ratio in ratios]
-    middle = fmean(logs)
-    if len(logs) < 2:
-        return Verdict(ratios=ratios, ratio=exp(middle), low=0.0, high=float("inf"))
-    reach = t_quantile(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
+    middle, pairs = fmean(logs), len(logs)
+    if pairs < 2:
+        sentence = f"{exp(middle):.2f}× in one pair, which does not show the spread; measure {ENOUGH_PAIRS} pairs"
+        return Verdict(ratios=ratios, ratio=exp(middle), low=None, high=None, sentence=sentence)
+    reach = t_quantile(pairs - 1) * stdev(logs) / sqrt(pairs)
     low, ratio, high = (
         exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle - reach, middle, middle + reach)
     )
-    return Verdict(ratios=ratios, ratio=ratio, low=low, high=high)
+    value, few = with_interval(ratio, low, high), f" (only {pairs} pairs)" if pairs < ENOUGH_PAIRS else ""
+    sentence = f"cannot tell: {value}; measure more pairs"
+    if low > 1:
+        sentence = f"{value} faster{few}"
+    elif high < 1:
+        sentence = f"{value}, slower{few}"
+    elif low >= 1 - LEVEL and high <= 1 + LEVEL:
+        sentence = f"no measurable difference ({value}){few}"
+    return Verdict(ratios=ratios, ratio=ratio, low=low, high=high, sentence=sentence)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -94,21 +85,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "lowest": min(values), "highest": max(values)}
 
 
-def with_interval(ratio: float, low: float, high: float) -> str:
+def with_interval(ratio: float, low: float | None, high: float | None) -> str:
     """Write a ratio and its interval with two decimals, or with more if a bound would read 1 or
-    both would be equal."""
+    both would be equal; without an interval it is of one pair."""
+    if low is None or high is None:
+        return f"{ratio:.2f}× (one pair)"
     for decimals in (2, 3, 4):
         middle, lower, upper, one = (f"{value:.{decimals}f}" for value in (ratio, low, high, 1.0))
         if len({lower, upper, one}) == 3:
             break
     return f"{middle}× [{lower}, {upper}]"
-
-
-def ratio_text(verdict: Mapping[str, Any]) -> str:
-    """Write the ratio of a verdict in JSON with its interval, if it has one."""
-    if verdict["low"] is None:
-        return f"{verdict['ratio']:.2f}× (one pair)"
-    return with_interval(verdict["ratio"], verdict["low"], verdict["high"])
 
 
 def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[int] | None = None) -> tuple[float, float | None]:

@@ -11,51 +11,30 @@ Between measured widths the cost is linear, in steps of the multiple to which th
 A removed block costs nothing, so the first kept unit of a block also pays the block's fixed cost.
 """
 
-import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from ddp_vllm.errors import DdpError, SettingError
 from ddp_vllm.families import Dimensions, dense_layers, dimensions_of
-from ddp_vllm.machine import PLACE
+from ddp_vllm.machine import Hardware, Workload
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.schema import ANY, NAME, Number, check
+from ddp_vllm.schema import SchemaError, checked
 
 FORMAT = "ddp-vllm profile 2"
 PHASES = ("decode", "prefill")
 FRACTIONS = (0.25, 0.5, 0.75)  # timed widths of MLPs and experts, as fractions of the dense width
-_SIZE, _SECONDS = Number(1, 1e9, whole=True), Number(1e-12, 1e9)
-_CELL = {"batch": _SIZE, "context": _SIZE, "decode": _SECONDS, "prefill": _SECONDS}
-PROFILE = PLACE | {
-    "complete": bool, "multiple": _SIZE, "model": {str: ANY}, "config": {str: ANY}, "shapes": [NAME, 100],
-    "times": [
-        {"round": Number(0, 1e6, whole=True), "shape": NAME, "cells": [_CELL, 400], "dense": [_CELL, 400]}, 2000
-    ],
-}  # fmt: skip
 EXPERT_BLOCK = 16  # the plugin packs experts in blocks of this many channels (`moe_experts.py`)
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
               "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The serving load that a latency budget optimizes."""
-
-    phase: str
-    """`decode`: a step that generates one token per sequence; `prefill`: the processing of the
-    prompts."""
-    batch: int
-    """Number of concurrent sequences."""
-    context: int
-    """Tokens per sequence."""
-
-    def __str__(self) -> str:
-        return f"{self.phase}, {self.batch} sequences of {self.context:,} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +86,12 @@ class StepTimes:
 
     dense: float
     """The whole step of the dense model."""
-    attention: Curve | None
+    attention: Curve | None = None
     """By the number of KV heads, each with all its query heads; None for a mixture of experts,
     where none is pruned."""
-    mlp: Curve | None
+    mlp: Curve | None = None
     """By the number of channels; None for a mixture of experts."""
-    experts: Curve | None
+    experts: Curve | None = None
     """By the mean width of the routed experts of a layer, as the plugin's kernel runs them; None
     for a dense model."""
     prunable: float
@@ -184,56 +163,77 @@ def _part(width: int, part: float, multiple: int) -> int:
     return round(part * width / multiple) * multiple
 
 
-class Profile:
+Size = Annotated[int, Meta(ge=1, le=10**9)]
+Seconds = Annotated[float, Meta(ge=1e-12, le=1e9)]
+
+
+class Cell(msgspec.Struct):
+    """The seconds of a step at one batch and context."""
+
+    batch: Size
+    context: Size
+    decode: Seconds
+    prefill: Seconds
+
+
+class ShapeRun(msgspec.Struct):
+    """A shape and the dense model, timed in turns in one round."""
+
+    round: Annotated[int, Meta(ge=0)]
+    shape: str
+    cells: list[Cell]
+    dense: list[Cell]
+
+
+class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
     """A file that `ddp-vllm profile` wrote."""
 
-    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
-        self.path, self.content = path, content
+    multiple: Size
+    model: dict[str, Any]
+    """The dense model's `dimensions_in`."""
+    config: dict[str, Any]
+    shapes: list[str]
+    runs: list[ShapeRun]
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    path: Path = Path()
 
     def check_suits(self, config: Mapping[str, Any]) -> None:
         """Refuse a profile of a model with other dimensions. Raises: SettingError."""
-        dimensions, measured = dimensions_in(config), self.content["model"]
-        for name, value in dimensions.items():
-            if measured.get(name) != value:
+        for name, value in dimensions_in(config).items():
+            if self.model.get(name) != value:
                 raise SettingError(
-                    f"{self.path} was measured with a model whose {name} is {measured.get(name)}, here it is {value}; "
-                    "measure this model with ddp-vllm profile"
+                    f"{self.path} was measured with a model whose {name} is {self.model.get(name)}, here it is "
+                    f"{value}; measure this model with ddp-vllm profile"
                 )
 
     def check_here(self, hardware: Mapping[str, Any]) -> None:
         """Refuse a profile from another machine. Raises: SettingError."""
-        for name in ("cpu", "cores", "gpus"):
-            if self.content["hardware"].get(name) != hardware.get(name):
+        for name in Hardware.__struct_fields__:
+            if self.hardware[name] != hardware.get(name):
                 raise SettingError(
-                    f"{self.path} was measured on a machine with {name} {self.content['hardware'].get(name)}, this one "
-                    f"has {hardware.get(name)}; measure here with ddp-vllm profile, or pass --other-machine if the "
-                    "model will be served there"
+                    f"{self.path} was measured on a machine with {name} {self.hardware[name]}, this one has "
+                    f"{hardware.get(name)}; measure here with ddp-vllm profile, or pass --other-machine if the model "
+                    "will be served there"
                 )
 
-    def times(self, workload: Workload) -> StepTimes:
-        """Return the parts of a step, by medians over rounds.
+    def times(self, workload: Workload, turn: int | None = None) -> StepTimes:
+        """Return the parts of a step in one round, or by medians over all.
 
         Raises: SettingError if this workload was not measured.
         """
-        dense = statistics.median(seconds_of(run["dense"], workload) for run in self.content["times"])
-        shares = {name: statistics.median(rounds) for name, rounds in self._shares(workload).items()}
-        return self._step_times(dense, shares)
+        runs = [run for run in self.runs if turn in (None, run.round)]
+        dense = median(seconds_of(run.dense, workload) for run in runs)
+        return self._parts(dense, {name: dense * median(shares) for name, shares in _shares(runs, workload).items()})
 
     def each_round(self, workload: Workload) -> list[StepTimes]:
         """Return the parts of a step, once per round."""
-        dense: dict[int, list[float]] = {}
-        for run in self.content["times"]:
-            dense.setdefault(run["round"], []).append(seconds_of(run["dense"], workload))
-        shares = self._shares(workload)
-        return [
-            self._step_times(statistics.median(seconds), {name: rounds[turn] for name, rounds in shares.items()})
-            for turn, seconds in enumerate(dense.values())
-        ]
+        return [self.times(workload, turn) for turn in dict.fromkeys(run.round for run in self.runs)]
 
     def spread(self, workload: Workload) -> float:
         """Return the largest difference between rounds of any shape, as a share of the dense
         step."""
-        return max(max(rounds) - min(rounds) for rounds in self._shares(workload).values())
+        return max(max(shares) - min(shares) for shares in _shares(self.runs, workload).values())
 
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
         """Return the predicted speedup of a model of these widths over the dense model, and its
@@ -242,18 +242,54 @@ class Profile:
         speedups = [middle, *(times.speedup(layers) for times in self.each_round(workload))]
         return middle, min(speedups), max(speedups)
 
-    def _shares(self, workload: Workload) -> dict[str, list[float]]:
-        """Return the time of each shape as a share of the dense model's in the same turn, round by
-        round."""
-        shares: dict[str, list[float]] = {}
-        for run in self.content["times"]:
-            share = seconds_of(run["cells"], workload) / seconds_of(run["dense"], workload)
-            shares.setdefault(run["shape"], []).append(share)
-        return shares
+    def check(self) -> None:
+        """Refuse a profile that is unusable, for example after an edit by hand. Raises: LookupError,
+        ValueError, DdpError."""
+        checked(self.hardware, Hardware, "its hardware")
+        rounds = {name: sorted(run.round for run in self.runs if run.shape == name) for name in self.shapes}
+        if not self.runs or any(turns != rounds[self.runs[0].shape] for turns in rounds.values()):
+            raise SchemaError("not every shape was timed in every round")
+        self._parts(1.0, dict.fromkeys(self.shapes, 1.0))
 
-    def _step_times(self, dense: float, shares: Mapping[str, float]) -> StepTimes:
-        seconds = {name: dense * share for name, share in shares.items()}
-        return _step_times(dense, seconds, self.content["config"], self.content["multiple"])
+    def _parts(self, dense: float, seconds: Mapping[str, float]) -> StepTimes:
+        """Return the parts of a step, from the seconds of the dense model and of every shape."""
+        sizes, by_width = dimensions_of(self.config), dict[str, dict[int, float]]()
+        for name, value in seconds.items():
+            kind, width = name.split()
+            by_width.setdefault(kind, {})[int(width)] = value
+
+        def curve_of(kind: str, full: int, layers: int, multiple: int = 1) -> tuple[Curve, float]:
+            """Return the curve of a kind of block and the seconds of a block of the dense model.
+
+            The curve rises to the widest pruned block: noise may make a wider block measure faster.
+            """
+            # a model without attention keeps it in one layer
+            removed = max(1, layers - (kind == "attention"))
+            block = max(0.0, (dense - by_width[kind].pop(0)) / removed)
+            points, highest = {}, 0.0
+            for width, value in sorted(by_width[kind].items()):
+                points[width] = highest = max(highest, block - (dense - value) / layers)
+            points.setdefault(full, block)
+            return Curve(points=tuple(points.items()), multiple=multiple), block
+
+        if sizes.num_experts:
+            layers = len(sizes.routed_layers)
+            experts, block = curve_of("experts", sizes.expert_intermediate_size, layers)
+            return StepTimes(dense=dense, experts=experts, prunable=layers * block, sizes=sizes)
+        attention, head = curve_of("attention", sizes.num_kv_heads, sizes.num_layers)
+        mlp, channel = curve_of("mlp", sizes.intermediate_size, sizes.num_layers, self.multiple)
+        prunable = sizes.num_layers * (head + channel)
+        return StepTimes(dense=dense, attention=attention, mlp=mlp, prunable=prunable, sizes=sizes)
+
+
+def _shares(runs: Sequence[ShapeRun], workload: Workload) -> dict[str, list[float]]:
+    """Return the time of each shape as a share of the dense model's in the same turn, round by
+    round."""
+    shares: dict[str, list[float]] = {}
+    for run in runs:
+        share = seconds_of(run.cells, workload) / seconds_of(run.dense, workload)
+        shares.setdefault(run.shape, []).append(share)
+    return shares
 
 
 def read_profile(path: Path) -> Profile:
@@ -266,33 +302,15 @@ def read_profile(path: Path) -> Profile:
         raise SettingError(f"{path} is not a profile of this version; write one with ddp-vllm profile MODEL")
     if not content.get("complete"):
         raise SettingError(f"{path} is not finished; the command that started it resumes it")
-    if reason := _broken(content):
-        raise SettingError(f"{path} is broken: {reason}; write it again with ddp-vllm profile MODEL --overwrite")
-    return Profile(path, content)
-
-
-def _broken(content: Mapping[str, Any]) -> str:
-    """Return why a profile is unusable, for example after an edit by hand; "" if it is usable."""
     try:
-        check(content, PROFILE, "it")
-        timed: dict[str, list[int]] = {name: [] for name in content["shapes"]}
-        for run in content["times"]:
-            timed[run["shape"]].append(run["round"])
-        _step_times(1.0, dict.fromkeys(timed, 1.0), content["config"], content["multiple"])
+        profile = checked(content, Profile, "it")
+        profile.check()
     except (LookupError, ValueError, DdpError) as error:
-        return f"{type(error).__name__}, {error}"
-    if len({tuple(sorted(rounds)) for rounds in timed.values()}) != 1 or not content["times"]:
-        return "not every shape was timed in every round"
-    grids = [
-        sorted((cell["batch"], cell["context"]) for cell in cells)
-        for run in content["times"]
-        for cells in (run["cells"], run["dense"])
-    ]
-    batches, contexts = ({cell[axis] for cell in grids[0]} for axis in (0, 1))
-    full_grid = sorted((batch, context) for batch in batches for context in contexts)
-    return (
-        "" if full_grid and all(grid == full_grid for grid in grids) else "not every batch was timed with every context"
-    )
+        raise SettingError(
+            f"{path} is broken: {type(error).__name__}, {error}; write it again with ddp-vllm profile MODEL --overwrite"
+        ) from error
+    profile.path = path
+    return profile
 
 
 def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,12 +318,12 @@ def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": dense_type(config)} | {name: config[name] for name in DIMENSIONS if config.get(name)}
 
 
-def seconds_of(cells: Sequence[Mapping[str, Any]], workload: Workload) -> float:
+def seconds_of(cells: Sequence[Cell], workload: Workload) -> float:
     """Return the seconds of a workload. Raises: SettingError if it was not measured."""
     for cell in cells:
-        if (cell["batch"], cell["context"]) == (workload.batch, workload.context):
-            return float(cell[workload.phase])
-    measured = " and ".join(sorted({f"{cell['batch']} × {cell['context']:,}" for cell in cells}))
+        if (cell.batch, cell.context) == (workload.batch, workload.context):
+            return cell.decode if workload.phase == "decode" else cell.prefill
+    measured = " and ".join(sorted({f"{cell.batch} × {cell.context:,}" for cell in cells}))
     raise SettingError(
         f"the profile was measured for sequences × tokens of {measured}, not {workload.batch} × {workload.context:,}; "
         f"measure that: ddp-vllm profile MODEL --concurrency {workload.batch} --context-length {workload.context}"
@@ -319,36 +337,3 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
         return points[0][1]
     (low, first), (high, last) = points[right - 1 : right + 1]
     return first + (last - first) * (x - low) / (high - low)
-
-
-def _step_times(dense: float, seconds: Mapping[str, float], config: Mapping[str, Any], multiple: int) -> StepTimes:
-    """Return the parts of a step, from the seconds of the dense model and of every shape."""
-    sizes, by_width = dimensions_of(config), dict[str, dict[int, float]]()
-    for name, value in seconds.items():
-        kind, width = name.split()
-        by_width.setdefault(kind, {})[int(width)] = value
-
-    def curve_of(kind: str, full: int, layers: int, step: int) -> tuple[Curve, float]:
-        """Return the curve of a kind of block and the seconds of a block of the dense model.
-
-        The curve rises to the widest pruned block: noise may make a wider block measure faster.
-        """
-        # a model without attention keeps it in one layer
-        removed = max(1, layers - (kind == "attention"))
-        block = max(0.0, (dense - by_width[kind][0]) / removed)
-        points, highest = [], 0.0
-        for width in sorted(by_width[kind].keys() - {0}):
-            highest = max(highest, block - (dense - by_width[kind][width]) / layers)
-            points.append((width, highest))
-        if full not in by_width[kind]:
-            points.append((full, block))
-        return Curve(points=tuple(points), multiple=step), block
-
-    if sizes.num_experts:
-        layers = len(sizes.routed_layers)
-        experts, block = curve_of("experts", sizes.expert_intermediate_size, layers, 1)
-        return StepTimes(dense=dense, attention=None, mlp=None, experts=experts, prunable=layers * block, sizes=sizes)
-    attention, head = curve_of("attention", sizes.num_kv_heads, sizes.num_layers, 1)
-    mlp, channel = curve_of("mlp", sizes.intermediate_size, sizes.num_layers, multiple)
-    prunable = sizes.num_layers * (head + channel)
-    return StepTimes(dense=dense, attention=attention, mlp=mlp, experts=None, prunable=prunable, sizes=sizes)

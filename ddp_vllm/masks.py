@@ -11,46 +11,116 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
 
 from ddp_vllm.errors import CheckpointError
-from ddp_vllm.machine import PLACE
+from ddp_vllm.machine import Measured, Workload
 from ddp_vllm.remote_code.files import parse_json
-from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, SchemaError, check
+from ddp_vllm.schema import AtLeastZero, Count, Positive, SchemaError, Share, checked
 
 MASKS_FILE = "ddp_masks.safetensors"
 METRICS_FILE, RECOVERY_FILE = "ddp_metrics.jsonl", "ddp_recovery.jsonl"
 """The metrics that `prune` and `recover` logged, one JSON object per step; also files of the pruned
 folder."""
 MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
-_LOSSES = {str: [Number(-700, 700)]}  # model -> nats per token; a float holds exp of these
-_MEASURED = Number(0, float("inf"))
-QUALITY = {
-    "dense": _MEASURED, "pruned": _MEASURED, "recovered?": _MEASURED, "tokens": COUNT,
-    "block_losses?": (None, _LOSSES), "block_tokens?": (None, [Number(1, 1e9, whole=True)]),
-    "agreement?": {str: {"kl": _MEASURED, "top1": Number(0, 1)}},
-}  # fmt: skip
-_RECIPE = {
-    "model?": TEXT, "sparsity?": (None, Number(0, 1)), "context_length?": Number(1, 1 << 40, whole=True),
-    "tokens?": COUNT, "scope?": NAME, "budget?": NAME, "method?": NAME, "data?": ANY,
-}  # fmt: skip
-_SAMPLES = {"prompts?": [TEXT], "answers?": {str: [TEXT]}}
-PROVENANCE = _SAMPLES | {
-    "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
-    "targets?": {str: Number(0, 1)},
-    "run?": {"train?": NAME}, "run_id?": NAME, "converted?": {"from": NAME, "format": NAME},
-    "texts?": [TEXT], "fingerprint?": {"text?": NAME},
-    "perplexity?": (None, QUALITY), "watched?": {str: (None, QUALITY)},
-    "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},
-    "routing?": {"chosen?": {str: [Number(0, 1e15)]}},
-    "latency?": PLACE | {
-        "speedup": POSITIVE, "low": POSITIVE, "high": POSITIVE,
-        "workload": {"phase": NAME, "batch": COUNT, "context": COUNT},
-    },
-    "recovery?": _SAMPLES | {
-        "recipe?": _RECIPE, "texts?": [TEXT], "seconds?": NUMBER, "watched?": {str: (None, QUALITY)}
-    },
-}  # fmt: skip
+
+
+class _Perplexities(TypedDict):
+    dense: AtLeastZero
+    pruned: AtLeastZero
+    tokens: Count
+
+
+class _Agreement(TypedDict):
+    kl: AtLeastZero
+    top1: Share
+
+
+class Quality(_Perplexities, total=False):
+    """The perplexities of a model and the dense one on one text."""
+
+    recovered: AtLeastZero
+    block_losses: dict[str, list[Annotated[float, Meta(ge=-700, le=700)]]] | None
+    """Model -> nats per token of each block; a float holds exp of these."""
+    block_tokens: list[Annotated[int, Meta(ge=1)]] | None
+    agreement: dict[str, _Agreement]
+    """Model -> its agreement with the dense one."""
+
+
+class _Recipe(TypedDict, total=False):
+    model: str
+    sparsity: Share | None
+    context_length: Annotated[int, Meta(ge=1, le=1 << 40)]
+    tokens: Count
+    scope: str
+    budget: str
+    method: str
+
+
+class _Rounding(TypedDict):
+    raw_sparsity: Share
+    dropped: Count
+    revived: Count
+
+
+class _Run(TypedDict, total=False):
+    train: str
+
+
+class _Fingerprint(TypedDict, total=False):
+    text: str
+
+
+class _Routing(TypedDict, total=False):
+    chosen: dict[Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,4})$")], list[AtLeastZero]]
+    """Layer -> how often each expert was chosen."""
+
+
+_Converted = TypedDict("_Converted", {"from": str, "format": str})
+
+
+class _Training(TypedDict, total=False):
+    recipe: _Recipe
+    texts: list[str]
+    watched: dict[str, Quality | None]
+    prompts: list[str]
+    answers: dict[str, list[str]]
+
+
+class _Checksums(TypedDict):
+    header: str
+    tensors: str
+
+
+class Latency(Measured, kw_only=True):
+    """The predicted speedup of a step, with its range over rounds of the profile."""
+
+    speedup: Positive
+    low: Positive
+    high: Positive
+    workload: Workload
+
+
+class Provenance(_Training, total=False):
+    """What the masks file says of its checkpoint, as far as it is read again."""
+
+    checksums: _Checksums
+    ddp_vllm: str
+    head_unit: str
+    applied_to: str
+    search_steps: Count
+    targets: dict[str, Share]
+    run: _Run
+    run_id: str
+    converted: _Converted
+    fingerprint: _Fingerprint
+    perplexity: Quality | None
+    rounding: dict[str, _Rounding]
+    routing: _Routing
+    latency: Latency
+    recovery: _Training
 
 
 def is_mask(name: str) -> bool:
@@ -97,14 +167,13 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
             names = sorted(file.keys())
             tensors = {name: file.get_tensor(name) for name in names} if with_tensors else {}
         provenance = parse_json(metadata.get("ddp", "{}"))
-        check(provenance, {"checksums?": {"header": NAME, "tensors": NAME}}, "its provenance")
+        check_provenance(provenance)
         if stored := provenance.pop("checksums", None):
             computed = checksums(json.dumps(provenance), _labeled(tensors))
             if stored["header"] != computed["header"]:
                 raise ValueError("its provenance does not match its checksum")
             if with_tensors and stored["tensors"] != computed["tensors"]:
                 raise ValueError("its masks do not match their checksum")
-        check_provenance(provenance)
     except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a number format that numpy lacks
         raise CheckpointError(
             f"{path} is not a masks file ({error}); pass the {MASKS_FILE} of a pruned folder"
@@ -116,23 +185,18 @@ def check_provenance(provenance: Any) -> None:
     """Refuse provenance that the pages cannot show. Raises: SchemaError."""
     if isinstance(provenance, dict) and provenance.get("perplexity") == {}:
         provenance = provenance | {"perplexity": None}
-    check(provenance, PROVENANCE, "its provenance")
-    recovery = provenance.get("recovery", {})
-    for part in (provenance, recovery):
+    stated = checked(provenance, Provenance, "its provenance")
+    parts: list[_Training] = [stated, stated.get("recovery", {})]
+    qualities = {"": stated.get("perplexity")}
+    for part in parts:
         if any(len(answers) != len(part.get("prompts", ())) for answers in part.get("answers", {}).values()):
             raise SchemaError("its provenance does not have one answer per prompt")
-    for name, quality in {
-        "": provenance.get("perplexity"),
-        **provenance.get("watched", {}),
-        **recovery.get("watched", {}),
-    }.items():
-        losses = (quality or {}).get("block_losses") or {}
-        tokens = (quality or {}).get("block_tokens")
-        lengths = {*map(len, losses.values()), *([] if tokens is None else [len(tokens)])}
-        if len(lengths) > 1 or [] in losses.values():
+        qualities |= part.get("watched", {})
+    for name, quality in qualities.items():
+        losses = [*((quality and quality.get("block_losses")) or {}).values()]
+        tokens = quality.get("block_tokens") if quality else None
+        if [] in losses or len({len(blocks) for blocks in (*losses, tokens) if blocks is not None}) > 1:
             raise SchemaError(f"its perplexity{' on ' * bool(name)}{name} is not of the same blocks for each model")
-    if not all(re.fullmatch("0|[1-9][0-9]{0,4}", layer) for layer in provenance.get("routing", {}).get("chosen", {})):
-        raise SchemaError("its routing names a layer that is not a number")
 
 
 def _labeled(tensors: Mapping[str, Any]) -> list[tuple[str, bytes]]:

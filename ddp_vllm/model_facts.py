@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
 
 from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError
@@ -18,12 +20,7 @@ from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, is_leftover, opened_in_place
 from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
 from ddp_vllm.remote_code.widths import Widths, head_dim, stated_widths
-from ddp_vllm.schema import COUNT, NAME, TEXT, Number, SchemaError, check
-
-FACTS = {  # the schema of a `ModelFacts` in a results file
-    "model": TEXT, "name": TEXT, "pruned": bool, "id?": (None, NAME), "parameters?": (None, COUNT),
-    "weight_bytes?": (None, COUNT), "kv_bytes_per_token?": (None, COUNT),
-}  # fmt: skip
+from ddp_vllm.schema import Count, SchemaError, checked
 
 # the last by Puzzletron
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", f"{SUBBLOCKS}/*.safetensors")
@@ -32,13 +29,19 @@ _TEXTS = (  # names by which transformers and vLLM find them
     *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "tekken.json", "vocab*", "merges*"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
 )
-_SIZES = {  # of a dense model of any family; some families lack some of them
-    "num_hidden_layers?": (None, Number(0, 10_000, whole=True)),
-    **dict.fromkeys(
-        ("hidden_size?", "head_dim?", "num_attention_heads?", "num_key_value_heads?", "kv_lora_rank?",
-         "qk_rope_head_dim?", "max_position_embeddings?"), (None, COUNT)
-    ),
-}  # fmt: skip
+
+
+class _Sizes(TypedDict, total=False):
+    """The sizes of a dense model of any family; some families lack some of them."""
+
+    num_hidden_layers: Annotated[int, Meta(ge=0, le=10_000)] | None
+    hidden_size: Count | None
+    head_dim: Count | None
+    num_attention_heads: Count | None
+    num_key_value_heads: Count | None
+    kv_lora_rank: Count | None
+    qk_rope_head_dim: Count | None
+    max_position_embeddings: Count | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +56,10 @@ class ModelFacts:
     id: str | None = None
     """A hash of the files that determine its answers, by which results are matched to it anywhere;
     see `model_id`."""
-    parameters: int | None = None
+    parameters: Count | None = None
     """Number of parameters on disk; tied embeddings are counted once."""
-    weight_bytes: int | None = None
-    kv_bytes_per_token: int | None = None
+    weight_bytes: Count | None = None
+    kv_bytes_per_token: Count | None = None
     """Bytes of the KV cache per token, in all layers."""
 
     def to_json(self) -> dict[str, Any]:
@@ -130,7 +133,7 @@ def _opened(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
     try:
-        check(config, _SIZES, "config.json")
+        checked(config, _Sizes, "config.json")
     except SchemaError as error:
         raise ModelError(f"{folder}: {error}; download the model again") from error
 

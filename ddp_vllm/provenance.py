@@ -8,7 +8,7 @@ text again.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,24 +62,20 @@ def bare_name(name: str) -> str:
 
 def published_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe with names in place of paths."""
-    names = {key for key, value in recipe.items() if key in PATHS and isinstance(value, str)}
-    return {key: bare_name(value) if key in names else value for key, value in recipe.items()}
+    paths = {key: bare_name(value) for key, value in recipe.items() if key in PATHS and isinstance(value, str)}
+    return {**recipe, **paths}
 
 
 def published(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Return provenance with names in place of paths."""
-    hidden = dict(provenance)
-    if "recipe" in hidden:
-        hidden["recipe"] = published_recipe(hidden["recipe"])
-    if "texts" in hidden:
-        hidden["texts"] = list(map(bare_name, hidden["texts"]))
-    if "applied_to" in hidden:
-        hidden["applied_to"] = bare_name(hidden["applied_to"])
-    if "watched" in hidden:
-        hidden["watched"] = {bare_name(name): quality for name, quality in hidden["watched"].items()}
-    if "recovery" in hidden:
-        hidden["recovery"] = published(hidden["recovery"])
-    return hidden
+    names: dict[str, Callable[[Any], Any]] = {
+        "recipe": published_recipe,
+        "texts": lambda texts: list(map(bare_name, texts)),
+        "applied_to": bare_name,
+        "watched": lambda texts: {bare_name(name): quality for name, quality in texts.items()},
+        "recovery": published,
+    }
+    return {key: names[key](value) if key in names else value for key, value in provenance.items()}
 
 
 def write_provenance(masks: Path, provenance: Mapping[str, Any]) -> None:

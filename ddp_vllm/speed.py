@@ -10,8 +10,8 @@ from typing import Any
 
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.errors import SettingError
-from ddp_vllm.latency import FORMAT, Profile, Workload, read_profile
-from ddp_vllm.machine import hardware, versions
+from ddp_vllm.latency import FORMAT, Profile, read_profile
+from ddp_vllm.machine import Workload, hardware, versions
 from ddp_vllm.output import make_folder
 from ddp_vllm.remote_code.widths import LayerWidths
 
@@ -64,5 +64,5 @@ def predicted_latency(profile: Profile, layers: Sequence[LayerWidths], workload:
     """Return the predicted speedup of a pruned model as the provenance records it, with its range
     and conditions."""
     speedup, low, high = profile.speedup(layers, workload)
-    measured_on = {name: profile.content[name] for name in ("hardware", "versions")}
-    return {"speedup": speedup, "low": low, "high": high, "workload": dataclasses.asdict(workload), **measured_on}
+    prediction = {"speedup": speedup, "low": low, "high": high, "workload": dataclasses.asdict(workload)}
+    return prediction | {"hardware": profile.hardware, "versions": profile.versions}

@@ -19,7 +19,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from ddp_vllm.evaluations import perplexity_ratio
-from ddp_vllm.intervals import ratio_text
+from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.pictures import STYLE
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +80,10 @@ def write_chart(folder: Path, model: str) -> None:
             figure.savefig(folder / f"quality-over-speed{suffix}.png", dpi=160, metadata={"Software": None})
 
 
+def interval(verdict: Result) -> str:
+    return with_interval(*map(verdict.__getitem__, ("ratio", "low", "high")))
+
+
 def table(name: str, model: str) -> Iterator[str]:
     """Yield the lines of a table, a line per row over its seeds."""
     rows = read(name, model)
@@ -90,8 +94,8 @@ def table(name: str, model: str) -> Iterator[str]:
     columns: dict[str, Callable[[str, Sequence[Result]], str]] = {}
     columns["row"] = lambda row, results: row + (f", {len(results)} seeds" if len(results) > 1 else "")
     if speeds:
-        columns["decode step"] = lambda row, _: ratio_text(speeds[row]) if row in speeds else ""
-        columns["prefill"] = lambda row, _: ratio_text(speeds[row]["prefill"]) if row in speeds else ""
+        columns["decode step"] = lambda row, _: interval(speeds[row]) if row in speeds else ""
+        columns["prefill"] = lambda row, _: interval(speeds[row]["prefill"]) if row in speeds else ""
     columns |= {TEXTS[text]: partial(perplexity, text) for text in texts}
     if BASE in rows:
         columns[f"÷ {BASE}"] = partial(over_base, rows[BASE])

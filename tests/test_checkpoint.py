@@ -144,7 +144,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         lambda f: save_file(
             {"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": '{"perplexity": {"dense": 1, "pruned": 2}}'}
         ),
-        ["ddp_masks.safetensors", "its provenance.perplexity lacks tokens"],
+        ["ddp_masks.safetensors", "its provenance.perplexity: object missing required field `tokens`"],
     ),
 }
 

@@ -4,20 +4,21 @@ before."""
 import itertools
 import json
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from msgspec import convert
 
 from ddp_benchmarks import verbs
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import LimitError, SettingError
-from ddp_vllm.latency import PHASES, Workload
+from ddp_vllm.latency import PHASES
+from ddp_vllm.machine import Workload
 from ddp_vllm.options import (
     choice_option,
     default_option,
@@ -26,6 +27,9 @@ from ddp_vllm.options import (
     list_option,
     quiet_option,
 )
+
+if TYPE_CHECKING:
+    from ddp_vllm.results import Bench
 
 _PATH = click.Path(path_type=Path)
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
@@ -86,6 +90,7 @@ def sharegpt(output: Path | None, overwrite: bool, as_json: bool, **options: Any
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.sharegpt import Load, Settings, results_file, run_benchmark
     from ddp_benchmarks.tables import json_line, plain_console, print_report
+    from ddp_vllm.remote_code.files import read_json
     from ddp_vllm.results import read_results
 
     if options["mode"] == "offline":
@@ -102,15 +107,15 @@ def sharegpt(output: Path | None, overwrite: bool, as_json: bool, **options: Any
             run_benchmark(settings, output, print_line=partial(console.print, style="dim"))
     finally:  # an interrupted run prints its results so far
         written = output.exists() and output.stat().st_mtime_ns != before
-        if written and (results := read_results(output))["runs"]:
+        if written and (results := read_results(output)).runs:
             print_report(results, console)
             console.print(f"{output} has vLLM's raw results")
             console.print(_picture(results, output.with_suffix(".png")))
             if as_json:
-                echo(json_line(results))
+                echo(json_line(results, read_json(output)))
 
 
-def _picture(results: Mapping[str, Any], path: Path) -> str:
+def _picture(results: "Bench", path: Path) -> str:
     """Draw the results if matplotlib is installed; return a line with the picture's path or the
     remedy."""
     from ddp_benchmarks.tables import draw_speed
@@ -257,7 +262,7 @@ def eval(
     from ddp_benchmarks.evaluate import EvalSettings, choose_tasks, evaluate
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.tables import plain_console, print_quality
-    from ddp_vllm.evaluations import against_output, check_min_retained, default_output, judge_retained
+    from ddp_vllm.evaluations import Evaluation, against_output, check_min_retained, default_output, judge_retained
     from ddp_vllm.results import results_folder
 
     with_tasks = click.get_current_context().get_parameter_source("tasks") is ParameterSource.COMMANDLINE
@@ -288,11 +293,12 @@ def eval(
             stack.enter_context(results_folder(one.output))
         stack.enter_context(terminable())
         results = [evaluate(one, print_line=partial(console.print, style="dim")) for one in settings]
-    print_quality(results[-1], results[0] if against else None, console)
+    typed = [convert(one, Evaluation) for one in results]
+    print_quality(typed[-1], typed[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")
     if as_json:
         echo(json.dumps(results[-1]))
-    judge_retained(results[-1], results[0], min_retained)
+    judge_retained(typed[-1], typed[0], min_retained)
 
 
 def _evaluate_text(

@@ -10,7 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -121,14 +121,16 @@ def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = prin
     print_line(f"{settings.model}: {', '.join(settings.tasks)}")
     results = run_alone(_evaluate_tasks, settings)
     samples = {_known(name): rows for name, rows in results.pop("samples").items()}
-    results = {key: _renamed(value) if key in _PER_TASK else value for key, value in results.items()}
+    results |= {
+        key: {_known(name): value for name, value in results[key].items()} for key in _PER_TASK if key in results
+    }
     plain_settings = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     results["ddp_vllm"] = new_results("ddp-vllm eval 1", plain_settings) | {
         "model": describe_model(settings.model).to_json(),
         "data": {name: _digest(row["doc_hash"] for row in rows) for name, rows in samples.items()}
         if settings.include_path
         else "hub",
-        "mean_accuracy": mean_accuracy(results),
+        "mean_accuracy": mean_accuracy(results["results"]),
         "answers": {  # task -> its metric for each row: 1 right, 0 wrong
             name: [float(row[TASKS[name].metric]) for row in rows if row["filter"] == TASKS[name].filter]
             for name, rows in samples.items()
@@ -142,10 +144,6 @@ def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = prin
 def _known(name: str) -> str:
     """Return the name by which results count: `arc_easy` for `arc_easy_local`."""
     return name.removesuffix(LOCAL) if name.removesuffix(LOCAL) in TASKS else name
-
-
-def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {_known(name): value for name, value in values.items()}
 
 
 def _digest(parts: Iterable[object]) -> str:
@@ -179,7 +177,7 @@ def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
     release = kill_with_us(process.pid or 0)
     sender.close()
     try:
-        answer = receiver.recv()
+        outcome = receiver.recv()
         process.join(timeout=10)
     except EOFError:
         process.join()
@@ -194,9 +192,9 @@ def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
         finally:
             release()
         receiver.close()
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _call(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tokenizers import Tokenizer
 
@@ -10,7 +10,7 @@ from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.model_facts import known_folder
 from ddp_vllm.remote_code.files import LARGEST_JSON, read_bytes
-from ddp_vllm.schema import COUNT, check
+from ddp_vllm.schema import Count, checked
 
 
 def load_tokenizer(model: str) -> Any:
@@ -56,6 +56,10 @@ def _vocabulary(model: str) -> dict[str, int]:
         return dict(Tokenizer.from_buffer(read_bytes(file, LARGEST_JSON)).get_vocab())
 
 
+class _Context(TypedDict, total=False):
+    max_position_embeddings: Count | None
+
+
 def max_model_len(model: str) -> int | None:
     """Return the longest context in tokens by the model's config; None if the config is remote,
     does not state it, or stretches it."""
@@ -64,7 +68,7 @@ def max_model_len(model: str) -> int | None:
         return None
     config = read_config(folder)
     with reading(folder / "config.json", ModelError, "download the model again"):
-        check(config, {"max_position_embeddings?": (None, COUNT)}, "it")
+        checked(config, _Context, "it")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     stretched = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in STRETCHING
     return None if stretched else config.get("max_position_embeddings") or None

@@ -20,7 +20,8 @@ from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.families import pruned_config
-from ddp_vllm.latency import FORMAT, Workload, dimensions_in, read_profile, shapes_of
+from ddp_vllm.latency import FORMAT, dimensions_in, read_profile, shapes_of
+from ddp_vllm.machine import Workload
 from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
 from ddp_vllm.remote_code import code_of
@@ -146,10 +147,9 @@ def _downloaded(model: str) -> Path:
 def describe(path: Path) -> list[str]:
     """Summarize a profile in one line per workload, with a note where rounds differ."""
     profile = read_profile(path)
-    cells = profile.content["times"][0]["cells"]
     lines = []
-    for cell in cells:
-        work = Workload(phase="decode", batch=cell["batch"], context=cell["context"])
+    for cell in profile.runs[0].cells:
+        work = Workload(phase="decode", batch=cell.batch, context=cell.context)
         times = profile.times(work)
         rest = times.dense - times.prunable
         parts = [f"{rest / times.dense:.0%} outside the blocks"]

@@ -24,7 +24,7 @@ from ddp_benchmarks.models import max_model_len
 from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.intervals import judge
-from ddp_vllm.latency import Workload, seconds_of
+from ddp_vllm.machine import Workload
 from ddp_vllm.model_facts import dense_kv_bytes
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
@@ -219,7 +219,7 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
             if turn + 1 >= FEWEST_ROUNDS and all(map(is_narrow, verdicts_of(settings, cells))):
                 break
     shutil.rmtree(scratch, ignore_errors=True)
-    seconds = {model: [seconds_of([cell], workload) for cell in cells[model]] for model in models}
+    seconds = {model: [cell[workload.phase] for cell in cells[model]] for model in models}
     verdicts = verdicts_of(settings, cells)
     return new_results(STEPS_FORMAT, asdict(settings)) | {"seconds": seconds, "verdicts": verdicts}
 
@@ -229,7 +229,7 @@ def verdicts_of(settings: StepSettings, cells: Mapping[str, Sequence[Mapping[str
 
     def judged(model: str, phase: str) -> dict[str, Any]:
         seconds = [[cell[phase] for cell in cells[name]] for name in (model, settings.dense)]
-        return judge(*seconds).to_json()
+        return asdict(judge(*seconds))
 
     phase = settings.workload.phase
     return [

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_benchmarks.protocol import result_line
-from ddp_vllm.evaluations import TASKS, in_points, mean_difference, score, task_of
-from ddp_vllm.intervals import ratio_text, spread
+from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, mean_accuracy, mean_difference
+from ddp_vllm.intervals import spread, with_interval
 from ddp_vllm.pages.terminal import SafeConsole
-from ddp_vllm.results import main_metric, main_verdict, measured, on_gpu
+from ddp_vllm.results import Bench, main_metric
 
 FILE_WIDTH = 200  # characters; rich's default of 80 truncates the columns of several models
 _METRICS = (  # metric, heading, decimals
@@ -57,63 +57,63 @@ def plain_console(*, as_json: bool = False, quiet: bool = False) -> Console:
     )
 
 
-def print_report(results: Mapping[str, Any], console: Console) -> None:
+def print_report(bench: Bench, console: Console) -> None:
     """Print one table per load, with medians of the rounds and ratios to the dense model, then the
     verdicts."""
-    labels = [model["label"] for model in results["models"]]
-    for load in dict.fromkeys(run["load"] for run in results["runs"]):
+    for load in bench.loads:
         table = Table(title=f"ShareGPT, {load}: medians of the measured rounds", box=box.SIMPLE_HEAD)
         table.add_column("metric")
-        answers = {verdict["label"]: verdict["metrics"] for verdict in results["verdicts"] if verdict["load"] == load}
-        for label in (*labels, *(f"{label}, times better [95 %]" for label in answers)):
+        runs = [bench.measured(model.label, load) for model in bench.models]
+        verdicts = [verdict for verdict in bench.verdicts if verdict.load == load]
+        labels = [model.label for model in bench.models]
+        for label in (*labels, *(f"{verdict.label}, times better [95 %]" for verdict in verdicts)):
             table.add_column(label, justify="right")
-        runs = {label: measured(results, label, load) for label in labels}
         for metric, heading, decimals in _METRICS:
-            values = [[run["metrics"].get(metric) for run in runs[label]] for label in labels]
-            ratios = [ratio_text(metrics[metric]) if metric in metrics else "–" for metrics in answers.values()]
-            _add_row(table, heading, values, decimals, ratios)
+            values = [[run.metrics[metric] for run in of_model if metric in run.metrics] for of_model in runs]
+            found = [verdict.metrics.get(metric) for verdict in verdicts]
+            _add_row(table, heading, values, decimals, [with_interval(*one.bounds) if one else "–" for one in found])
         for fact, heading, divisor, decimals in _FACTS:
-            if fact == "peak_memory_bytes" and on_gpu(results):
-                continue
-            values = [[run["engine"].get(fact) for run in runs[label]] for label in labels]
-            _add_row(table, heading, [[v / divisor for v in runs if v is not None] for runs in values], decimals)
+            if fact != "peak_memory_bytes" or not bench.on_gpu:
+                values = [[run.engine[fact] / divisor for run in of_model if fact in run.engine] for of_model in runs]
+                _add_row(table, heading, values, decimals)
         console.print(table)
-    for answer in results["verdicts"]:
-        console.print(Text.assemble((answer["label"], "bold"), f", {answer['load']}: ", (answer["sentence"], "bold")))
-    if not results["complete"]:
-        console.print(Text.assemble(("Incomplete", "bold"), f": {results['reason']}"), style="red")
+    for verdict in bench.verdicts:
+        console.print(Text.assemble((verdict.label, "bold"), f", {verdict.load}: ", (verdict.sentence, "bold")))
+    if not bench.complete:
+        console.print(Text.assemble(("Incomplete", "bold"), f": {bench.reason}"), style="red")
 
 
-def _add_row(table: Table, heading: str, columns: list[list[Any]], decimals: int, ratios: Sequence[str] = ()) -> None:
-    present = [[value for value in column if value is not None] for column in columns]
-    if any(present):
-        medians = [f"{median(column):,.{decimals}f}" if column else "–" for column in present]
-        table.add_row(heading, *medians, *ratios)
+def _add_row(table: Table, heading: str, columns: list[list[float]], decimals: int, ratios: Sequence[str] = ()) -> None:
+    if any(columns):
+        table.add_row(heading, *(f"{median(column):,.{decimals}f}" if column else "–" for column in columns), *ratios)
 
 
-def json_line(results: Mapping[str, Any]) -> str:
+def json_line(bench: Bench, results: Mapping[str, Any]) -> str:
     """Return hardware, versions, seed, medians with their spread and the verdicts, as one line of
-    JSON."""
+    JSON.
+
+    results: those of `bench`, as in the file.
+    """
     medians: dict[str, Any] = {}
-    for model in results["models"]:
-        for load in dict.fromkeys(run["load"] for run in results["runs"]):
-            values = [run["metrics"]["requests_per_second"] for run in measured(results, model["label"], load)]
-            if values:
-                medians.setdefault(model["label"], {})[load] = spread(values)
+    for model in bench.models:
+        for load in bench.loads:
+            if runs := bench.measured(model.label, load):
+                speeds = spread([run.metrics["requests_per_second"] for run in runs])
+                medians.setdefault(model.label, {})[load] = speeds
     keep = ("label", "load", "pairs", "metric", "sentence")
     return result_line(
         "How much faster does vLLM answer ShareGPT prompts with the pruned model, and is the difference real?",
         results["settings"],
-        seed=results["settings"]["seed"],
+        seed=bench.settings.seed,
         where=results,
         benchmark="sharegpt",
-        complete=results["complete"],
+        complete=bench.complete,
         requests_per_second=medians,
-        verdicts=[{key: answer[key] for key in keep} for answer in results["verdicts"]],
+        verdicts=[{key: getattr(verdict, key) for key in keep} for verdict in bench.verdicts],
     )
 
 
-def draw_speed(results: Mapping[str, Any], path: Path) -> None:
+def draw_speed(bench: Bench, path: Path) -> None:
     """Draw every run of each model, and the ratios with their intervals; PNG or SVG by the suffix
     of `path`."""
     import matplotlib
@@ -121,8 +121,7 @@ def draw_speed(results: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    labels = [model["label"] for model in results["models"]]
-    loads = list(dict.fromkeys(run["load"] for run in results["runs"]))
+    labels, loads = [model.label for model in bench.models], bench.loads
     plt.rcParams["text.parse_math"] = False  # print a $ in a name as it is
     figure, rows = plt.subplots(
         len(loads), 2, figsize=(9, 0.9 + 1.1 * len(loads) * len(labels)), squeeze=False, layout="constrained"
@@ -130,7 +129,7 @@ def draw_speed(results: Mapping[str, Any], path: Path) -> None:
     for (speeds, ratios), load in zip(rows, loads, strict=True):
         metric = main_metric(load)
         for row, label in enumerate(labels):
-            values = [run["metrics"][metric] for run in measured(results, label, load) if metric in run["metrics"]]
+            values = [run.metrics[metric] for run in bench.measured(label, load) if metric in run.metrics]
             speeds.plot(values, [row] * len(values), "o", color="black", fillstyle="none", markersize=7)
             if values:
                 speeds.plot([median(values)] * 2, [row - 0.25, row + 0.25], color="black")
@@ -138,8 +137,13 @@ def draw_speed(results: Mapping[str, Any], path: Path) -> None:
         speeds.set(xlabel=f"{heading} (circles: runs, bar: median)", title=load)
         speeds.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
         speeds.set_xlim(0, 1.08 * speeds.get_xlim()[1])
-        for row, label in enumerate(labels):
-            _draw_ratio(ratios, row, label, load, results)
+        for verdict in (verdict for verdict in bench.verdicts if verdict.load == load):
+            row, (ratio, *ends) = labels.index(verdict.label), verdict.main.bounds
+            if None not in ends:
+                ratios.plot(ends, [row, row], color="black", marker="|", markersize=10)
+            ratios.plot(ratio, row, "s", color="black")
+            place = ratios.get_yaxis_transform()
+            ratios.text(0.5, row - 0.2, verdict.sentence, transform=place, ha="center", fontsize=9)
         ratios.axvline(1, color="black", linestyle=":")
         ratios.set(xlabel="times better than dense, 95 % interval", yticks=[])
         ratios.set(ylim=(len(labels) - 0.5, -0.5))
@@ -147,41 +151,32 @@ def draw_speed(results: Mapping[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_ratio(axes: Any, row: int, label: str, load: str, results: Mapping[str, Any]) -> None:
-    for answer in results["verdicts"]:
-        if (answer["label"], answer["load"]) == (label, load):
-            verdict = main_verdict(answer)
-            if verdict["low"] is not None:
-                axes.plot([verdict["low"], verdict["high"]], [row, row], color="black", marker="|", markersize=10)
-            axes.plot(verdict["ratio"], row, "s", color="black")
-            axes.text(0.5, row - 0.2, answer["sentence"], transform=axes.get_yaxis_transform(), ha="center", fontsize=9)
-
-
-def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, console: Console) -> None:
+def print_quality(evaluation: Evaluation, dense: Evaluation | None, console: Console) -> None:
     """Print each task's metric with its standard error; with `dense`, also its metric and the
     retained fraction."""
-    models = [dense, results] if dense else [results]
-    limit = results["ddp_vllm"]["settings"]["limit"]
+    models = [dense, evaluation] if dense else [evaluation]
+    limit = evaluation.ddp_vllm.settings.limit
     table = Table("task", "metric", box=box.SIMPLE_HEAD, title=f"first {limit} rows of each task" if limit else None)
-    for heading in [model["ddp_vllm"]["model"]["name"] for model in models] + (["retained"] if dense else []):
+    for heading in [model.ddp_vllm.model.name for model in models] + (["retained"] if dense else []):
         table.add_column(heading, justify="right")
-    for name in sorted(results["results"], key=lambda name: [*TASKS, name].index(name)):
-        task = task_of(results, name)
-        if score(results, name) is not None:
-            cells = _quality([score(model, name) for model in models], in_percent=task.higher_is_better)
+    for name in sorted(evaluation.results, key=lambda name: [*TASKS, name].index(name)):
+        task = evaluation.task(name)
+        if evaluation.score(name) is not None:
+            cells = _quality([model.score(name) for model in models], in_percent=task.higher_is_better)
             table.add_row(task.heading, task.metric.replace("_", " "), *cells)
-    means = [model["ddp_vllm"]["mean_accuracy"] for model in models]
-    if means[-1]:
+    means = [mean_accuracy(model.results) for model in models]
+    if last := means[-1]:
         table.add_section()
-        cells = _quality([mean and (mean["value"], mean["stderr"]) for mean in means], in_percent=True)
-        table.add_row(f"mean of {len(means[-1]['tasks'])}", "accuracy", *cells)
+        cells = _quality([(mean["value"], mean["stderr"]) if mean else None for mean in means], in_percent=True)
+        table.add_row(f"mean of {len(last['tasks'])}", "accuracy", *cells)
     console.print(table)
-    if difference := mean_difference(results, dense) if dense else None:
+    answers = [model.ddp_vllm.answers for model in models]
+    if difference := mean_difference(answers[-1], answers[0]) if dense else None:
         same_questions = Text.assemble(("mean accuracy", "bold"), ", same questions: ")
         console.print(same_questions.append(in_points(*difference), "bold"))
 
 
-def _quality(scores: Sequence[tuple[float, float | None] | None], *, in_percent: bool) -> list[str]:
+def _quality(scores: Sequence[Score | None], *, in_percent: bool) -> list[str]:
     """Return a table cell for each (value, standard error) and, for two, the ratio of the second to
     the first.
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ddp_vllm.errors import line_printer
 from ddp_vllm.evaluations import default_output
-from ddp_vllm.latency import Profile, Workload, read_profile
+from ddp_vllm.latency import Profile, read_profile
+from ddp_vllm.machine import Workload
 from ddp_vllm.results import results_folder
 
 

@@ -222,7 +222,7 @@ def _judge(
     ragged = median(seconds["ragged"])
     return {
         "seconds": {name: spread(values) for name, values in seconds.items()},
-        "speedup_over": {name: judge(seconds["ragged"], seconds[name]).to_json() for name in BASELINES},
+        "speedup_over": {name: asdict(judge(seconds["ragged"], seconds[name])) for name in BASELINES},
         "bound": "bytes" if reading else "operations",
         "share_kept": share,
         "over_proportional": median([r / d for r, d in zip(seconds["ragged"], seconds["dense"], strict=True)])

@@ -6,13 +6,12 @@ without tensors is a removed one. Biases that only the pruner added are kept; a 
 bias on all projections of a block or on none, so the others get zeros.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import dense_layers
-from ddp_vllm.formats import groups
+from ddp_vllm.families import dense_layers, pruned_config
+from ddp_vllm.formats import enclosing, groups
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, split
@@ -25,44 +24,48 @@ transformers and vLLM."""
 AGAIN = "copy the whole folder again, or write it again with the tool that made it"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(NamedTuple):
     """The modules of one decoder layer on disk, relative to it."""
 
-    index: int
-    weights: Shapes
-    biases: Shapes
-
-    @classmethod
-    def all_of(cls, shapes: Shapes, number: int) -> "list[Layer]":
-        """Return all layers. Raises: ModelError if there are tensors of more than `number`
-        layers."""
-        layers: list[tuple[dict[str, list[int]], dict[str, list[int]]]] = [({}, {}) for _ in range(number)]
-        for name, shape in shapes.items():
-            layer, module, kind = split(name) or (0, "", "")
-            if kind in ("weight", "bias"):
-                if layer >= number:
-                    raise ModelError(f"tensor {name} is of layer {layer}, but config.json has {number} layers")
-                layers[layer][kind == "bias"][module] = shape
-        return [cls(index=index, weights=parts[0], biases=parts[1]) for index, parts in enumerate(layers)]
+    number: int
+    weights: dict[str, list[int]]
+    biases: dict[str, list[int]]
 
 
-def read_layers(
-    dense: Mapping[str, Any], shapes: Shapes, *, sizes_known: bool = False
-) -> tuple[dict[str, Any], list[LayerWidths]]:
-    """Return the widths of all layers, and the config with the head size and number of experts that
-    tensors have.
+class Reading(NamedTuple):
+    """What the tensors of a family's model say of it."""
+
+    enclosing: dict[str, Any]
+    """The dense config, with the sizes that no layer exceeds."""
+    config: dict[str, Any]
+    """The same with the flags of biases that are on disk."""
+    layers: list[LayerWidths]
+    zeros: dict[str, str]
+    """Bias of zeros to add -> the weight whose rows and dtype it has."""
+
+
+def read_layers(dense: Mapping[str, Any], shapes: Shapes, *, sizes_known: bool = False) -> Reading:
+    """Return the widths of all layers, and the config with the head size and biases that tensors have.
 
     sizes_known: the config has the sizes of the dense model, as --dense gives them; otherwise a
     tool may have written those of a pruned layer.
     Raises: ModelError for tensors that fit no widths, or whose widths have two readings.
     """
-    layers = Layer.all_of(shapes, dense["num_hidden_layers"])
+    number = dense["num_hidden_layers"]
+    layers = [Layer(index, {}, {}) for index in range(number)]
+    for name, shape in shapes.items():
+        layer, module, kind = split(name) or (0, "", "")
+        if kind in ("weight", "bias"):
+            if layer >= number:
+                raise ModelError(f"tensor {name} is of layer {layer}, but config.json has {number} layers")
+            (layers[layer].biases if kind == "bias" else layers[layer].weights)[module] = shape
     if not any(layer.weights for layer in layers):
         raise ModelError(f"its tensors have names like {short(min(shapes, default=''))}, not {LAYERS}.0.…; {AGAIN}")
     table = TABLES[dense["model_type"]]
     size = head_dim(dense) if sizes_known or dense.get("head_dim") else _head_size(dense, table, layers)
-    return {**dense, "head_dim": size}, [_of_blocks(layer, table, size) for layer in layers]
+    widths = [_of_blocks(layer, table, size) for layer in layers]
+    config = enclosing({**dense, "head_dim": size}, widths)
+    return Reading(config, *_biases(config, dense, layers, widths))
 
 
 def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Layer]) -> int:
@@ -98,7 +101,7 @@ def _of_blocks(layer: Layer, table: TensorTable, size: int) -> LayerWidths:
     heads, channels = _units(layer, table, "attn", size), _units(layer, table, "mlp", size)
     kv_heads, queries = heads.get("kv_head", 0), heads.get("query_head", 0)
     return LayerWidths(
-        query_heads_per_kv_head=groups(queries, kv_heads, f"layer {layer.index}") if heads else (),
+        query_heads_per_kv_head=groups(queries, kv_heads, f"layer {layer.number}") if heads else (),
         intermediate_size=channels.get("channel", 0),
     )
 
@@ -113,7 +116,7 @@ def _units(layer: Layer, table: TensorTable, block: str, size: int) -> dict[str,
     for projection, length in lengths.items():
         name, unit = projection.name, projection.unit_size(size)
         if length is None:
-            raise ModelError(f"layer {layer.index} lacks {name}.weight, but has other tensors of that block; {AGAIN}")
+            raise ModelError(f"layer {layer.number} lacks {name}.weight, but has other tensors of that block; {AGAIN}")
         unknown = [kind for kind in projection.units if kind not in units]
         known = unit * sum(units.get(kind, 0) for kind in projection.units)
         count = (length - known) / (unit * len(unknown)) if unknown else 0
@@ -122,7 +125,7 @@ def _units(layer: Layer, table: TensorTable, block: str, size: int) -> dict[str,
                 f"{count:g} heads of {unit}" if unknown and unit > 1 else f"not the {known} of the same units elsewhere"
             )
             axis = "columns" if projection.axis else "rows"
-            raise ModelError(f"layer {layer.index}: {name} has {length} {axis}, {what}; {AGAIN}")
+            raise ModelError(f"layer {layer.number}: {name} has {length} {axis}, {what}; {AGAIN}")
         units |= {kind: int(count) for kind in unknown}
     return units
 
@@ -134,50 +137,41 @@ def _length(layer: Layer, projection: Projection) -> int | None:
     return shape[projection.axis] if shape is not None and len(shape) == 2 else None
 
 
-def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """Return the config with the flags of the biases that are on disk. Raises: ModelError if the
-    class has none."""
-    config, model_type = dict(dense), dense["model_type"]
-    own = _biased(dense)
-    for layer in Layer.all_of(shapes, dense["num_hidden_layers"]):
-        for module in (module for module in layer.biases if module not in own):
+def _biases(
+    enclosing: Mapping[str, Any], dense: Mapping[str, Any], layers: Sequence[Layer], widths: list[LayerWidths]
+) -> tuple[dict[str, Any], list[LayerWidths], dict[str, str]]:
+    """Return the last three parts of a `Reading`.
+
+    A block gets biases of zeros only if the pruner added some bias to such blocks; those of the
+    dense class must be there. Raises: ModelError if the class has no place for a bias, or a block
+    without units has one on its output projection, which it would still add.
+    """
+    config, model_type = dict(enclosing), dense["model_type"]
+    stated = Widths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
+    for layer in layers:
+        for module in (module for module in layer.biases if module not in stated):
             flag, families = _BIASED["attn" if module.startswith("self_attn.") else "mlp"]
             if model_type not in families:
                 raise ModelError(
-                    f"layer {layer.index} has {module}.bias, for which models of type {model_type} have no place in "
+                    f"layer {layer.number} has {module}.bias, for which models of type {model_type} have no place in "
                     "transformers or vLLM; prune without added biases"
                 )
             config[flag] = True
-    return config
-
-
-def _biased(dense: Mapping[str, Any]) -> Collection[str]:
-    """Return the modules that have a bias by the dense model's config."""
-    return Widths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
-
-
-def zeros(widths: Widths, dense: Mapping[str, Any], shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Yield each bias of zeros to add, with the weight whose rows and dtype it has.
-
-    A block gets them only if the pruner added some bias to such blocks; those of the dense class
-    must be there.
-    """
-    layers, stated = Layer.all_of(shapes, len(widths.layers)), _biased(dense)
-    parts = {module.partition(".")[0] for layer in layers for module in layer.biases}
-    modules = [module for module in widths.biased if module.partition(".")[0] in parts and module not in stated]
-    for layer in layers:
-        for module in (module for module in modules if module in layer.weights and module not in layer.biases):
-            yield f"{LAYERS}.{layer.index}.{module}.bias", f"{LAYERS}.{layer.index}.{module}.weight"
-
-
-def check_constants(layers: Sequence[LayerWidths], table: TensorTable, shapes: Shapes) -> None:
-    """Refuse a block without units whose output projection has a bias, which it would still add.
-    Raises: ModelError."""
-    for layer in Layer.all_of(shapes, len(layers)):
-        counts = {"attn": layers[layer.index].num_kv_heads, "mlp": layers[layer.index].intermediate_size}
-        for module in (table.output(block).name for block in table.norms if not counts[block]):
+    pruned = Widths.of(pruned_config(config, widths))
+    for layer, kept in zip(layers, widths, strict=True):
+        counts = {"attn": kept.num_kv_heads, "mlp": kept.intermediate_size}
+        for module in (pruned.table.output(block).name for block in pruned.table.norms if not counts[block]):
             if any(layer.biases.get(module, ())):
                 raise ModelError(
-                    f"layer {layer.index} has {module}.bias, but no unit of that block: a constant that no supported "
+                    f"layer {layer.number} has {module}.bias, but no unit of that block: a constant that no supported "
                     "class adds; keep one head or channel there"
                 )
+    parts = {module.partition(".")[0] for layer in layers for module in layer.biases}
+    added = [module for module in pruned.biased if module.partition(".")[0] in parts and module not in stated]
+    zeros = {
+        f"{LAYERS}.{layer.number}.{module}.bias": f"{LAYERS}.{layer.number}.{module}.weight"
+        for layer in layers
+        for module in added
+        if module in layer.weights and module not in layer.biases
+    }
+    return config, widths, zeros

@@ -37,7 +37,7 @@ class Tensor:
     """The axis of channels, if it has one."""
     rows: float
     """Change of its length along that axis per channel that config.json adds."""
-    whole: str
+    loaded: str
     """The tensor in memory that it is, or is a part of."""
     is_part: bool
     """Whether it is of a routed expert, which transformers stacks with others."""
@@ -57,18 +57,18 @@ class Stock:
         rules = get_model_conversion_mapping(model)
         kinds = [[rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter)]
         self._rename = lambda name: rename_source_key(name, *kinds, model.base_model_prefix, state)
-        saved, wider = (revert_weight_conversion(each, each.state_dict()) for each in (model, other))
+        saved, wider = (revert_weight_conversion(built, built.state_dict()) for built in (model, other))
         self.parts: dict[str, list[str]] = {name: [] for name in state}
         """Tensor in memory -> those that save_pretrained writes for it."""
         for name in saved:
             self.parts[self._rename(name)[0]].append(name)
         self.tensors: dict[str, Tensor] = {}
-        for whole, names in self.parts.items():
+        for loaded, names in self.parts.items():
             for name in names:
                 shape, larger = [*saved[name].shape], wider[name].shape
                 axis = next((i for i, length in enumerate(shape) if length != larger[i]), None)
                 rows = 0 if axis is None else larger[axis] - shape[axis]
-                self.tensors[name] = Tensor(shape=shape, axis=axis, rows=rows, whole=whole, is_part=len(names) > 1)
+                self.tensors[name] = Tensor(shape=shape, axis=axis, rows=rows, loaded=loaded, is_part=len(names) > 1)
         self.in_memory = {name: [*tensor.shape] for name, tensor in state.items()}
         first: dict[int, str] = {}
         named = model.named_parameters(remove_duplicate=False)
@@ -84,10 +84,10 @@ class Stock:
         stacks experts; None if the class has no such tensor."""
         if name in self.tensors:
             return name
-        whole, converter = self._rename(name)
-        parts = self.parts.get(whole, [])
+        loaded, converter = self._rename(name)
+        parts = self.parts.get(loaded, [])
         if len(parts) > 1:
-            return next((part for part in parts if _in_layer(part) == _in_layer(name)), None) if converter else whole
+            return next((part for part in parts if _in_layer(part) == _in_layer(name)), None) if converter else loaded
         return next(iter(parts), None)
 
     def modules(self) -> Iterator["Module"]:
@@ -141,7 +141,7 @@ def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
         for key in [key for key in text.to_dict() if key.endswith(WIDTH)] if wider else ():
             setattr(text, key, _more(getattr(text, key)))
         kinds: tuple[Any, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
-        kind = next((each for each in kinds if type(settings) in each._model_mapping), None)
+        kind = next((auto for auto in kinds if type(settings) in auto._model_mapping), None)
         if kind is None:
             raise ModelError(f"transformers has no language model for model_type {short(model_type)}; update it")
         with torch.device("meta"):
@@ -151,7 +151,7 @@ def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
 def _more(width: Any) -> Any:
     """Return a larger width, so much larger that no class rounds both to the same."""
     if isinstance(width, list | tuple):
-        return [_more(each) for each in width]
+        return [_more(part) for part in width]
     return 2 * width + 768 if isinstance(width, int) else width
 
 
@@ -234,10 +234,10 @@ def _widths_on_disk(
     """Return the widths of all MLPs and experts, and the shape that each tensor must have with
     them; an expert without tensors has width 0."""
     required = {name: tensor.shape for name, tensor in stock.tensors.items()}
-    for whole, parts in stock.parts.items():
-        if whole in on_disk and whole not in parts:  # experts that are stacked on disk too
+    for loaded, parts in stock.parts.items():
+        if loaded in on_disk and loaded not in parts:  # experts that are stacked on disk too
             required = {name: shape for name, shape in required.items() if name not in parts}
-            required[whole] = stock.in_memory[whole]
+            required[loaded] = stock.in_memory[loaded]
     rows: dict[Form, dict[int, dict[int, Width]]] = defaultdict(lambda: defaultdict(dict))
     removed: list[Module] = []
     forms: dict[str, tuple[Form, int]] = {}  # output in memory -> form and layer
@@ -257,14 +257,14 @@ def _widths_on_disk(
         parts = [place[3] for place in places if place]
         expert = _EXPERT.search(parts[-1]) if module.tensor.is_part else None
         *inputs, output = (_EXPERT.sub(".{}", part) if expert else part for part in parts)
-        whole = module.tensor.whole
-        stack = whole.partition(f".{layer}.")[2] if expert else ""
+        loaded = module.tensor.loaded
+        stack = loaded.partition(f".{layer}.")[2] if expert else ""
         form = Form(layers_module, tuple(inputs), output, "halves" * (module.factor == 2), stack)
-        forms[whole] = form, layer
+        forms[loaded] = form, layer
         rows[form][layer][int(expert[1]) if expert else 0] = Width(kept, dense)
     for module in removed:
-        if module.tensor.whole in forms:  # other experts of the layer are on disk
-            form, layer = forms[module.tensor.whole]
+        if module.tensor.loaded in forms:  # other experts of the layer are on disk
+            form, layer = forms[module.tensor.loaded]
             rows[form][layer][int(_EXPERT.findall(module.output.removesuffix(".weight"))[-1])] = Width(
                 0, module.tensor.shape[1]
             )
@@ -293,7 +293,7 @@ def _grown(config: Mapping[str, Any], larger: Mapping[Form, Width]) -> dict[str,
 def _described(stock: Stock, narrow: Mapping[Form, Rows]) -> Widths:
     """Return the description of the blocks that are narrower. Raises: ModelError if there are too
     many kinds of them."""
-    projections, whole = list[Projection](), LayerWidths()
+    projections, unpruned = list[Projection](), LayerWidths()
     layers = [LayerWidths() for _ in range(stock.num_layers)]
     for form, rows in sorted(narrow.items(), key=lambda pair: bool(pair[0].stack)):  # MLPs first
         block = "experts" if form.stack else "mlp"
@@ -307,9 +307,9 @@ def _described(stock: Stock, narrow: Mapping[Form, Rows]) -> Widths:
         ((dense, number),) = sizes
         projections += block_table(block, form.inputs, form.output, fused=bool(form.fused))
         if form.stack:
-            whole = replace(whole, expert_intermediate_sizes=(dense,) * number)
+            unpruned = replace(unpruned, expert_intermediate_sizes=(dense,) * number)
         else:
-            whole = replace(whole, intermediate_size=dense)
+            unpruned = replace(unpruned, intermediate_size=dense)
         for index, row in rows.items():
             kept = tuple(row[expert].kept for expert in sorted(row))
             if form.stack:
@@ -321,4 +321,4 @@ def _described(stock: Stock, narrow: Mapping[Form, Rows]) -> Widths:
             f"layers are in {short(' and '.join(sorted(modules)))}; only those of one list may be narrower"
         )
     table = TensorTable(projections=tuple(projections))
-    return Widths(table=table, layers=tuple(layers), dense=whole, layers_module=modules.pop(), is_family=False)
+    return Widths(table=table, layers=tuple(layers), dense=unpruned, layers_module=modules.pop(), is_family=False)

@@ -5,16 +5,17 @@ Weights are copied file by file in pieces, so memory holds none of them. Nothing
 """
 
 import json
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_config
-from ddp_vllm.conversion.shapes import AGAIN, check_constants, read_layers, with_biases, zeros
+from ddp_vllm.conversion.shapes import AGAIN, read_layers
 from ddp_vllm.conversion.stock import describe
 from ddp_vllm.errors import ModelError, line_printer
 from ddp_vllm.families import (
@@ -76,6 +77,12 @@ class Stored:
     size: int
     dtype: str
     shape: list[int]
+    is_zero: bool = False
+    """Whether it is of zeros, and of that file's tensors only by its number format."""
+
+    @property
+    def item_size(self) -> int:
+        return self.size // max(1, prod(self.shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +91,9 @@ class Plan:
 
     config: dict[str, Any]
     stored: dict[str, Stored]
-    zeros: dict[str, str]
-    """Bias of zeros to add -> the weight whose rows and dtype it has."""
     notes: list[str]
-    provenance: dict[str, Any] = field(default_factory=dict)
-    sources: list[Path] = field(default_factory=list)
+    provenance: dict[str, Any]
+    sources: list[Path]
     """Folders whose tokenizer and other files are copied; the last one has precedence."""
 
 
@@ -128,52 +133,75 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     if "ddp_layers" in config or stated_widths(config) is not None:
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     stored, dense_folder = stored_tensors(folder), _folder_of(dense_model)
-    own = _dense_config(config)
-    dense = _with_dense_sizes(own, read_config(dense_folder), dense_folder) if dense_folder else own
-    stated = stated_layers(config, own) if own.get("model_type") in KNOWN else None
+    plain = _dense_config(config)
+    dense = _with_dense_sizes(plain, read_config(dense_folder), dense_folder) if dense_folder else plain
+    stated = stated_layers(config, plain) if plain.get("model_type") in KNOWN else None
     if stated:  # tensors of blocks that it removes may still be there
-        leftover = Widths.of(pruned_config(enclosing(own, stated), stated))
-        stored = {name: each for name, each in stored.items() if not is_leftover(leftover, name, each.shape)}
-    shapes = {name: each.shape for name, each in stored.items()}
-    added, code = dict[str, str](), foreign_code(config)
-    if own.get("model_type") in FAMILIES:
-        sized, layers = read_layers(dense, shapes, sizes_known=dense_folder is not None)
-        whole = enclosing(sized, layers)
-        biased = with_biases(whole, shapes)
-        pruned, is_dense = pruned_config(biased, layers), layers == dense_layers(dense) and biased == whole
+        stored = _kept(stored, Widths.of(pruned_config(enclosing(plain, stated), stated)))
+    shapes, zeros = {name: tensor.shape for name, tensor in stored.items()}, dict[str, str]()
+    if plain.get("model_type") in FAMILIES:
+        enclosed, biased, layers, zeros = read_layers(dense, shapes, sizes_known=dense_folder is not None)
+        pruned, is_dense = pruned_config(biased, layers), layers == dense_layers(dense) and biased == enclosed
     else:
-        whole, described = describe(dense, shapes)
-        pruned, is_dense = described_config(whole, described), not described.blocks
+        enclosed, described = describe(dense, shapes)
+        pruned, is_dense = described_config(enclosed, described), not described.blocks
         layers = list(Widths.of(pruned).layers)
     if not is_dense:
         _check_stated(stated, layers)
     widths = Widths.of(pruned)
-    kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
-    tensors = [(name, each.shape, each.dtype) for name, each in kept.items()]
+    kept = _kept(stored, widths)
+    is_copied = is_dense and all(tensor.file.parent == folder for tensor in kept.values())
+    tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in kept.items()]
+    added = {
+        bias: replace(like, size=like.shape[0] * like.item_size, shape=like.shape[:1], is_zero=True)
+        for bias, weight in zeros.items()
+        if (like := kept.get(weight))
+    }
     try:
-        if widths.is_family:
-            check_constants(layers, widths.table, shapes)
-            added = {bias: weight for bias, weight in zeros(widths, dense, shapes) if weight in kept}
         widths.check_complete([*widths.checked(tensors), *added])
     except WidthsError as error:  # whose remedy is for folders of ours
         raise ModelError(f"{str(error).partition(';')[0]}; {AGAIN}") from error
-    if is_dense and all(each.file.parent == folder for each in kept.values()):
+    code = foreign_code(config)
+    if is_copied:
         raise ModelError(
             "no block is narrower than another or than config.json says, so vLLM serves it as it is"
             + f"; but {code}" * bool(code)
         )
     form = next((key for key in FORMATS if config.get(key)), "tensors") if stated else "tensors"
-    notes = [f"widths of {len(layers)} layers read from the shapes of tensors"]
-    notes[0] += f" and from {form} in config.json" if stated else ""
-    notes += [
+    notes = [
+        f"widths of {len(layers)} layers read from the shapes of tensors"
+        + (f" and from {form} in config.json" if stated else ""),
         *_removed(layers, stated=bool(stated), has_table=widths.is_family),
-        *grown(text_config(dense), text_config(whole)),
+        *grown(text_config(dense), text_config(enclosed)),
     ]
-    notes += [f"{len(added)} biases of zeros added: the class has one on every projection of a block"] * bool(added)
-    notes += [code] * bool(code)
-    return _finished(
-        Plan(config=pruned, stored=kept, zeros=added, notes=notes), folder, form, dense_model, dense_folder
-    )
+    if added:
+        notes.append(f"{len(added)} biases of zeros added: the class has one on every projection of a block")
+    provenance: dict[str, Any] = {"converted": {"from": folder.resolve().name, "format": form}}
+    provenance |= {"applied_to": dense_model} if dense_model else {}
+    notes += filter(None, [code, *_missing(folder, dense_model, dense_folder)])
+    sources = [folder]
+    if not has_tokenizer(folder) and dense_folder and has_tokenizer(dense_folder):
+        sources = [dense_folder, folder]
+    return Plan(config=pruned, stored=kept | added, notes=notes, provenance=provenance, sources=sources)
+
+
+def _missing(folder: Path, dense_model: str | None, dense_folder: Path | None) -> Iterator[str]:
+    """Yield a note on the dense model that was not read, and on a tokenizer that the folder lacks."""
+    if dense_model and not dense_folder:
+        yield (
+            f"{dense_model} is not in the hub's cache, so its sizes were not used; to use them, run first: "
+            f"hf download {dense_model} --include '*.json'"
+        )
+    if not has_tokenizer(folder):
+        remedy = "copy that of the dense model into the output, because vLLM requires it, or pass --dense"
+        if dense_folder and has_tokenizer(dense_folder):
+            remedy = f"that of {dense_folder} is copied"
+        yield f"the folder has no tokenizer; {remedy}"
+
+
+def _kept(stored: Mapping[str, Stored], widths: Widths) -> dict[str, Stored]:
+    """Return the tensors that are not of removed blocks."""
+    return {name: tensor for name, tensor in stored.items() if not is_leftover(widths, name, tensor.shape)}
 
 
 def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,33 +215,12 @@ def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if removed := next((key for key in DROPPED if config.get(key)), "skip" if "skip" in str(layers) else ""):
         raise ModelError(f"{removed} removes whole blocks, which no stock class can lack; prune channels instead")
     if layers:  # the widths in it are those of the tensors
-        own = {
+        others = {
             index: {key: value for key, value in entry.items() if not key.endswith("intermediate_size")}
             for index, entry in layers.items()
         }
-        dense["per_layer_config"] = {index: entry for index, entry in own.items() if entry}
+        dense["per_layer_config"] = {index: entry for index, entry in others.items() if entry}
     return dense
-
-
-def _finished(plan: Plan, folder: Path, form: str, dense_model: str | None, dense_folder: Path | None) -> Plan:
-    """Return a plan with its provenance, and the tokenizer that is copied."""
-    notes = [*plan.notes]
-    if dense_model and not dense_folder:
-        notes.append(
-            f"{dense_model} is not in the hub's cache, so its sizes were not used; to use them, run first: "
-            f"hf download {dense_model} --include '*.json'"
-        )
-    sources = [folder]
-    if not has_tokenizer(folder):
-        notes.append("the folder has no tokenizer; ")
-        if dense_folder and has_tokenizer(dense_folder):
-            sources = [dense_folder, folder]
-            notes[-1] += f"that of {dense_folder} is copied"
-        else:
-            notes[-1] += "copy that of the dense model into the output, because vLLM requires it, or pass --dense"
-    provenance: dict[str, Any] = {"converted": {"from": folder.resolve().name, "format": form}}
-    provenance |= {"applied_to": dense_model} if dense_model else {}
-    return replace(plan, notes=notes, sources=sources, provenance=provenance)
 
 
 def _folder_of(dense_model: str | None) -> Path | None:
@@ -227,17 +234,17 @@ def _folder_of(dense_model: str | None) -> Path | None:
     return folder if folder and (folder / "config.json").is_file() else None
 
 
-def _with_dense_sizes(own: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _with_dense_sizes(pruned: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a pruned model's config with the sizes of its dense model's. Raises: ModelError if
     they do not match."""
-    dense, text = text_config(_dense_config(config)), text_config(own)
+    dense, text = text_config(_dense_config(config)), text_config(pruned)
     for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
         if text.get(key) != dense.get(key):
             raise ModelError(f"{key} is {text.get(key)}, and {dense.get(key)} in --dense {folder}; leave --dense out")
     sizes = {key: dense[key] for key in SIZES if dense.get(key)}
-    if own.get("model_type") in FAMILIES:
+    if pruned.get("model_type") in FAMILIES:
         sizes["head_dim"] = head_dim(dense)
-    return {**own, "text_config": {**text, **sizes}} if text is not own else {**own, **sizes}
+    return {**pruned, "text_config": {**text, **sizes}} if text is not pruned else {**pruned, **sizes}
 
 
 def _removed(layers: Sequence[LayerWidths], *, stated: bool, has_table: bool) -> Iterator[str]:
@@ -323,49 +330,34 @@ def write_weights(folder: Path, plan: Plan) -> None:
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(of_file.values(), 1):
         file = "model.safetensors" if len(of_file) == 1 else f"model-{number:05}-of-{len(of_file):05}.safetensors"
-        added = {bias: tensors[weight] for bias, weight in plan.zeros.items() if weight in tensors}
-        _write_file(folder / file, tensors, added)
-        weight_map |= dict.fromkeys((*tensors, *added), file)
+        _write_file(folder / file, tensors)
+        weight_map |= dict.fromkeys(tensors, file)
     total = sum((folder / file).stat().st_size for file in {*weight_map.values()})
     # even one file gets an index: without it vLLM loads every safetensors file, the masks among
     # them
     write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX_FILE)
 
 
-def _write_file(path: Path, tensors: Mapping[str, Stored], zeros: Mapping[str, Stored]) -> None:
-    """Write a safetensors file of copied tensors and of zeros as long as rows of other tensors."""
-    parts: list[tuple[str, str, list[int], int, Stored | None]] = [
-        (name, each.dtype, each.shape, each.size, each) for name, each in tensors.items()
-    ]
-    for name, like in zeros.items():
-        rows = like.shape[:1]
-        parts.append((name, like.dtype, rows, rows[0] * (like.size // max(1, prod(like.shape))), None))
-    # wide numbers first, so that all are aligned
-    parts.sort(key=lambda part: -(part[3] // max(1, prod(part[2]))))
+def _write_file(path: Path, tensors: Mapping[str, Stored]) -> None:
+    """Write a safetensors file, piece by piece. Raises: OSError if a file became shorter."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, dtype, shape, size, _ in parts:
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
+    # wide numbers first, so that all are aligned
+    parts = sorted(tensors.items(), key=lambda item: -item[1].item_size)
+    for name, part in parts:
+        header[name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [end, end + part.size]}
+        end += part.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
-        for _, _, _, size, stored in parts:
-            _copy(stored, size, out)
-
-
-def _copy(stored: Stored | None, size: int, out: BinaryIO) -> None:
-    """Copy a tensor piece by piece; without one write zeros. Raises: OSError if the file became
-    shorter."""
-    if stored is None:
-        out.write(bytes(size))
-        return
-    with open(stored.file, "rb") as file:
-        file.seek(stored.start)
-        while size:
-            piece = file.read(min(size, PIECE))
-            if not piece:
-                raise OSError(f"{stored.file} became shorter while it was read")
-            out.write(piece)
-            size -= len(piece)
+        for _, part in parts:
+            with open(os.devnull if part.is_zero else part.file, "rb") as file:
+                file.seek(part.start)
+                left = part.size
+                while left:
+                    piece = bytes(left) if part.is_zero else file.read(min(left, PIECE))
+                    if not piece:
+                        raise OSError(f"{part.file} became shorter while it was read")
+                    out.write(piece)
+                    left -= len(piece)

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import gguf
 import numpy as np
 from gguf.utility import LocalTensor, SafetensorsLocal
+from msgspec import Meta
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.costs import attended
@@ -29,20 +30,42 @@ from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.tensors import FAMILIES, LAYERS, dense_type
 from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, Widths, states_widths
-from ddp_vllm.schema import NAME, Number, SchemaError, check
+from ddp_vllm.schema import SchemaError, Share, checked
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
 BLOCK = 32
 """Numbers of a row that share a scale in Q8_0."""
-_SIZE, _FACTOR = Number(1, 1e12, whole=True), Number(1e-9, 1e12)
-ROPE = dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _FACTOR)
-_STATED = {"rope_theta?": _FACTOR, "rope_type?": NAME, "type?": NAME, "partial_rotary_factor?": Number(0, 1)}
-NEEDED = dict.fromkeys(("hidden_size", "max_position_embeddings", "vocab_size"), _SIZE) | {
-    "rms_norm_eps": Number(0, 1), "hidden_act?": NAME, "rope_theta?": (None, _FACTOR),
-    "rope_parameters?": (None, _STATED), "rope_scaling?": (None, _STATED),
-}  # fmt: skip
+_Size = Annotated[int, Meta(ge=1, le=10**12)]
+_Factor = Annotated[float, Meta(ge=1e-9, le=1e12)]
 AGAIN = "copy the folder again, whole"
 FACTORS = "rope_freqs.weight"  # a tensor of the file; a folder states them in its config
+
+
+class _Llama3(TypedDict):
+    """The settings of Llama 3's rotary positions."""
+
+    factor: _Factor
+    low_freq_factor: _Factor
+    high_freq_factor: _Factor
+    original_max_position_embeddings: _Factor
+
+
+class _Rope(TypedDict, total=False):
+    rope_theta: _Factor
+    rope_type: str
+    type: str
+    partial_rotary_factor: Share
+
+
+class _Needed(TypedDict):
+    hidden_size: _Size
+    max_position_embeddings: _Size
+    vocab_size: _Size
+    rms_norm_eps: Share
+    hidden_act: NotRequired[str]
+    rope_theta: NotRequired[_Factor | None]
+    rope_parameters: NotRequired[_Rope | None]
+    rope_scaling: NotRequired[_Rope | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +142,9 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     do."""
     config = checkpoint.config
     try:
-        check(config, NEEDED, "its config.json")
-        check(_rope(config), ROPE if _rope(config)["rope_type"] == "llama3" else {}, "its config.json: rope_parameters")
+        checked(config, _Needed, "its config.json")
+        if _rope(config)["rope_type"] == "llama3":
+            checked(_rope(config), _Llama3, "its config.json: rope_parameters")
     except SchemaError as error:
         return f"{error}; download the model again"
     model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]

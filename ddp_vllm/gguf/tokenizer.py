@@ -15,14 +15,15 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any, NotRequired, Required, TypedDict
 
 import gguf
+from msgspec import Meta
 
 from ddp_vllm.checkpoint import read_json
 from ddp_vllm.errors import ModelError
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.schema import NAME, Number, check
+from ddp_vllm.schema import checked
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # the rules that cut, in order, and whether merges are skipped for words of the vocabulary -> name
@@ -39,17 +40,44 @@ METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 values."""
 # of an added token: the text around it decides or is removed
 _FLAGS = ("lstrip", "rstrip", "single_word")
-_STEP, _ID = {"type": NAME}, Number(0, 10_000_000, whole=True)
-TOKENIZER = {  # the values that are written into the file or decide about it
-    "model": {
-        "type": NAME, "vocab": {str: _ID}, "merges": [(NAME, [NAME, 2])],
-        "byte_fallback?": (None, bool), "ignore_merges?": (None, bool),
-    },
-    "added_tokens?": (None, [{"id": _ID, "content": NAME, "special": bool, **{f"{name}?": bool for name in _FLAGS}}]),
-    "normalizer?": (None, {**_STEP, "normalizers?": [_STEP]}),
-    "pre_tokenizer?": (None, {**_STEP, "pretokenizers?": [_STEP]}),
-}  # fmt: skip
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_Id = Annotated[int, Meta(ge=0, le=10_000_000)]
+
+
+class _Step(TypedDict):
+    type: str
+    normalizers: NotRequired[list["_Step"]]
+    pretokenizers: NotRequired[list["_Step"]]
+
+
+class _Kind(TypedDict):
+    model: _Step
+
+
+class _Model(TypedDict):
+    type: str
+    vocab: dict[str, _Id]
+    merges: list[str | Annotated[list[str], Meta(max_length=2)]]
+    byte_fallback: NotRequired[bool | None]
+    ignore_merges: NotRequired[bool | None]
+
+
+class _Added(TypedDict):
+    id: _Id
+    content: str
+    special: bool
+    lstrip: NotRequired[bool]
+    rstrip: NotRequired[bool]
+    single_word: NotRequired[bool]
+
+
+class _Tokenizer(TypedDict, total=False):
+    """The values that are written into the file or decide about it."""
+
+    model: Required[_Model]
+    added_tokens: list[_Added] | None
+    normalizer: _Step | None
+    pre_tokenizer: _Step | None
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> list[str]:
@@ -60,17 +88,16 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> lis
     if not (folder / "tokenizer.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json; save its tokenizer there with transformers' save_pretrained")
     original = read_json(folder / "tokenizer.json")
-    check(original, {"model": {"type": NAME}}, "tokenizer.json")
-    if original["model"]["type"] != "BPE":
-        raise _refusal(folder, f"is of type {short(original['model']['type'])}")
-    check(original, TOKENIZER, "tokenizer.json")
+    if (kind := checked(original, _Kind, "tokenizer.json")["model"]["type"]) != "BPE":
+        raise _refusal(folder, f"is of type {short(kind)}")
+    checked(original, _Tokenizer, "tokenizer.json")
     _tokens(folder, original, vocab_size)
     with TemporaryDirectory() as saved:
         loaded = _load(folder)
         loaded.save_pretrained(saved)
         shutil.copyfile(folder / "config.json", Path(saved) / "config.json")
         tokenizer = read_json(Path(saved) / "tokenizer.json")
-        check(tokenizer, TOKENIZER, "tokenizer.json")
+        checked(tokenizer, _Tokenizer, "tokenizer.json")
         special = gguf.SpecialVocab(saved, load_merges=not tokenizer["model"].get("byte_fallback"), n_vocab=vocab_size)
     model, notes = tokenizer["model"], []
     tokens, kinds = _tokens(folder, tokenizer, vocab_size)

@@ -2,7 +2,7 @@
 was measured."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,20 +11,14 @@ from urllib.parse import quote
 
 from matplotlib.figure import Figure
 
-from ddp_vllm.evaluations import TASKS, in_points, perplexity_ratio, points, score
-from ddp_vllm.intervals import ratio_text, with_interval
+from ddp_vllm.evaluations import TASKS, Score, in_points, perplexity_ratio, points
+from ddp_vllm.intervals import with_interval
+from ddp_vllm.masks import Quality
 from ddp_vllm.output import atomic_file, sync, writing
-from ddp_vllm.pages.measurements import (
-    Comparison,
-    Interval,
-    Model,
-    Results,
-    difference,
-    engine_fact,
-)
+from ddp_vllm.pages.measurements import Comparison, Model, difference, engine_fact
 from ddp_vllm.pages.page import REPORT_FILE, Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import Point, draw_points, render
-from ddp_vllm.results import main_metric, measured_on, sentence
+from ddp_vllm.results import Bench
 
 PICTURE_HEIGHT = 3.6  # inches
 # a model can do a task with generated answers if its accuracy is two standard errors above this
@@ -77,11 +71,11 @@ def headline(model: Model, comparison: Comparison) -> str:
     """Return one sentence on the cost and the gain of pruning."""
     parts, dense = [], comparison.dense
     if model.speed:
-        parts.append(f"{sentence(model.speed)}, {model.speed['load']}")
+        parts.append(f"{model.speed.verdict.sentence}, {model.speed.verdict.load}")
     elif model.predicted:
         parts.append(f"{with_interval(*model.predicted)} as fast, predicted")
     if model.evaluation and (lost := difference(model, dense)):
-        limit = model.evaluation["ddp_vllm"]["settings"]["limit"]
+        limit = model.evaluation.ddp_vllm.settings.limit
         rows = f" (first {limit} rows of each task)" if limit else ""
         parts.append(f"accuracy: {in_points(*lost)}{rows}")
     if model.heldout:
@@ -98,7 +92,7 @@ def comparison_table(comparison: Comparison) -> Table:
     out."""
     rows = []
     for heading, value_of, write in _rows(comparison):
-        compares = comparison.dense is not None and write in RATIOS
+        compares = comparison.dense is not None and write is _ratio
         others = comparison.pruned if compares else comparison.models
         values = [value_of(model) for model in others]
         if any(value is not None for value in values):
@@ -111,12 +105,9 @@ Row = tuple[str, Callable[[Model], Any], Callable[[Any], str]]
 """A heading, the value of a model (None if unknown), and how the value is written."""
 
 
-def _interval(ratio: Interval) -> str:
-    return with_interval(*ratio)
-
-
-RATIOS = (ratio_text, _interval)
-"""How ratios to the dense model are written."""
+def _ratio(bounds: tuple[float, float | None, float | None]) -> str:
+    """Write a ratio to the dense model's value, which is 1."""
+    return with_interval(*bounds)
 
 
 def _rows(comparison: Comparison) -> Iterator[Row]:
@@ -132,15 +123,11 @@ def _rows(comparison: Comparison) -> Iterator[Row]:
     yield "weights in memory, GiB", partial(engine, fact="weights_gib"), "{:,.2f}".format
     yield "tokens the KV cache holds", partial(engine, fact="kv_cache_tokens"), "{:,.0f}".format
     yield from _speeds(models)
-    yield "speed of a step, predicted", lambda model: model.predicted, _interval
+    yield "speed of a step, predicted", lambda model: model.predicted, _ratio
     yield "held-out perplexity, dense → pruned", _perplexities, " → ".join
-    yield "… times the dense model's", lambda model: model.heldout, _interval
+    yield "… times the dense model's", lambda model: model.heldout, _ratio
     yield f"mean accuracy{tasks}", lambda model: model.accuracy, partial(_mean, with_count=not tasks)
-    yield (
-        "points, same questions, 95 %",
-        lambda model: difference(model, dense),
-        lambda change: points(*change),
-    )
+    yield "points, same questions, 95 %", partial(difference, dense=dense), lambda change: points(*change)
     for name, task in TASKS.items():
         value, error = _score_of(name, models[0]) or (1.0, None)
         # nothing to lose on it
@@ -150,31 +137,28 @@ def _rows(comparison: Comparison) -> Iterator[Row]:
             heading += ", which the dense model cannot do"
         yield heading, partial(_score_of, name), partial(_score, name)
     for text in dict.fromkeys(text for model in models for text in model.texts):
-        yield f"perplexity on {text}, × dense", partial(_on_text, text, perplexity_ratio), _interval
+        yield f"perplexity on {text}, × dense", partial(_on_text, text, perplexity_ratio), _ratio
         yield f"KL on {text}, nats", partial(_on_text, text, _agreement), lambda near: f"{near['kl']:.3f}"
-        yield (
-            f"top-1 agreement on {text}",
-            partial(_on_text, text, _agreement),
-            lambda near: f"{near['top1']:.1%}",
-        )
+        yield f"top-1 agreement on {text}", partial(_on_text, text, _agreement), lambda near: f"{near['top1']:.1%}"
 
 
 def _speeds(models: Sequence[Model]) -> Iterator[Row]:
     """Yield a row per load and metric."""
-    speeds = [speed for model in models for speed in model.speeds]
-    for load in dict.fromkeys(speed["load"] for speed in speeds):
-        main = main_metric(load)
-        yield f"{SPEEDS[main]}, {load}", partial(_verdict, load, main), ratio_text
-        metrics = (metric for speed in speeds if speed["load"] == load for metric in speed["metrics"])
-        for metric in dict.fromkeys(metrics):
+    verdicts = [speed.verdict for model in models for speed in model.speeds]
+    for load in dict.fromkeys(verdict.load for verdict in verdicts):
+        of_load = [verdict for verdict in verdicts if verdict.load == load]
+        main = of_load[0].metric
+        yield f"{SPEEDS[main]}, {load}", partial(_bounds, load, main), _ratio
+        for metric in dict.fromkeys(metric for verdict in of_load for metric in verdict.metrics):
             if metric != main and metric.startswith(OTHER_SPEEDS):
                 heading = f"{metric.removesuffix('_ms').replace('_', ' ')}, {load}"
-                yield heading, partial(_verdict, load, metric), ratio_text
+                yield heading, partial(_bounds, load, metric), _ratio
 
 
-def _verdict(load: str, metric: str, model: Model) -> Results | None:
-    speeds = (speed for speed in model.speeds if speed["load"] == load)
-    return next((speed["metrics"].get(metric) for speed in speeds), None)
+def _bounds(load: str, metric: str, model: Model) -> Any:
+    found = (speed.verdict.metrics.get(metric) for speed in model.speeds if speed.verdict.load == load)
+    verdict = next(found, None)
+    return verdict and verdict.bounds
 
 
 def _perplexities(model: Model) -> tuple[str, str] | None:
@@ -190,21 +174,21 @@ def _mean(accuracy: tuple[float, float, int], *, with_count: bool) -> str:
     return f"{100 * mean:.2f} ± {100 * error:.2f}" + (f" ({count} tasks)" if with_count else "")
 
 
-def _score_of(name: str, model: Model) -> tuple[float, float | None] | None:
-    return score(model.evaluation, name) if model.evaluation else None
+def _score_of(name: str, model: Model) -> Score | None:
+    return model.evaluation.score(name) if model.evaluation else None
 
 
-def _score(name: str, result: tuple[float, float | None]) -> str:
+def _score(name: str, result: Score) -> str:
     value, error = result
     scale = 100 if TASKS[name].higher_is_better else 1
     return f"{scale * value:.2f}" + (f" ± {scale * error:.2f}" if error is not None else "")
 
 
-def _on_text(text: str, read: Callable[[Results], Any], model: Model) -> Any:
-    return read(model.texts.get(text, {}))
+def _on_text(text: str, read: Callable[[Quality], Any], model: Model) -> Any:
+    return read(model.texts[text]) if text in model.texts else None
 
 
-def _agreement(quality: Results) -> Results | None:
+def _agreement(quality: Quality) -> Any:
     return quality.get("agreement", {}).get("pruned")
 
 
@@ -221,8 +205,7 @@ def _draw_accuracy(comparison: Comparison) -> Picture | None:
             percent, error = 100 * model.accuracy[0], 196 * model.accuracy[1]
             quality = (percent, percent - error, percent + error)
             points.append(Point(name=model.name, is_dense=not model.facts.pruned, ratio=ratio, quality=quality))
-    measured = [model.speed for model in comparison.pruned if model.speed]
-    speeds = dict.fromkeys(SPEEDS[main_metric(speed["load"])] for speed in measured)
+    speeds = dict.fromkeys(SPEEDS[model.speed.verdict.metric] for model in comparison.pruned if model.speed)
     caption = (
         "Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors for accuracy. "
         "The dashed line joins the models that no other beats in both. The dense model is at 1."
@@ -288,23 +271,23 @@ def records(comparison: Comparison, tolerance: float | None) -> dict[str, Any]:
     return {"models": models, "chosen": best.name if best else None, "notes": comparison.notes}
 
 
-def _speed_measured(bench: Mapping[str, Any]) -> str:
-    settings, sample = bench["settings"], bench["sample"]
-    state = "" if bench["complete"] else f" INCOMPLETE: {bench['reason']}."
+def _speed_measured(bench: Bench) -> str:
+    settings, sample = bench.settings, bench.sample
+    state = "" if bench.complete else f" INCOMPLETE: {bench.reason}."
     return (
-        f"Speed, {settings['mode']}: {sample['conversations']} ShareGPT conversations ({sample['prompt_tokens']} "
-        f"prompt and {sample['output_tokens']} output tokens), {settings['pairs']} pairs, seed {settings['seed']}, "
-        f"{measured_on(bench)}, {bench['started']}.{state}"
+        f"Speed, {settings.mode}: {sample.conversations} ShareGPT conversations ({sample.prompt_tokens} "
+        f"prompt and {sample.output_tokens} output tokens), {settings.pairs} pairs, seed {settings.seed}, "
+        f"{bench.place}, {bench.started}.{state}"
     )
 
 
 def _quality_measured(comparison: Comparison) -> Iterator[str]:
     for model in comparison.models:
         if model.evaluation:
-            stated = model.evaluation["ddp_vllm"]
-            settings, source = stated["settings"], "hub" if stated["data"] == "hub" else "local files"
-            rows = f"the first {settings['limit']} rows of each task" if settings["limit"] else "every row"
+            stated = model.evaluation.ddp_vllm
+            settings, source = stated.settings, "hub" if stated.data == "hub" else "local files"
+            rows = f"the first {settings.limit} rows of each task" if settings.limit else "every row"
             yield (
-                f"Quality of {model.name}: {rows}, {source}, {settings['backend']} backend, context "
-                f"{settings['max_length']}, {measured_on(stated)}."
+                f"Quality of {model.name}: {rows}, {source}, {settings.backend} backend, context "
+                f"{settings.max_length}, {stated.place}."
             )

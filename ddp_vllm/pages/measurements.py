@@ -5,37 +5,47 @@ the model whose id they store (`model_facts.model_id`), wherever that model is n
 are only compared if they asked the same questions.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
 from ddp_vllm.evaluations import (
     FIDELITY_FORMAT,
-    check_evaluation,
+    Evaluation,
+    Fidelity,
     default_output,
     mean_accuracy,
     mean_difference,
     perplexity_ratio,
 )
-from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.masks import MASKS_FILE, Latency, Quality
 from ddp_vllm.model_facts import ModelFacts, describe_model, identify
 from ddp_vllm.provenance import bare_name, local_provenance
 from ddp_vllm.remote_code.files import read_json
-from ddp_vllm.results import FORMAT, check_results, main_verdict, measured, on_gpu
+from ddp_vllm.results import FORMAT, Bench, LoadVerdict, undamaged
+from ddp_vllm.schema import Kind
 
 Interval = tuple[float, float, float]
 """A value and the ends of its interval."""
-Results = Mapping[str, Any]
-"""The results of one run of bench or eval, or a part of them, as in the file."""
+Results = Bench | Evaluation | Fidelity
+Facts = TypeVar("Facts", bound=ModelFacts)
 Notes = dict[str, str]
 """A sentence on each missing or incomparable result -> the command that corrects it, or ""."""
 # of results in a folder
 PLACES = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")
+
+
+class Speed(NamedTuple):
+    """A verdict of `bench sharegpt`, and the benchmark that it comes from."""
+
+    verdict: LoadVerdict
+    bench: Bench
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +55,14 @@ class Model:
     facts: ModelFacts
     sparsity: float | None = None
     """The fraction of units to remove, from the recipe; None for another budget than `units`."""
-    quality: Results = field(default_factory=dict)
+    quality: Quality | None = None
     """Perplexities on held-out text of the kind it was trained on, as `prune` stores them."""
     predicted: Interval | None = None
     """Predicted speedup of a budget in measured time, with the range of the profile's rounds."""
-    evaluation: Results | None = None
-    """lm-eval's results."""
-    texts: Mapping[str, Results] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+    texts: dict[str, Quality] = field(default_factory=dict)
     """The results of `eval --text`, by text."""
-    speeds: tuple[Results, ...] = ()
-    """Verdicts of `bench sharegpt`, each with the `bench` it comes from."""
+    speeds: tuple[Speed, ...] = ()
 
     @property
     def name(self) -> str:
@@ -63,20 +71,20 @@ class Model:
     @property
     def heldout(self) -> Interval | None:
         """Its own perplexity on that text over the dense model's."""
-        return perplexity_ratio(self.quality)
+        return perplexity_ratio(self.quality) if self.quality else None
 
     @property
     def accuracy(self) -> tuple[float, float, int] | None:
         """Mean accuracy, its standard error, and the number of tasks."""
-        mean = mean_accuracy(self.evaluation) if self.evaluation else None
+        mean = mean_accuracy(self.evaluation.results) if self.evaluation else None
         return (mean["value"], mean["stderr"], len(mean["tasks"])) if mean else None
 
     @property
-    def speed(self) -> Results | None:
+    def speed(self) -> Speed | None:
         """The verdict for the picture: offline, else all at once, else the first load."""
         for start in ("offline", "all at once", ""):
             for speed in self.speeds:
-                if speed["load"].startswith(start):
+                if speed.verdict.load.startswith(start):
                     return speed
         return None
 
@@ -85,9 +93,8 @@ class Model:
         """The ratio of that verdict with its interval; without one, both ends are the ratio."""
         if self.speed is None:
             return None
-        verdict = main_verdict(self.speed)
-        low, high = (verdict["ratio"] if verdict[end] is None else verdict[end] for end in ("low", "high"))
-        return verdict["ratio"], low, high
+        ratio, low, high = self.speed.verdict.main.bounds
+        return ratio, ratio if low is None else low, ratio if high is None else high
 
     @property
     def speedup(self) -> Interval | None:
@@ -108,12 +115,12 @@ class Comparison:
         return (self.dense, *self.pruned) if self.dense else self.pruned
 
     @property
-    def benches(self) -> list[Results]:
+    def benches(self) -> list[Bench]:
         """The benchmarks that the speeds come from."""
-        benches: list[Results] = []
+        benches: list[Bench] = []
         for speed in (speed for model in self.pruned for speed in model.speeds):
-            if speed["bench"] not in benches:
-                benches.append(speed["bench"])
+            if speed.bench not in benches:
+                benches.append(speed.bench)
         return benches
 
 
@@ -156,126 +163,104 @@ def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:
     return parents[0] if parents else None
 
 
-def _read_files(nearby: Sequence[Path], passed: Sequence[Path]) -> dict[str, list[Results]]:
-    """Return the content of each results file once, by kind; of passed files and of files in passed
-    and model folders.
+def _read_files(nearby: Sequence[Path], passed: Sequence[Path]) -> list[Results]:
+    """Return the content of each results file once; of passed files and of files in passed and
+    model folders.
 
     Raises: TextError for a passed file that holds no results, and a passed folder without any.
     """
-    by_path: dict[Path, tuple[str, Results]] = {}
+    by_path: dict[Path, Results] = {}
     for place in (*passed, *nearby):
         in_folder = place.is_dir() or place in nearby
-        paths = [path for pattern in PLACES for path in sorted(place.glob(pattern))]
-        known = {path.resolve(): _read_file(path) for path in (paths if in_folder else [place])}
-        results = {path: content for path, content in known.items() if content}
+        paths = [path for pattern in PLACES for path in sorted(place.glob(pattern))] if in_folder else [place]
+        results = {path.resolve(): content for path in paths if (content := _read_file(path.resolve()))}
         if place in passed and not results:
             raise TextError(
                 f"{place} holds no results of ddp-vllm bench or eval; pass the folder of eval -o, or a results file"
             )
         by_path |= results
-    contents: dict[str, list[Results]] = {"bench": [], "tasks": [], "text": []}
-    for kind, content in by_path.values():
-        contents[kind].append(content)
-    return contents
+    return [*by_path.values()]
 
 
-def _read_file(path: Path) -> tuple[str, Results] | None:
-    """Return the kind and the content of a results file; None for any other file.
-
-    Raises: TextError if it is damaged.
-    """
+def _read_file(path: Path) -> Results | None:
+    """Return the content of a results file; None for any other file. Raises: TextError if it is
+    damaged."""
     try:
         content = read_json(path)
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict):
         return None
-    if content.get("format") == FORMAT:
-        check_results(content, path)
-        return "bench", content
-    is_text = content.get("format") == FIDELITY_FORMAT
-    if not is_text and "ddp_vllm" not in content:
-        return None
-    check_evaluation(content, path)
-    return "text" if is_text else "tasks", content
+    kinds: dict[Any, type[Results]] = {FORMAT: Bench, FIDELITY_FORMAT: Fidelity}
+    kind = kinds.get(str(content.get("format")), Evaluation if "ddp_vllm" in content else None)
+    return undamaged(content, kind, path) if kind else None
 
 
-def _pruned_model(
-    checkpoint: Checkpoint, dense: str | None, files: Mapping[str, Sequence[Results]], notes: Notes
-) -> Model:
+def _pruned_model(checkpoint: Checkpoint, dense: str | None, files: Sequence[Results], notes: Notes) -> Model:
     """Return a pruned model with its measurements, and add notes on missing ones."""
     folder, provenance = checkpoint.folder, checkpoint.provenance
-    recipe, quality, latency = (provenance.get(key) or {} for key in ("recipe", "perplexity", "latency"))
-    facts = describe_model(str(folder))
-    evaluation, speeds = _best_evaluation(files["tasks"], facts, notes), _speeds(files["bench"], facts, notes)
+    facts, recipe = describe_model(str(folder)), provenance.get("recipe") or {}
+    evaluation = _best_evaluation(files, facts, notes)
+    latest: dict[str, Speed] = {}
+    """Load -> the verdict of the latest benchmark that ended, or else of the latest."""
+    for bench in sorted(_of(Bench, files), key=lambda bench: (bench.complete, bench.started)):
+        if model := _find(bench.models[1:], facts, notes):
+            verdicts = [verdict for verdict in bench.verdicts if verdict.label == model.label]
+            latest |= {verdict.load: Speed(verdict, bench) for verdict in verdicts}
     if evaluation is None:
         notes[f"{facts.name} was not evaluated"] = f"ddp-vllm eval {folder}"
-    if not speeds:
+    if not latest:
         command = f"ddp-vllm bench sharegpt --dense {_dense_of(checkpoint) or dense or 'MODEL'} --pruned {folder}"
         notes[f"{facts.name} was not measured"] = command
-    texts: dict[str, Results] = {}
-    for results in sorted(files["text"], key=lambda results: str(results["started"])):
-        if _find([results["model"]], facts, notes):
-            texts |= results["texts"]
-    counts_units = recipe.get("budget", "units") == "units"
+    texts: dict[str, Quality] = {}
+    for fidelity in sorted(_of(Fidelity, files), key=lambda fidelity: fidelity.started):
+        if _find([fidelity.model], facts, notes):
+            texts |= fidelity.texts
+    latency = msgspec.convert(provenance.get("latency"), Latency | None)
     return Model(
         facts=facts,
-        sparsity=recipe.get("sparsity") or None if counts_units else None,
-        quality=quality,
-        predicted=(latency["speedup"], latency["low"], latency["high"]) if latency else None,
+        sparsity=recipe.get("sparsity") or None if recipe.get("budget", "units") == "units" else None,
+        quality=provenance.get("perplexity") or None,
+        predicted=(latency.speedup, latency.low, latency.high) if latency else None,
         evaluation=evaluation,
         texts=texts,
-        speeds=speeds,
+        speeds=tuple(latest.values()),
     )
 
 
-def _find(models: Sequence[Results], facts: ModelFacts, notes: Notes) -> Results | None:
+def _of(kind: type[Kind], files: Iterable[Results]) -> list[Kind]:
+    return [content for content in files if isinstance(content, kind)]
+
+
+def _find(models: Sequence[Facts], facts: ModelFacts, notes: Notes) -> Facts | None:
     """Return the entry of this model among a results file's models; among copies, the entry with
     its folder."""
     same = [model for model in models if _is_same(model, facts)]
-    in_place = [model for model in models if model["model"] == facts.model]
+    in_place = [model for model in models if model.model == facts.model]
     if in_place and not same:
         notes[f"results of {facts.name} are left out, because it has changed since they were measured"] = ""
     return next((model for model in in_place if model in same), same[0] if same else None)
 
 
-def _is_same(model: Results, facts: ModelFacts) -> bool:
+def _is_same(model: ModelFacts, facts: ModelFacts) -> bool:
     """Tell whether two models are the same: by their ids, or by name if one has no id."""
-    if model.get("id") and facts.id:
-        return bool(model["id"] == facts.id)
-    return (model["name"], model["pruned"]) == (facts.name, facts.pruned)
+    if model.id and facts.id:
+        return model.id == facts.id
+    return (model.name, model.pruned) == (facts.name, facts.pruned)
 
 
-def _best_evaluation(evaluations: Iterable[Results], facts: ModelFacts, notes: Notes) -> Results | None:
+def _best_evaluation(files: Iterable[Results], facts: ModelFacts, notes: Notes) -> Evaluation | None:
     """Return the evaluation of a model with the most tasks, then the most questions, then the
     latest date."""
-
-    def size(evaluation: Results) -> tuple[int, int, float]:
-        questions = sum(count.get("effective", 0) for count in evaluation.get("n-samples", {}).values())
-        return len(evaluation["results"]), questions, evaluation.get("date") or 0
-
-    of_model = [results for results in evaluations if _find([results["ddp_vllm"]["model"]], facts, notes)]
-    return max(of_model, key=size, default=None)
+    of_model = [one for one in _of(Evaluation, files) if _find([one.ddp_vllm.model], facts, notes)]
+    return max(of_model, key=lambda one: (len(one.results), one.questions, one.date or 0), default=None)
 
 
-def _speeds(benches: Iterable[Results], facts: ModelFacts, notes: Notes) -> tuple[Results, ...]:
-    """Return a model's verdict at each load: of the latest benchmark that ended, or else of the
-    latest."""
-    latest: dict[str, Results] = {}
-    for bench in sorted(benches, key=lambda bench: (bench["complete"], bench["started"])):
-        if model := _find(bench["models"][1:], facts, notes):
-            verdicts = [verdict for verdict in bench.get("verdicts", []) if verdict["label"] == model["label"]]
-            latest |= {verdict["load"]: {**verdict, "bench": bench} for verdict in verdicts}
-    return tuple(latest.values())
-
-
-def _dense_model(
-    dense: str | None, files: Mapping[str, Sequence[Results]], pruned: Sequence[Model], notes: Notes
-) -> Model | None:
+def _dense_model(dense: str | None, files: Sequence[Results], pruned: Sequence[Model], notes: Notes) -> Model | None:
     """Return the dense model, with the evaluation that asked the same questions as the pruned
     ones'."""
-    baselines = [bench["models"][0] for bench in files["bench"]]
-    dense = dense or next((model["model"] for model in baselines), None)
+    baselines = [bench.models[0] for bench in _of(Bench, files)]
+    dense = dense or next((model.model for model in baselines), None)
     if dense is None:
         return None
     try:
@@ -285,11 +270,11 @@ def _dense_model(
     if facts.pruned:
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
     for model in pruned:
-        others = [speed["bench"]["models"][0] for speed in model.speeds]
+        others = [speed.bench.models[0] for speed in model.speeds]
         for other in [other for other in others if not _is_same(other, facts)][:1]:
-            notes[f"{model.name} was measured against {other['model']}, not {dense}"] = ""
-    questions = [conditions(model.evaluation) for model in pruned if model.evaluation]
-    same = [results for results in files["tasks"] if not questions or conditions(results) == questions[0]]
+            notes[f"{model.name} was measured against {other.model}, not {dense}"] = ""
+    questions = [model.evaluation.conditions for model in pruned if model.evaluation]
+    same = [one for one in _of(Evaluation, files) if not questions or one.conditions == questions[0]]
     evaluation = _best_evaluation(same, facts, notes)
     if evaluation is None:
         command = f"ddp-vllm eval {pruned[0].facts.model} --against {dense}"
@@ -297,17 +282,7 @@ def _dense_model(
     if any(others != questions[0] for others in questions[1:]):
         notes["the models were not evaluated on the same rows, so their accuracies can't be compared"] = ""
     known = [model for model in baselines if _is_same(model, facts)]
-    if known and facts.parameters is None:
-        facts = ModelFacts(**{key: known[0].get(key) for key in ModelFacts.__dataclass_fields__})
-    return Model(facts=facts, evaluation=evaluation)
-
-
-def conditions(evaluation: Results) -> tuple[Any, ...]:
-    """Return the conditions that two comparable evaluations share: tasks, limit, context length and
-    data."""
-    stated = evaluation["ddp_vllm"]
-    settings, data = stated["settings"], json.dumps(stated["data"], sort_keys=True)
-    return sorted(evaluation["results"]), settings["limit"], settings["max_length"], data
+    return Model(facts=known[0] if known and facts.parameters is None else facts, evaluation=evaluation)
 
 
 def difference(model: Model, dense: Model | None) -> tuple[float, float] | None:
@@ -315,9 +290,9 @@ def difference(model: Model, dense: Model | None) -> tuple[float, float] | None:
     its 95 % interval; None if they did not answer the same questions."""
     if dense is None or model is dense or not model.evaluation or not dense.evaluation:
         return None
-    if conditions(model.evaluation) != conditions(dense.evaluation):
+    if model.evaluation.conditions != dense.evaluation.conditions:
         return None
-    return mean_difference(model.evaluation, dense.evaluation)
+    return mean_difference(model.evaluation.ddp_vllm.answers, dense.evaluation.ddp_vllm.answers)
 
 
 def engine_fact(model: Model, comparison: Comparison, fact: str) -> float | None:
@@ -328,9 +303,9 @@ def engine_fact(model: Model, comparison: Comparison, fact: str) -> float | None
     """
     speeds = [model.speed] if model.facts.pruned else [other.speed for other in comparison.pruned]
     speed = next(filter(None, speeds), None)
-    if speed is None or (fact == "peak_memory_bytes" and on_gpu(speed["bench"])):
+    if speed is None or (fact == "peak_memory_bytes" and speed.bench.on_gpu):
         return None
-    label = speed["label"] if model.facts.pruned else speed["bench"]["models"][0]["label"]
-    engines = [run["engine"] for run in measured(speed["bench"], label, speed["load"])]
+    label = speed.verdict.label if model.facts.pruned else speed.bench.models[0].label
+    engines = [run.engine for run in speed.bench.measured(label, speed.verdict.load)]
     values = [engine[fact] for engine in engines if fact in engine]
     return median(values) if values else None

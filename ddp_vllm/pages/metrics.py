@@ -4,12 +4,13 @@ pictures of a report.
 Legend: L layers, U units of a layer, E experts of a layer, C channels of an expert.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, TypedDict
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from ddp_vllm.checkpoint import Checkpoint
@@ -19,10 +20,15 @@ from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, read_masks_f
 from ddp_vllm.pages.summary import times_chosen
 from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes, short
 from ddp_vllm.remote_code.widths import states_widths
-from ddp_vllm.schema import COUNT, Number, check
+from ddp_vllm.schema import Count, checked
 
 # lines of a metrics file, which take seconds to read; the paper's search has 1,000 steps
 MOST_STEPS = 200_000
+_Number = Annotated[float, Meta(ge=-1e308)]  # may be infinite, but is a number
+
+
+class _Step(TypedDict):
+    step: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +100,8 @@ def _read_steps(path: Path) -> list[dict[str, float]]:
         raise ValueError(f"{path.name} has {len(lines):,} lines, more than {MOST_STEPS:,}")
     steps = [parse_json(line) for line in lines]
     for number, step in enumerate(steps, 1):
-        check(step, {"step": COUNT}, f"line {number} of {path.name}")
-        check(step, {str: Number(-math.inf, math.inf)}, f"line {number} of {path.name}")
+        checked(step, _Step, f"line {number} of {path.name}")
+        checked(step, dict[str, _Number], f"line {number} of {path.name}")
     return steps
 
 

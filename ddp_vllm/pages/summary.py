@@ -9,16 +9,17 @@ from math import exp, inf, prod
 from statistics import median_low
 from typing import Any
 
+import msgspec
+
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.evaluations import fidelity
 from ddp_vllm.families import dense_layers, dimensions_of, text_config
 from ddp_vllm.intervals import mean_loss, with_interval
-from ddp_vllm.latency import Workload
+from ddp_vllm.masks import Latency
 from ddp_vllm.pages.page import Section, Table
 from ddp_vllm.provenance import bare_name
 from ddp_vllm.remote_code.widths import LayerWidths, dense_kv_heads
-from ddp_vllm.results import measured_on
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 Size = tuple[str, int, int]
@@ -89,10 +90,9 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
         if near := fidelity(quality):
             yield "compared with dense", near
         yield from (("note", sentence) for sentence in adaptation(quality))
-    if latency := provenance.get("latency"):
-        speed = with_interval(latency["speedup"], latency["low"], latency["high"])
-        where = f"{Workload(**latency['workload'])}; {measured_on(latency)}"
-        yield "predicted", f"{speed} the dense model's speed ({where})"
+    if latency := msgspec.convert(provenance.get("latency"), Latency | None):
+        speed = with_interval(latency.speedup, latency.low, latency.high)
+        yield "predicted", f"{speed} the dense model's speed ({latency.workload}; {latency.place})"
     yield "weights", weight_training(provenance)
 
 

@@ -6,13 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import Result
 from commands import assert_refused, invoke
 
 from ddp_benchmarks.evaluate import run_alone
 from ddp_vllm.errors import LimitError
-from ddp_vllm.evaluations import judge_retained, mean_accuracy, mean_difference, retained
+from ddp_vllm.evaluations import Evaluation, judge_retained, mean_accuracy, mean_difference, retained
+
+STATED = {
+    "model": {"model": "m", "name": "m", "pruned": True}, "data": "hub", "versions": {},
+    "settings": {"limit": None, "max_length": 16, "backend": "hf"}, "hardware": {"cpu": "", "cores": 2, "gpus": []},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -96,24 +102,25 @@ def test_local_tasks_count_and_are_compared_with_the_dense_model(
 def test_the_difference_of_means_is_that_of_pairs() -> None:
     """Two tasks; in one 3 of 100 rows changed for the worse, in the other 1 for the better and 1 for the worse."""
     first, second = [1.0] * 60 + [0.0] * 40, [1.0] * 50 + [0.0] * 50
-    dense = {"ddp_vllm": {"answers": {"a": first, "b": second}}}
-    pruned = {"ddp_vllm": {"answers": {"a": [0.0] * 3 + first[3:], "b": [0.0, *second[1:99], 1.0]}}}
+    dense = {"a": first, "b": second}
+    pruned = {"a": [0.0] * 3 + first[3:], "b": [0.0, *second[1:99], 1.0]}
     difference, half_width = mean_difference(pruned, dense) or (0.0, 0.0)
     assert difference == pytest.approx((-0.03 + 0.0) / 2)
     lost, won, rows = [4 / 102, 2 / 102], [1 / 102, 2 / 102], 102  # with one more of each
     errors = [(down + up - (up - down) ** 2) / rows for down, up in zip(lost, won, strict=True)]
     assert half_width == pytest.approx(1.96 * sum(errors) ** 0.5 / 2)
-    assert mean_difference(pruned, {"ddp_vllm": {"answers": {"a": first}}}) is None
-    assert mean_difference(pruned, {"ddp_vllm": {}}) is None
+    assert mean_difference(pruned, {"a": first}) is None
+    assert mean_difference(pruned, {}) is None
 
 
 def test_retained_accuracy_is_that_of_the_mean_and_of_each_task_in_which_the_model_writes() -> None:
     """The mean of piqa and boolq is 0.72 of 0.80; ifeval rises while gsm8k falls."""
 
-    def results(piqa: float, boolq: float, gsm8k: float, ifeval: float) -> dict[str, dict[str, dict[str, float]]]:
+    def results(piqa: float, boolq: float, gsm8k: float, ifeval: float) -> Evaluation:
         of_tasks = {"piqa": {"acc_norm,none": piqa}, "boolq": {"acc,none": boolq}}
         written = {"exact_match,flexible-extract": gsm8k}, {"prompt_level_loose_acc,none": ifeval}
-        return {"results": of_tasks | dict(zip(("gsm8k", "ifeval"), written, strict=True))}
+        scores = of_tasks | dict(zip(("gsm8k", "ifeval"), written, strict=True))
+        return msgspec.convert({"results": scores, "ddp_vllm": STATED}, Evaluation)
 
     pruned, dense = results(0.64, 0.80, 0.30, 0.6), results(0.70, 0.90, 0.40, 0.5)
     fractions = retained(pruned, dense)
@@ -172,7 +179,7 @@ def test_mean_is_unweighted_and_uses_the_papers_metrics() -> None:
         "piqa": {"acc,none": 0.1, "acc_norm,none": 0.6, "acc_norm_stderr,none": 0.04},
         "wikitext": {"word_perplexity,none": 20.0},
     }
-    mean = mean_accuracy({"results": scores})
+    mean = mean_accuracy(scores)
     assert mean == {"value": pytest.approx(0.7), "stderr": pytest.approx(0.025), "tasks": ["boolq", "piqa"]}
 
 

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ddp_benchmarks.tables import draw_speed, plain_console, print_report
-from ddp_vllm.results import verdicts
+from ddp_vllm.results import Bench, verdicts
 
 RATE = "0.25 requests/s"
 LABELS = ("dense", "[/b] $x^$ :x:")
@@ -22,12 +23,15 @@ def test_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.Mo
         for turn in range(3)
         for label in LABELS
     ]
-    found: dict[str, Any] = {"complete": False, "reason": reason, "models": [{"label": label} for label in LABELS]}
-    found |= {"hardware": {"gpus": []}, "versions": {}, "settings": {"seed": 0}, "runs": runs}
-    found["verdicts"] = verdicts(found)
+    models = [{"label": label, "model": label, "name": label, "pruned": label != "dense"} for label in LABELS]
+    found: dict[str, Any] = {"complete": False, "reason": reason, "models": models, "started": "2026", "runs": runs}
+    found |= {"hardware": {"cpu": "", "cores": 2, "gpus": []}, "versions": {}}
+    found |= {"settings": {"mode": "serve", "pairs": 3, "seed": 0}}
+    found["sample"] = {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50}
+    bench = msgspec.convert(found | {"verdicts": verdicts(found)}, Bench)
     monkeypatch.setenv("COLUMNS", "200")
     console = plain_console()
     with console.capture() as capture:
-        print_report(found, console)
+        print_report(bench, console)
     assert f"Incomplete: {reason}" in capture.get() and f"{LABELS[1]}, {RATE}: time" in capture.get()
-    draw_speed(found, tmp_path / "speed.png")
+    draw_speed(bench, tmp_path / "speed.png")

@@ -55,8 +55,8 @@ def test_two_copies_of_one_model_have_the_results_of_their_own_place(tmp_path: P
     bench.write_text(json.dumps(one | {"verdicts": verdicts(one)}))
     for folder, label, ratio in ((first, "pruned (1)", 1.51), (second, "pruned (2)", 0.51)):
         (speed,) = collect([folder], results=[bench]).pruned[0].speeds
-        assert speed["label"] == label
-        assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(ratio, abs=1e-3)
+        assert speed.verdict.label == label
+        assert speed.verdict.main.ratio == pytest.approx(ratio, abs=1e-3)
 
 
 def test_results_of_another_machine_are_known_by_id(tmp_path: Path) -> None:
