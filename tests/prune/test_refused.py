@@ -398,8 +398,8 @@ def test_outputs_that_exist_or_cannot_be_written(pruned: Path, model: Path, tiny
 PROVENANCE: dict[str, str] = {  # of masks; words of the refusal
     '{"recipe": {"context_length": "x"}}': "its provenance.recipe",
     '{"recipe": {"sparsity": []}}': "its provenance.recipe",
-    '{"recipe": [1]}': "its provenance.recipe is [1], no object",
-    "[1]": "its provenance is [1], no",
+    '{"recipe": [1]}': "its provenance.recipe: expected `object`, got `array`",
+    "[1]": "its provenance: expected `object`, got `array`",
     "{": "Expecting",
 }
 
