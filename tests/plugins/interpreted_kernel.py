@@ -29,7 +29,10 @@ FEW_PAIRS = (
 
 @pytest.mark.parametrize(
     ("name", "path", "fp8"),
-    [*((name, "sorted", "") for name in CASES), *((name, "few", "channel") for name in FEW_PAIRS)],
+    [
+        *(pytest.param(name, "sorted", "", marks=[pytest.mark.nightly] * (name not in FEW_PAIRS)) for name in CASES),
+        *((name, "few", "channel") for name in FEW_PAIRS),
+    ],
 )
 def test_every_case(name: str, path: str, fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few pairs run in two launches as on a GPU, or are sorted as many are; both give the same bits, tested below."""

@@ -56,7 +56,7 @@ def run_in(work: Path, *more: str, name: str = "out") -> Result:
 
 ALM = ["--controller", "alm", "--recipe", "alm.toml"]
 KILLED = [  # options, the step before which the run is killed: in the search, at its end, and in the polish
-    ([], 4), (["--train", "weights"], 5), (["--train", "lora"], 5),
+    ([], 4), (["--train", "weights"], 5), pytest.param(["--train", "lora"], 5, marks=pytest.mark.nightly),
     ([*ALM, "--train", "weights"], 2), ([*ALM, "--train", "weights"], 5),
 ]  # fmt: skip
 
@@ -333,7 +333,7 @@ def family_in(output: Path, model: Path, text: Path, *more: str, sizes: str = "0
     return prune(model, text, output, "--steps", "12", *more, sparsity=sizes)
 
 
-@pytest.mark.parametrize("train", ["masks", "weights"])
+@pytest.mark.parametrize("train", ["masks", pytest.param("weights", marks=pytest.mark.nightly)])
 def test_sizes_of_a_family_are_nested_and_exact(train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Several times as many steps as sizes; every folder is a checkpoint of its own."""
     output = tmp_path / "out"
