@@ -69,6 +69,7 @@ from ddp_prune.models.structure import find_structure
 from ddp_prune.plan import estimate
 from ddp_prune.pools import make_checked_pools, make_pools
 from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
+from ddp_prune.recover import WeightTrainer
 from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_prune.resolve import fit_minutes, resolve_training_mode
 from ddp_prune.run import Run, schedule
@@ -92,7 +93,6 @@ from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import Rows, open_rows, sources_of
 from ddp_prune.text.templates import ChatTemplate
 from ddp_prune.text.tokens import Tokens, leading_bos, load_tokenizer, tokenize
-from ddp_prune.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.families import unit_shapes
 
