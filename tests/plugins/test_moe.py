@@ -230,6 +230,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from ddp_plugins.moe_layer import RaggedExpertsMethod
 
 stated = {"activation": MoEActivation.SILU, "apply_router_weight_on_input": False, "swiglu_alpha": 1.0}
+stated |= {"swiglu_beta": None, "swiglu_limit": None}
 for name, value in (
     ("activation", MoEActivation.SWIGLUOAI), ("apply_router_weight_on_input", True), ("has_bias", True),
     ("swiglu_alpha", 1.702), ("swiglu_beta", 1.0), ("swiglu_beta", 0.0),
