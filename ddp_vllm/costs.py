@@ -12,9 +12,9 @@ from math import prod
 from typing import Any
 
 from ddp_vllm.errors import CheckpointError, SettingError, reading
-from ddp_vllm.families import described, text_config
+from ddp_vllm.families import LAYER_TYPES, described, text_config
 from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, TABLES, dense_type
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, stated_widths
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, split, stated_widths
 
 KV_ELEMENT_BYTES = 2
 # one tensor per expert on disk, stacked in memory
@@ -86,48 +86,36 @@ def whole_model(
     shapes: Mapping[str, Sequence[int]],
     context: int,
 ) -> float:
-    """Return the total cost of a model with these widths and tensors, including embeddings."""
-    if budget == "params":
-        return float(sum(map(prod, shapes.values())))
-    if stated_widths(config := described(config)) is not None:
-        if budget == "kv-bytes":
-            raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
-        return _described_flops(config, shapes, context)
-    if budget == "kv-bytes":
-        return sum(
-            price.of(widths) for price, widths in zip(prices(budget, config, shapes, context), layers, strict=True)
-        )
-    # then the embedding is also the output head
-    is_tied = not any("lm_head." in name for name in shapes)
-    weights = sum(
-        prod(shape) for name, shape in shapes.items() if len(shape) >= 2 and (is_tied or "embed_tokens" not in name)
-    )
-    attention = zip(attended(config, context), layers, strict=True)
-    return 2.0 * (weights + 2 * head_dim(config) * sum(keys * widths.num_query_heads for keys, widths in attention))
+    """Return the total cost of a model with these widths and tensors, including embeddings.
 
-
-def _described_flops(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], context: int) -> float:
-    """Return the FLOPs per token of the projections of decoder layers and output head, and of
-    softmax attention.
-
+    FLOPs are those of the projections of decoder layers and output head, and of softmax attention.
     Towers of other modalities and heads that predict further tokens are left out.
     """
-    widths, text = Widths.of(config), text_config(config)
+    if budget == "params":
+        return float(sum(map(prod, shapes.values())))
+    widths = Widths.of(config) if stated_widths(config := described(config)) is not None else None
+    if budget == "kv-bytes" and widths:
+        raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
+    if budget == "kv-bytes":
+        priced = zip(prices(budget, config, shapes, context), layers, strict=True)
+        return sum(price.of(layer) for price, layer in priced)
+    text, where = (text_config(config), widths.layers_module) if widths else (config, LAYERS)
     heads = [name for name in shapes if name.endswith(("lm_head.weight", "embed_out.weight"))]
     heads = heads or [name for name in shapes if _EMBEDDING.search(name)]
     weights = float(sum(prod(shapes[name]) for name in heads))
+    share = _share_of_experts(config) if widths else 1.0
     for name, shape in shapes.items():
-        if len(shape) >= 2 and (place := widths.split(name)) and place[0] < len(widths.layers):
-            weights += prod(shape) * (_share_of_experts(config) if _EXPERT.search(name) else 1.0)
+        if len(shape) >= 2 and (place := split(name, where)) and place[0] < len(layers):
+            weights += prod(shape) * (share if _EXPERT.search(name) else 1.0)
     queries = int(text.get("num_attention_heads") or 0)
     size = 2 * int(text.get("head_dim") or (text.get("hidden_size") or 0) // max(queries, 1))
     if text.get("kv_lora_rank"):  # latent attention has keys and values of several sizes
         size = sum(text.get(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    attending = {"full_attention", "sliding_attention"}
-    keys = attended({**text, "num_hidden_layers": len(widths.layers)}, context)
+    keys = attended({**text, "num_hidden_layers": len(layers)}, context)
     kinds = text.get("layer_types") or ["full_attention"] * len(keys)
-    num_keys = sum(number for number, kind in zip(keys, kinds, strict=True) if kind in attending)
-    return 2.0 * (weights + size * queries * num_keys)
+    counts = [queries if widths else layer.num_query_heads for layer in layers]
+    rows = zip(keys, kinds, counts, strict=True)
+    return 2.0 * (weights + size * sum(number * count for number, kind, count in rows if kind in LAYER_TYPES))
 
 
 def attended(config: Mapping[str, Any], context: int) -> list[int]:

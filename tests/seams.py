@@ -16,14 +16,14 @@ import torch
 from accelerate import Accelerator
 from click.testing import Result
 
+from ddp_prune import devices, jobs, plan, resolve, verbs
 from ddp_prune import fit as fit_module
-from ddp_prune import jobs, plan, resolve, verbs
 from ddp_prune.core import batches as batches_module
 from ddp_prune.core import experts as experts_module
 from ddp_prune.core import gates as gates_module
 from ddp_prune.core import loop as loop_module
 from ddp_prune.core import loss as loss_module
-from ddp_prune.core import passes, processes, selection
+from ddp_prune.core import selection
 from ddp_prune.core import trainer as trainer_module
 from ddp_prune.core import weights as weights_module
 from ddp_prune.core.alm import AugmentedLagrangian, gate, learning_rate, retention_score, sharpness_at

@@ -233,7 +233,7 @@ class Cells:
         if recipe.train != "weights":
             return ""
         model: Any = self.gated.model
-        needed = held_bytes(self.source, Mode("weights", OPTIMIZER), model.dtype.itemsize, 1, teacher=True)
+        needed = held_bytes(recipe, self.source, Mode("weights", OPTIMIZER), model.dtype.itemsize, 1)
         enough = needed <= TRAINING_SHARE * free_memory(self.accelerator)
         return "" if enough else "not enough memory for trained weights and the dense model"
 

@@ -26,12 +26,12 @@ from seams import (
     TrainedWeights,
     Trainer,
     bos_warning,
+    devices,
     gates_module,
     heldout_of,
     load_recipe,
     load_tokenizer,
     losses,
-    processes,
     read_masks,
     step_seed,
 )
@@ -427,7 +427,7 @@ def test_a_tracker_gets_settings_and_metrics(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of pruning, and of a recovery."""
-    monkeypatch.setattr(processes, "get_available_trackers", lambda: ["notes"])
+    monkeypatch.setattr(devices, "get_available_trackers", lambda: ["notes"])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", Notes)
     passed(prune(tiny_model, tiny_text, tmp_path / "out", "--tracker", "notes"))
     passed(recover(tmp_path / "out", tmp_path / "more", "--tokens", "32", "--tracker", "notes"))

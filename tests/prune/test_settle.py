@@ -32,6 +32,7 @@ from seams import (
     Trainer,
     change,
     choose,
+    devices,
     die_at,
     estimate,
     find_rate,
@@ -44,7 +45,6 @@ from seams import (
     load_recipe,
     make_checked_pools,
     open_source,
-    passes,
     resolve,
     resolve_training_mode,
     weights_module,
@@ -262,9 +262,9 @@ def test_free_memory_in_a_container(
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text("300\n")
         (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 100\n")
-    monkeypatch.setattr(passes, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(devices, "CONTROL_GROUP", tmp_path)
     for answer in ({"cpu": 1000}, {"mps": 1000}, {0: 5, "cpu": 1000}):
-        monkeypatch.setattr(passes, "get_max_memory", lambda answer=answer: answer)
+        monkeypatch.setattr(devices, "get_max_memory", lambda answer=answer: answer)
         assert free_memory(Accelerator(cpu=True)) == free
 
 
