@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ddp_vllm.errors import CheckpointError, SettingError, reading
-from ddp_vllm.families import LAYER_TYPES, described, text_config
+from ddp_vllm.families import LAYER_TYPES, count_experts, described, text_config
 from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, TABLES, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, split, stated_widths
 
@@ -148,5 +148,6 @@ def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 def _share_of_experts(config: Mapping[str, Any]) -> float:
     """Return the share of the routed experts of a layer that a token is sent to."""
-    number = Widths.of(config).on_disk.num_experts
-    return (text_config(config).get("num_experts_per_tok") or 1) / number if number else 0.0
+    text = text_config(config)
+    number = Widths.of(config).on_disk.num_experts or count_experts(text)
+    return (text.get("num_experts_per_tok") or 1) / number if number else 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_models import write_model
 from commands import invoke, passed
 from family_cases import CASES, SIZES
 from hypothesis import example, given, settings
@@ -27,6 +28,7 @@ from seams import (
     greedy,
     keep_schedule,
     make_pools,
+    open_source,
     rank_evenly_per_kv_head,
     selection,
 )
@@ -356,6 +358,18 @@ def test_prices_are_those_of_real_models(name: str) -> None:
     assert total("flops") == pytest.approx(counted, abs=max(200, 8 * positions))
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / CONTEXT
     assert 2 * total("kv-bytes") == held
+
+
+def test_a_token_costs_only_its_experts_where_only_mlps_are_pruned(tmp_path: Path) -> None:
+    source = open_source(str(write_model("gemma4_moe", tmp_path)))
+    assert source.sizes.blocks == ("mlp",)
+    experts = {name: shape for name, shape in source.shapes.items() if ".experts." in name}
+
+    def flops(shapes: dict[str, list[int]]) -> float:
+        return whole_model("flops", source.config, dense_layers(source.config), shapes, CONTEXT)
+
+    others = {name: shape for name, shape in source.shapes.items() if name not in experts}
+    assert flops({**others, **experts}) - flops(others) == 2 * sum(map(math.prod, experts.values())) / 2  # 2 of 4
 
 
 def test_sliding_windows_limit_the_attended_tokens() -> None:
