@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_benchmarks.verbs import bench, bench_steps, evaluate, profile
     from ddp_prune.recipe import Recipe
-    from ddp_prune.recovery_verbs import evaluate_text, quantize, recover
-    from ddp_prune.verbs import apply, plan, prune, prune_sizes
+    from ddp_prune.verbs import apply, evaluate_text, plan, prune, prune_sizes, quantize, recover
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.conversion.verb import convert
     from ddp_vllm.errors import (
@@ -44,8 +43,7 @@ __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
 ]  # fmt: skip
 
 FUNCTIONS = {  # module -> the public names it defines
-    "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply"),
-    "ddp_prune.recovery_verbs": ("recover", "quantize", "evaluate_text"),
+    "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply", "recover", "quantize", "evaluate_text"),
     "ddp_benchmarks.verbs": ("profile", "bench", "bench_steps", "evaluate"),
     "ddp_vllm.pages.verbs": ("read", "inspect", "report", "compare", "push", "export"),
     "ddp_vllm.conversion.verb": ("convert",),
@@ -59,9 +57,9 @@ FUNCTIONS = {  # module -> the public names it defines
 
 COMMANDS = {  # command -> (module that defines it, line in the list of commands)
     "prune": ("ddp_prune.cli", "Find the units a model needs least, remove them and write the smaller model."),
-    "recover": ("ddp_prune.recovery_cli", "Train a pruned model on the dense model's outputs to recover quality."),
+    "recover": ("ddp_prune.cli", "Train a pruned model on the dense model's outputs to recover quality."),
     "apply": ("ddp_prune.cli", "Prune a model by a published masks file, without training."),
-    "quantize": ("ddp_prune.recovery_cli", "Quantize a pruned or dense model with llm-compressor."),
+    "quantize": ("ddp_prune.cli", "Quantize a pruned or dense model with llm-compressor."),
     "convert": ("ddp_vllm.pages.cli", "Write a model that another tool pruned as a folder that vLLM serves."),
     "export": ("ddp_vllm.pages.cli", "Write a model as one GGUF file for llama.cpp."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),

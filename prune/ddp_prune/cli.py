@@ -1,4 +1,4 @@
-"""The verbs prune and apply. torch is imported when one of them runs, not before.
+"""The commands of pruning and recovery. torch is imported when one of them runs, not before.
 
 Every field of a `Recipe` is an option of `prune`, except those in `INSTEAD`.
 """
@@ -13,6 +13,7 @@ import click
 
 from ddp_prune import verbs
 from ddp_prune.recipe import Recipe
+from ddp_prune.recovery_recipe import INHERITED, RecoveryRecipe
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import read_provenance
@@ -150,3 +151,54 @@ def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite:
             err=True,
         )
     echo(f"written: {output}")
+
+
+@click.command(cls=Grouped, settings=RecoveryRecipe, headings=OUTPUT_HEADING)
+@click.argument("model")
+@settings_options(RecoveryRecipe, instead={"model": ()}, inherited=INHERITED)
+@recipe_option
+@tracker_option
+@output_option
+@overwrite_option
+@json_option
+@quiet_option
+def recover(
+    model: str,
+    output: Path,
+    recipe_file: Path | None,
+    tracker: str | None,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Train the weights of the pruned MODEL on the dense model's output and write the better model.
+
+    Widths, speed and serving do not change. Teacher, text and batch size are those of the pruning
+    run unless they are passed. After an interruption, the same command resumes. On several devices:
+    accelerate launch -m ddp_vllm recover …
+    """
+    options = given(settings) | {"overwrite": overwrite, "tracker": tracker}
+    with lines_to_stderr(as_json):
+        recovered = verbs.recover(model, output=output, recipe=recipe_file, verbose=not quiet, **options)
+    if as_json and os.environ.get("RANK", "0") == "0":
+        echo(json.dumps(summary(recovered)))
+    end_command()
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--scheme", type=click.Choice(["W8A8", "FP8_DYNAMIC", "W4A16"]), required=True,
+    help="8-bit integers, 8-bit floats, or 4-bit weights alone, by llm-compressor's names.",
+)  # fmt: skip
+@output_option
+@overwrite_option
+def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
+    """Quantize the pruned or dense model in FOLDER with llm-compressor; vLLM serves it as before.
+
+    This requires an environment separate from vLLM's: pip install ".[prune,quantize]" in a clone of
+    ddp-vllm. Weights are rounded to the nearest value, so no text is required. The command first
+    prints the layers whose widths suit no fast kernel, and how to avoid that.
+    """
+    echo(f"written: {verbs.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")

@@ -10,10 +10,10 @@ import torch
 
 from ddp_prune.core.passes import explained
 from ddp_prune.core.processes import describe_device, make_accelerator
-from ddp_prune.fidelity_settings import FidelitySettings
 from ddp_prune.models.evaluation import Evaluation
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_pruned, open_source
+from ddp_prune.settings import FidelitySettings
 from ddp_prune.text.blocks import check_vocabulary, load_blocks
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.cache import sha256

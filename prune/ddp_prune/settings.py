@@ -1,11 +1,12 @@
-"""The settings that pruning and recovery share: text, batches, memory."""
+"""The settings that pruning and recovery share: text, batches, memory; and those of a comparison on
+text. torch is not imported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.provenance import identity_of, split_sources
+from ddp_vllm.provenance import bare_name, identity_of, split_sources
 from ddp_vllm.settings import Settings, setting
 
 # settings that do not change the result, or whose resolved values are compared instead
@@ -106,3 +107,32 @@ class TrainingSettings(Settings):
 def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a recipe that decide its result."""
     return {name: value for name, value in recipe.items() if name not in INDECISIVE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FidelitySettings:
+    """Settings of a comparison."""
+
+    model: str
+    texts: tuple[str, ...]
+    """Files or hub datasets, as for `prune`. In conversations only the assistant's turns are
+    evaluated."""
+    against: str = ""
+    """The model to compare with; "": the dense model that a pruned folder was made from."""
+    max_length: int = 2048
+    """Tokens per block, which is the longest context."""
+    tokens: int = 16_384
+    """Tokens of each text, of which `texts` may evaluate only some."""
+    dtype: str = "auto"
+
+    def check(self) -> None:
+        """Refuse settings out of range. Raises: SettingError."""
+        if self.max_length < 16:
+            raise SettingError(f"--max-length {self.max_length} is below 16")
+        if self.tokens < self.max_length:
+            raise SettingError(f"--tokens {self.tokens:,} is below --max-length {self.max_length:,}")
+        if not self.texts:
+            raise SettingError("--text names no text; give a file or a hub dataset")
+        names = list(map(bare_name, self.texts))
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise SettingError(f"two texts are called {repeated}; rename one, or results cannot tell them apart")

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from ddp_prune.masks_file import read_masks
 from ddp_prune.models.evaluation import Evaluation
+from ddp_prune.recover import WeightTrainer
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_prune.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE

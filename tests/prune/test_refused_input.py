@@ -19,7 +19,7 @@ from commands import assert_refused, invoke, passed
 from runs import edit_json, edit_weights, out_of_memory, prune
 from safetensors.torch import load_file, save_file
 
-from ddp_prune import train
+from ddp_prune import jobs
 from ddp_prune.export import export
 from ddp_prune.models.source import open_source
 from ddp_vllm.masks import MASKS_FILE
@@ -108,11 +108,11 @@ def test_models_that_cannot_be_pruned(case: str, model: Path, tiny_text: Path, t
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("where", ["load", "Evaluation"])
+@pytest.mark.parametrize("where", ["load_trained", "Evaluation"])
 def test_a_model_that_a_device_cannot_hold(
     where: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, where, out_of_memory)
+    monkeypatch.setattr(jobs, where, out_of_memory)
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out"), 6, str(tiny_model), "memory of a device", "--shard")
     assert list(tmp_path.iterdir()) == []
 
@@ -170,8 +170,8 @@ def test_the_dense_model_is_no_output(pruned: Path, model: Path, tiny_text: Path
 PROVENANCE: dict[str, str] = {  # of masks; words of the refusal
     '{"recipe": {"context_length": "x"}}': "its provenance.recipe",
     '{"recipe": {"sparsity": []}}': "its provenance.recipe",
-    '{"recipe": [1]}': "its provenance.recipe is [1], no object",
-    "[1]": "its provenance is [1], no",
+    '{"recipe": [1]}': "its provenance.recipe: expected `object`, got `array`",
+    "[1]": "its provenance: expected `object`, got `array`",
     "{": "Expecting",
 }
 

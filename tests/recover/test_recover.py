@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from ddp_prune.core.loss import losses
 from ddp_prune.core.trainer import Trainer
+from ddp_prune.recover import WeightTrainer
 from ddp_prune.run_folder import RunFolder
 from ddp_prune.text.blocks import load_blocks
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_prune.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.pages import written
 
