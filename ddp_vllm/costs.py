@@ -6,14 +6,14 @@ widths: embeddings, norms, routers, shared experts. The totals of a whole model 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ddp_vllm.errors import CheckpointError, SettingError, reading
 from ddp_vllm.families import described, text_config
-from ddp_vllm.remote_code.tensors import BLOCK_OF, TABLES, dense_type
+from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, TABLES, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, stated_widths
 
 KV_ELEMENT_BYTES = 2
@@ -41,81 +41,42 @@ class Prices:
         )
 
 
-def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context: int) -> list[Prices]:
+def prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], context: int) -> list[Prices]:
     """Return the prices of every layer of a dense config.
 
-    The family's table of tensors states how many rows or columns of each projection belong to a
-    unit.
+    A table of tensors states how many rows or columns of each projection belong to a unit: the
+    family's, or that of the MLPs and experts that the config describes.
 
     budget: `params`, `flops` or `kv-bytes`.
-    names: the tensors of the model, which show which projections have a bias; with their shapes if
-        the config describes its MLPs or experts, whose prices follow from these.
+    shapes: of the tensors of the model, which show which projections have a bias.
     context: the number of tokens attended to.
     """
-    if stated_widths(config := described(config)) is not None:
-        return _described_prices(budget, config, names if isinstance(names, Mapping) else {})
-    size = head_dim(config)
+    widths = Widths.of(config) if stated_widths(config := described(config)) is not None else None
+    table, where = (widths.table, widths.layers_module) if widths else (TABLES[dense_type(config)], LAYERS)
+    size = 0 if widths else head_dim(config)
+    num_layers = len(widths.layers) if widths else config["num_hidden_layers"]
     if budget == "kv-bytes":
-        return [Prices(kv_head=2.0 * size * KV_ELEMENT_BYTES)] * config["num_hidden_layers"]
-    biased = {name.split(".")[-2] for name in names if name.endswith(".bias")}
-    weights, biases = dict.fromkeys(BLOCK_OF, 0.0), dict.fromkeys(BLOCK_OF, 0.0)  # per unit
-    for projection in TABLES[dense_type(config)].projections:
-        numbers = projection.unit_size(size)
-        has_bias = projection.axis == 0 and projection.name.rpartition(".")[2] in biased
+        return [Prices(kv_head=2.0 * size * KV_ELEMENT_BYTES)] * num_layers
+    shapes = {name: shape for name, shape in shapes.items() if name.startswith(where)}
+    numbers = dict.fromkeys(BLOCK_OF, 0.0)  # weights and biases per unit
+    for projection in table.projections:
+        output, bias = f".{table.output(projection.block).name.format(0)}.weight", f".{projection.name}.bias"
+        stored = (shape[0] for name, shape in shapes.items() if name.endswith(output))
+        hidden_size = next(stored, text_config(config).get("hidden_size") or 0)
+        has_bias = budget == "params" and projection.axis == 0 and any(name.endswith(bias) for name in shapes)
         for unit in projection.units:
-            weights[unit] += numbers * config["hidden_size"]
-            biases[unit] += numbers * has_bias
+            numbers[unit] += projection.unit_size(size) * (hidden_size + has_bias)
     if budget == "params":
-        return [Prices(**{unit: weights[unit] + biases[unit] for unit in BLOCK_OF})] * config["num_hidden_layers"]
+        return [Prices(**numbers)] * num_layers
     # two per weight; a query head is also multiplied with each key and each value
     assert budget == "flops"
-    flops = {unit: 2.0 * number for unit, number in weights.items()}
-    per_key = 4.0 * size if weights["query_head"] else 0.0
+    flops = {unit: 2.0 * number for unit, number in numbers.items()}
+    if widths:
+        return [Prices(**flops | {"expert_channel": flops["expert_channel"] * _share_of_experts(config)})] * num_layers
     return [
-        Prices(**flops | {"query_head": flops["query_head"] + per_key * num_keys})
+        Prices(**flops | {"query_head": flops["query_head"] + 4.0 * size * num_keys})
         for num_keys in attended(config, context)
     ]
-
-
-def _described_prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> list[Prices]:
-    """Return the prices of every layer of a model whose config describes its MLPs or experts."""
-    widths, per_weight = Widths.of(config), {"params": 1.0, "flops": 2.0, "kv-bytes": 0.0}[budget]
-    share = _share_of_experts(config) if budget == "flops" else 1.0
-    channel, expert_channel = (
-        per_weight * _channel_weights(config, widths, block, shapes, with_biases=budget == "params")
-        for block in ("mlp", "experts")
-    )
-    return [
-        Prices(
-            channel=channel if layer.intermediate_size else 0.0,
-            expert_channel=share * expert_channel if layer.expert_intermediate_sizes else 0.0,
-        )
-        for layer in widths.layers
-    ]
-
-
-def _channel_weights(
-    config: Mapping[str, Any],
-    widths: Widths,
-    block: str,
-    shapes: Mapping[str, Sequence[int]],
-    *,
-    with_biases: bool,
-) -> float:
-    """Return the weights of one channel: a row of each input projection, or two if it is fused, and
-    a column."""
-    if block not in widths.blocks:
-        return 0.0
-    inputs, output = widths.table.inputs(block), widths.table.output(block).name.format(0)
-    names = (f"{widths.layers_module}.{index}.{output}.weight" for index in range(len(widths.layers)))
-    stored = next((shapes[name] for name in names if name in shapes), None)
-    hidden_size = stored[0] if stored else text_config(config).get("hidden_size") or 0
-    rows = sum(len(projection.units) for projection in inputs)
-    biases = tuple(f".{projection.name}.bias" for projection in inputs)
-    biased = [name for name in shapes if name.startswith(widths.layers_module) and name.endswith(biases)]
-    num_layers = sum(layer.intermediate_size > 0 for layer in widths.layers)
-    num_biases = with_biases * len(biased) // max(1, num_layers)
-    return float(hidden_size * (1 + rows) + rows // len(inputs) * num_biases)
 
 
 def whole_model(
@@ -133,7 +94,9 @@ def whole_model(
             raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
         return _described_flops(config, shapes, context)
     if budget == "kv-bytes":
-        return sum(price.of(widths) for price, widths in zip(prices(budget, config, (), context), layers, strict=True))
+        return sum(
+            price.of(widths) for price, widths in zip(prices(budget, config, shapes, context), layers, strict=True)
+        )
     # then the embedding is also the output head
     is_tied = not any("lm_head." in name for name in shapes)
     weights = sum(

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from seams import GatedModel, Masks, Source, export, load_model, open_source
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ddp_vllm
-from ddp_prune.core.gates import GatedModel, Masks
-from ddp_prune.export import export
-from ddp_prune.models.loading import load_model
-from ddp_prune.models.source import Source, open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.families import unit_shapes
 
@@ -97,7 +94,7 @@ def test_a_folder_that_prune_trained_is_served_as_transformers_computes_it(
     exported: Any, serve: Callable[..., dict[str, Any]], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and masks are trained together, and the kept scales are folded into the trained weights."""
-    monkeypatch.setattr("ddp_prune.models.evaluation.SAMPLE_TOKENS", 2)
+    monkeypatch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 2)
     source, _, _ = exported
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, number by number. " * 200)
     settings: Any = {"steps": 2, "batch_size": 1, "seq_len": 64, "heldout_blocks": 1, "train": "weights"}

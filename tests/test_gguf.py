@@ -17,11 +17,10 @@ from click.testing import Result
 from commands import assert_refused, invoke, passed
 from llama_cpp import Server
 from runs import small_files
+from seams import export, open_source
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ddp_prune.export import export
-from ddp_prune.models.source import open_source
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.gguf.tokenizer import BYTE_LEVEL
 from ddp_vllm.remote_code import modeling_ddp

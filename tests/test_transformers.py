@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from seams import export, open_source
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ddp_prune.export import export
-from ddp_prune.models.source import open_source
 from ddp_vllm.families import unit_shapes
 
 pytestmark = pytest.mark.real_model

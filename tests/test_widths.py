@@ -126,7 +126,7 @@ STATED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # how to spo
         lambda stated: stated["experts"].update(output="mlp.w2"),
         "experts.output is 'mlp.w2', not the name of a module with {} for the expert",
     ),
-    "three inputs": (lambda stated: stated["mlp"].update(inputs=["a", "b", "c"]), "not a list of one or two modules"),
+    "three inputs": (lambda stated: stated["mlp"].update(inputs=["a", "b", "c"]), "not a list of 1 to 2 modules"),
     "two fused inputs": (lambda stated: stated["mlp"].update(inputs=["a", "b"]), "fused is 'halves', not"),
     "a module twice": (lambda stated: stated["mlp"].update(output="mlp.gate_up"), "names a module twice"),
     "no channels": (lambda stated: stated["mlp"].update(intermediate_size=0), "not an integer in 1…10,000,000"),

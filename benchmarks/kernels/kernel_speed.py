@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import new_results, result_line, rotated, script_parser
-from ddp_plugins.moe_experts import build_experts
+from ddp_plugins.moe_experts import ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
 from ddp_vllm.huge_pages import huge_page_bytes
 from ddp_vllm.intervals import judge, spread
 from expert_layers import (
@@ -105,6 +105,17 @@ def run_kernel_benchmark(args: argparse.Namespace) -> None:
         print("The shapes are smaller than the real ones, by --scale or --experts.")
     answers = {key: results[key] for key in ("rows", "complete", "threads", "ceilings")}
     print(result_line(__doc__, settings, seed=args.seed, where=results, **answers))
+
+
+def build_experts(experts: Sequence[Expert]) -> Run:
+    """Pack experts and return our operator with them."""
+    layout = ExpertLayout.of([len(gate) for gate, _, _ in experts])
+    like = experts[0][0]
+    w13, w2 = empty_weights(layout, like.shape[1], like.dtype, like.device)
+    for expert, matrices in enumerate(experts):
+        pack_expert(layout, w13, w2, expert, *matrices)
+    w13, w2 = finish_weights(layout, w13, w2)
+    return lambda x_TH, weights_TK, ids_TK: ragged_moe(x_TH, w13, w2, layout, weights_TK, ids_TK)
 
 
 def _variants(shape: Shape, dense: Sequence[Expert], widths: list[int]) -> tuple[dict[str, Run], dict[str, int]]:

@@ -287,11 +287,10 @@ def kept_shares(gates: Masks, gated: GatedModel, source: Source) -> dict[str, fl
     """Return the kept shares of the prunable parameters and of the KV cache per token."""
     if "experts" in gates:  # all channels cost the same, and there is no KV cache to prune
         return {"params left": float((gates["experts"] > 0).float().mean())}
-    names = [name for name, _ in gated.model.named_parameters()]
     kept, dense = layer_widths(gates, source.sizes), dense_layers(source.config)
     shares = {}
     for budget in ("params", "kv-bytes"):
-        layers = list(zip(prices(budget, source.config, names, 0), kept, dense, strict=True))
+        layers = list(zip(prices(budget, source.config, source.shapes, 0), kept, dense, strict=True))
         all_units = math.fsum(p.of(d) for p, _, d in layers)
         shares[f"{budget} left"] = math.fsum(p.of(k) for p, k, _ in layers) / all_units
     return shares

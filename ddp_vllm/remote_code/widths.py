@@ -76,10 +76,9 @@ class LayerWidths:
         experts those of one."""
         if unit == "expert_channel":
             return (self.expert_intermediate_sizes or ())[expert]
-        counts = {
+        return {
             "query_head": self.num_query_heads, "kv_head": self.num_kv_heads, "channel": self.intermediate_size
-        }  # fmt: skip
-        return counts[unit]
+        }[unit]  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of `ddp_layers`; with routed experts, that of a report."""
@@ -178,14 +177,14 @@ class Widths:
         dense = LayerWidths(
             query_heads_per_kv_head=(heads // kv_heads,) * kv_heads, intermediate_size=config["intermediate_size"]
         )
-        layers = _list(config.get("ddp_layers"), "ddp_layers", config["num_hidden_layers"])
+        number = config["num_hidden_layers"]
         flags = {"attn": config.get("attention_bias"), "mlp": config.get("mlp_bias")}
         biased = {part.name for part in table.projections if flags[part.block]}
         if not config.get("attention_out_bias", True):
             biased -= {table.output("attn").name}
         return cls(
             table=table,
-            layers=tuple(_layer(entry, f"ddp_layers[{i}]", dense, is_family=True) for i, entry in enumerate(layers)),
+            layers=_layers(config.get("ddp_layers"), "ddp_layers", number, dense, is_family=True),
             dense=dense,
             head_dim=head_dim(config),
             hidden_size=config.get("hidden_size"),
@@ -246,16 +245,12 @@ class Widths:
         numbers = {len(row) - row.count(0) for row in rows if row is not None}
         if len(numbers) > 1:
             raise WidthsError(f"config.json: layers of {METHOD} keep {sorted(numbers)} whole experts; {_AGAIN}")
-        kept = (self.dense.expert_intermediate_sizes or ())[: max(numbers, default=0)]
-        return replace(
-            self,
-            layers=tuple(
-                replace(layer, expert_intermediate_sizes=None if row is None else kept)
-                for layer, row in zip(self.layers, rows, strict=True)
-            ),
-            dense=replace(self.dense, expert_intermediate_sizes=kept or None),
-            is_renumbered=False,
+        kept = (self.dense.expert_intermediate_sizes or ())[: max(numbers, default=0)] or None
+        layers = (
+            replace(layer, expert_intermediate_sizes=row and kept) for layer, row in zip(self.layers, rows, strict=True)
         )
+        dense = replace(self.dense, expert_intermediate_sizes=kept)
+        return replace(self, layers=tuple(layers), dense=dense, is_renumbered=False)
 
     @property
     def dense_layers(self) -> tuple[LayerWidths, ...]:
@@ -346,33 +341,40 @@ class Widths:
         Raises: WidthsError as `check`.
         """
         hidden: dict[str, int] = {}
+        is_strict = not self.is_quantized and (self.hidden_size is not None or not self.is_family)
         for name, shape, dtype in tensors:
             place = self.find(name)
             length = self.length(place) if place else None
             if length == 0 and (self.is_family or 0 not in shape):
                 raise WidthsError(f"tensor {name} is of a block or expert that config.json removes; {_AGAIN}")
-            self._check_kind(name, dtype, place)
             required = self._shape(name, place, length, hidden)
-            is_free = self.is_quantized and len(required) > 1
-            if is_free:  # only the axis that pruning shortens is known
+            if is_strict and required is None:
+                raise WidthsError(f"tensor {short(name)} is unknown in this family; copy the whole folder again")
+            if is_strict and required and dtype not in FLOATS:
+                raise WidthsError(
+                    f"tensor {name} is {short(dtype)}: config.json states unquantized weights; export the unquantized "
+                    "model"
+                )
+            required = required or []
+            if is_free := self.is_quantized and len(required) > 1:  # only the axis that pruning shortens is known
                 required = [*[None] * place.axis, length] if place and dtype not in _PACKED else []
-            sizes = [*shape, *[None] * len(required)]
-            if not is_free and required and len(shape) != len(required):
-                wrong: str | None = f"{len(required)} axes"
-            else:
-                pairs = enumerate(zip(required, sizes, strict=False))
-                wrong = next((f"{a} along axis {i}" for i, (a, b) in pairs if a not in (None, b)), None)
+            wrong = [f"{len(required)} axes"] if required and not is_free and len(shape) != len(required) else []
+            pairs = enumerate(zip(required, [*shape, *[None] * len(required)], strict=False))
+            wrong += [f"{number} along axis {axis}" for axis, (number, size) in pairs if number not in (None, size)]
             if wrong:
                 raise WidthsError(
-                    f"tensor {name} has shape {list(shape)}, but config.json and the other tensors require {wrong}; "
+                    f"tensor {name} has shape {list(shape)}, but config.json and the other tensors require {wrong[0]}; "
                     "they are of different checkpoints"
                 )
             if place and len(shape) == 2 and not self.is_family:
                 hidden.setdefault(place.projection.block, shape[1 - place.axis])
             yield name
 
-    def _shape(self, name: str, place: Place | None, length: int | None, hidden: Mapping[str, int]) -> list[int | None]:
-        """Return the shape of a tensor, None for an unknown length; [] if it is not checked.
+    def _shape(
+        self, name: str, place: Place | None, length: int | None, hidden: Mapping[str, int]
+    ) -> list[int | None] | None:
+        """Return the shape of a tensor, None for an unknown length; [] if it is not checked, None
+        if no model of the family has it.
 
         hidden: the hidden size by block, where only other tensors state it.
         """
@@ -381,32 +383,14 @@ class Widths:
             size = size or hidden.get(place.projection.block)
             sizes = [length, size] if place.projection.axis == 0 else [size, length]
             return sizes[:1] if place.is_bias else sizes
-        if not self.is_family or not size:
+        _, module, kind = self.split(name) or (0, "", "")
+        if not self.is_family or not size or module == _COMPUTED:
             return []
         if name in (EMBEDDING, HEAD):
             return [self.vocab_size, size]
-        _, module, kind = self.split(name) or (0, "", "")
         if kind in _KINDS and self.table.knows(module):
             return [self.head_dim if module in QUERY_KEY_NORMS else size]
-        return [size] if name == NORM else []
-
-    def _check_kind(self, name: str, dtype: str, place: Place | None) -> None:
-        """Refuse a tensor or dtype that no model of the family has, and quantized weights of
-        described blocks. Raises: WidthsError."""
-        if not self.is_family:
-            if place and dtype not in FLOATS:
-                raise WidthsError(
-                    f"tensor {name} is {short(dtype)}: widths are served with floating-point weights only; export the "
-                    "unquantized model"
-                )
-            return
-        _, module, kind = self.split(name) or (0, "", "")
-        if self.is_quantized or not self.hidden_size or module == _COMPUTED:
-            return
-        if name not in (EMBEDDING, NORM, HEAD) and not (kind in _KINDS and self.table.knows(module)):
-            raise WidthsError(f"tensor {short(name)} is unknown in this family; copy the whole folder again")
-        if dtype not in FLOATS:
-            raise WidthsError(f"tensor {name} is {short(dtype)}, but config.json has no quantization_config")
+        return [size] if name == NORM else None
 
     def modules(self, index: int) -> Iterator[str]:
         """Yield the modules of the table that a layer must have, relative to it."""
@@ -424,7 +408,7 @@ class Widths:
         names: of all tensors, as on disk. Raises: WidthsError, naming the first layer and module.
         """
         present: list[set[str]] = [set() for _ in self.layers]
-        alike: set[str] = set()  # the modules of any layer
+        alike = {f"{module}.bias" for module in self.biased}  # and the modules of any layer
         outside = {EMBEDDING, NORM} | (set() if self.is_tied else {HEAD}) if self.hidden_size else set()
         for name in names:
             outside.discard(name)
@@ -439,11 +423,10 @@ class Widths:
             raise WidthsError(f"tensor {min(outside)} is missing; {_COPY}")
         for index, (widths, modules) in enumerate(zip(self.layers, present, strict=True)):
             removed = self.removed(widths)
-            needed = alike | {*self.modules(index)} | {f"{module}.bias" for module in self.biased}
-            needed = {module for module in needed if not f"{module}.".startswith(removed)}
             if surplus := [module for module in modules if f"{module}.".startswith(removed)]:
                 raise WidthsError(f"layer {index} has {min(surplus)} of a block that ddp_layers removes; {_AGAIN}")
-            if missing := needed - modules:
+            needed = {*alike, *self.modules(index)} - modules
+            if missing := [module for module in needed if not f"{module}.".startswith(removed)]:
                 raise WidthsError(
                     f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); {_COPY}"
                 )
@@ -505,39 +488,43 @@ def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
     heads = int(text.get("num_attention_heads") or 1)
     kv_heads = int(text.get("num_key_value_heads") or heads)
     dense = LayerWidths(query_heads_per_kv_head=(heads // kv_heads,) * kv_heads)
-    where, projections = METHOD, list[Projection]()
-    _check_keys(stated, where, {"quant_method", "layers_module", *UNITS, "layers"})
+    projections = list[Projection]()
+    _check_keys(stated, METHOD, {"quant_method", "layers_module", *UNITS, "layers"})
     for block in UNITS:
-        value, place, is_mlp = stated.get(block), f"{where}.{block}", block == "mlp"
+        value, where, has_number = stated.get(block), f"{METHOD}.{block}", block == "experts"
         if value is None:
             continue
-        keys = {"inputs", "output", "intermediate_size", "fused"}
-        _check_keys(value, place, keys if is_mlp else keys | {"num_experts"})
-        inputs, fused = value.get("inputs"), value.get("fused")
-        if not isinstance(inputs, list | tuple) or not 1 <= len(inputs) <= 2:
-            raise _fault(f"{place}.inputs", inputs, "not a list of one or two modules")
+        _check_keys(value, where, {"inputs", "output", "intermediate_size", "fused", *["num_experts"] * has_number})
+        inputs, fused = _list(value.get("inputs"), f"{where}.inputs", 1, 2, "modules"), value.get("fused")
         if fused not in (None, "halves") or (fused and len(inputs) > 1):
-            raise _fault(f"{place}.fused", fused, "not halves of one input")
-        names = [_name(name, f"{place}.inputs[{i}]", expert=not is_mlp) for i, name in enumerate(inputs)]
-        output = _name(value.get("output"), f"{place}.output", expert=not is_mlp)
+            raise _fault(f"{where}.fused", fused, "not halves of one input")
+        names = [_name(name, f"{where}.inputs[{i}]", has_number=has_number) for i, name in enumerate(inputs)]
+        output = _name(value.get("output"), f"{where}.output", has_number=has_number)
         projections += block_table(block, names, output, fused=bool(fused))
         if len({*names, output}) <= len(names):
-            raise _fault(place, [*names, output], "names a module twice")
-        width = _integer(value.get("intermediate_size"), f"{place}.intermediate_size", 1, LARGEST_WIDTH)
-        if is_mlp:
-            dense = replace(dense, intermediate_size=width)
+            raise _fault(where, [*names, output], "names a module twice")
+        width = _integer(value.get("intermediate_size"), f"{where}.intermediate_size", 1, LARGEST_WIDTH)
+        if has_number:
+            num_experts = _integer(value.get("num_experts"), f"{where}.num_experts", 1, MOST_LAYERS)
+            dense = replace(dense, expert_intermediate_sizes=(width,) * num_experts)
         else:
-            number = _integer(value.get("num_experts"), f"{place}.num_experts", 1, MOST_LAYERS)
-            dense = replace(dense, expert_intermediate_sizes=(width,) * number)
-    layers = _list(stated.get("layers"), f"{where}.layers", text.get("num_hidden_layers"))
+            dense = replace(dense, intermediate_size=width)
+    number = text.get("num_hidden_layers")
     return Widths(
         table=TensorTable(projections=tuple(projections)),
-        layers=tuple(_layer(entry, f"{where}.layers[{i}]", dense, is_family=False) for i, entry in enumerate(layers)),
+        layers=_layers(stated.get("layers"), f"{METHOD}.layers", number, dense, is_family=False),
         dense=dense,
-        layers_module=_name(stated.get("layers_module"), f"{where}.layers_module"),
+        layers_module=_name(stated.get("layers_module"), f"{METHOD}.layers_module"),
         is_family=False,
         is_renumbered=not states_widths(config),
     )
+
+
+def _layers(stated: Any, where: str, number: Any, dense: LayerWidths, *, is_family: bool) -> tuple[LayerWidths, ...]:
+    entries = _list(stated, where, 1, MOST_LAYERS, "layers")
+    if type(number) is int and len(entries) != number:
+        raise WidthsError(f"config.json: {where} has {len(entries)} entries for {number} layers; {_AGAIN}")
+    return tuple(_layer(entry, f"{where}[{i}]", dense, is_family=is_family) for i, entry in enumerate(entries))
 
 
 def _layer(stated: Any, where: str, dense: LayerWidths, *, is_family: bool) -> LayerWidths:
@@ -546,14 +533,12 @@ def _layer(stated: Any, where: str, dense: LayerWidths, *, is_family: bool) -> L
     names = heads_key, width_key, experts_key = tuple(vars(dense))
     _check_keys(stated, where, {*(names[:2] if is_family else names[1:])})
     heads, width, sizes = map(stated.get, names)
-    layer = replace(dense, intermediate_size=0, expert_intermediate_sizes=None)
+    layer = LayerWidths(query_heads_per_kv_head=dense.query_heads_per_kv_head)
     if is_family:
-        limits = {"KV": dense.num_kv_heads, "query": dense.num_query_heads}
-        heads = _integers(heads, f"{where}.{heads_key}", 1, limits["query"])
-        for kind, count in (("KV", len(heads)), ("query", sum(heads))):
-            if count > limits[kind]:
-                fault = f"{count} {kind} heads of {limits[kind]} dense ones"
-                raise _fault(f"{where}.{heads_key}", list(heads), fault)
+        most, place = dense.num_query_heads, f"{where}.{heads_key}"
+        heads = _integers(_list(heads, place, 0, dense.num_kv_heads, "KV heads"), place, 1, most)
+        if sum(heads) > most:
+            raise _fault(place, list(heads), f"{sum(heads)} query heads of {most} dense ones")
         layer = replace(layer, query_heads_per_kv_head=heads)
     if is_family or width is not None:
         if not dense.intermediate_size:
@@ -563,18 +548,15 @@ def _layer(stated: Any, where: str, dense: LayerWidths, *, is_family: bool) -> L
     if sizes is not None:
         if not (experts := dense.expert_intermediate_sizes):
             raise _fault(where, dict(stated), "requires experts")
-        if not isinstance(sizes, list | tuple) or len(sizes) != len(experts):
-            raise _fault(f"{where}.{experts_key}", sizes, f"not a list of {len(experts)} widths, one per expert")
-        sizes = _integers(sizes, f"{where}.{experts_key}", 0, experts[0])
+        number, place = len(experts), f"{where}.{experts_key}"
+        sizes = _integers(_list(sizes, place, number, number, "widths, one per expert"), place, 0, experts[0])
         layer = replace(layer, expert_intermediate_sizes=sizes)
     return layer
 
 
-def _list(values: Any, where: str, number: Any) -> Sequence[Any]:
-    if not isinstance(values, list | tuple) or not 0 < len(values) <= MOST_LAYERS:
-        raise _fault(where, values, f"not a list of 1 to {MOST_LAYERS:,} layers")
-    if type(number) is int and len(values) != number:
-        raise WidthsError(f"config.json: {where} has {len(values)} entries for {number} layers; {_AGAIN}")
+def _list(values: Any, where: str, low: int, high: int, what: str) -> Sequence[Any]:
+    if not isinstance(values, list | tuple) or not low <= len(values) <= high:
+        raise _fault(where, values, f"not a list of {f'{low} to ' if low < high else ''}{high:,} {what}")
     return values
 
 
@@ -585,11 +567,10 @@ def _check_keys(stated: Any, where: str, known: set[str]) -> None:
         raise WidthsError(f"config.json: {where} has the unknown key {short(min(unknown))}; update ddp-vllm")
 
 
-def _name(value: Any, where: str, *, expert: bool = False) -> str:
-    number = 1 if expert else 0
-    text = value.replace("{}", "0") if isinstance(value, str) and value.count("{}") == number else ""
+def _name(value: Any, where: str, *, has_number: bool = False) -> str:
+    text = value.replace("{}", "0") if isinstance(value, str) and value.count("{}") == has_number else ""
     if len(text) > 200 or not _NAME.fullmatch(text):
-        raise _fault(where, value, "not the name of a module" + " with {} for the expert" * expert)
+        raise _fault(where, value, "not the name of a module" + " with {} for the expert" * has_number)
     return str(value)
 
 
@@ -599,9 +580,7 @@ def _integer(value: Any, where: str, low: int, high: int) -> int:
     return value
 
 
-def _integers(values: Any, where: str, low: int, high: int) -> tuple[int, ...]:
-    if not isinstance(values, list | tuple):
-        raise _fault(where, values, "not a list of integers")
+def _integers(values: Sequence[Any], where: str, low: int, high: int) -> tuple[int, ...]:
     return tuple(_integer(value, f"{where}[{i}]", low, high) for i, value in enumerate(values))
 
 

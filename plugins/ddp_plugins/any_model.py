@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import get_current_vllm_config
+from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
-from ddp_plugins.limits import RETRAIN, is_adapted, not_adapted, warn_of_new_vllm
+from ddp_plugins.limits import check_adapters, warn_of_new_vllm
 from ddp_plugins.padding import channel_block, round_up
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASK
@@ -91,9 +92,9 @@ class WidthsConfig(QuantizationConfig):
         if hasattr(layer, "expert_map_manager") and (sizes := self._expert_sizes(prefix)) is not None:
             from ddp_plugins.moe_layer import RaggedExpertsMethod, check_experts, scales_of
 
+            check_experts(get_current_vllm_config(), self.widths)
             if get_current_vllm_config().lora_config is not None:
                 check_adapters()
-            check_experts(get_current_vllm_config(), self.widths)
             return RaggedExpertsMethod(layer.moe_config, sizes, scales_of(self.online, layer, prefix))
         if self.online is not None:
             method = self.online.get_quant_method(layer, prefix)
@@ -151,8 +152,6 @@ class WidthsConfig(QuantizationConfig):
         Raises: SettingError for others."""
         if hf_quant_cfg.get("quant_method") != METHOD or user_quant in (None, METHOD):
             return None
-        from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES  # not in old vLLM
-
         if user_quant not in ONLINE_QUANT_SHORTHAND_NAMES:
             raise SettingError(
                 f"--quantization {user_quant} requires a checkpoint in that format; this pruned model can be quantized "
@@ -170,7 +169,8 @@ def narrow(method: Any, dense_width: int, width: int, pad_to: int | None, *, is_
         and up together or of one of them.
     """
     create = method.create_weights
-    has_lora = get_current_vllm_config().lora_config is not None
+    if has_lora := get_current_vllm_config().lora_config is not None:
+        check_adapters()
 
     def create_weights(
         layer: Any,
@@ -221,8 +221,6 @@ def narrow(method: Any, dense_width: int, width: int, pad_to: int | None, *, is_
         )
 
         layer.ddp_channels = Channels(parts, own, padded, dense_width)
-        if has_lora:
-            layer.adapter_sizes = (width, output_size) if is_output else (input_size, parts * width)
 
     method.create_weights = create_weights
     if is_output:
@@ -233,8 +231,6 @@ def narrow(method: Any, dense_width: int, width: int, pad_to: int | None, *, is_
             finish(layer)
 
         method.process_weights_after_loading = process_weights_after_loading
-    if has_lora:
-        check_adapters()
 
 
 class Channels(NamedTuple):
@@ -307,43 +303,6 @@ def fit_sizes(output: Any) -> None:
         f"vLLM's {type(mlp).__name__} computes {padded:,} channels otherwise than the dense {dense:,}; serve it "
         "with --model-impl transformers"
     )
-
-
-def check_adapters() -> None:
-    """Let vLLM refuse adapters of other widths, which it would copy into a part of a buffer; safe
-    to call again.
-
-    A model class of ours would override the attribute that vLLM assigns its LoRA manager to. Here
-    the class is vLLM's.
-    """
-    from vllm.lora.model_manager import LoRAModelManager
-
-    add_adapter = LoRAModelManager._add_adapter
-    if hasattr(add_adapter, "checks_widths"):
-        return
-
-    @wraps(add_adapter)
-    def add_checked(manager: Any, adapter: Any) -> Any:
-        for name, lora in adapter.loras.items():
-            fused = [(whole, len(parts)) for whole, parts in manager.packed_modules.items() if name in parts]
-            module, num_parts = fused[0] if fused else (name, 1)
-            sizes = getattr(getattr(manager.modules.get(module), "base_layer", None), "adapter_sizes", None)
-            if isinstance(lora.lora_b, list) or not lora.lora_b.any():
-                continue  # vLLM's warm-up adapters, which are packed
-            if not is_adapted(manager, name):
-                raise not_adapted(name)
-            if sizes is None:  # not of a pruned MLP
-                continue
-            shape, required = (lora.lora_a.shape[1], lora.lora_b.shape[0]), (sizes[0], sizes[1] // num_parts)
-            if shape != required:
-                raise SettingError(
-                    f"the adapter's {name} is for {shape[0]:,} inputs and {shape[1]:,} outputs, and this layer "
-                    f"requires {required[0]:,} and {required[1]:,}; {RETRAIN}"
-                )
-        return add_adapter(manager, adapter)
-
-    add_checked.checks_widths = True  # type: ignore[attr-defined]
-    LoRAModelManager._add_adapter = add_checked
 
 
 def padding_loader(load: Loader, width: int, padded: int, parts: int, *, axis: int, name: str) -> Loader:

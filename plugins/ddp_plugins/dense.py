@@ -29,10 +29,10 @@ from vllm.model_executor.models.utils import extract_layer_index, make_layers, m
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from ddp_plugins.limits import CheckedAdapters, plain_config
+from ddp_plugins.limits import check_adapters, plain_config
 from ddp_plugins.loading import CheckedLoading
-from ddp_plugins.padding import channel_block, fit, pad
-from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_plugins.padding import channel_block, fit
+from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.tensors import TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
@@ -186,9 +186,9 @@ def no_layers(config: Any) -> Iterator[None]:
             os.environ["VLLM_PP_LAYER_PARTITION"] = partition
 
 
-class NonUniform(CheckedAdapters, CheckedLoading):
+class NonUniform(CheckedLoading):
     """Mixin for vLLM's model class: decoder layers of different widths, padding, and checks of
-    adapters and weights."""
+    weights."""
 
     decoder_layer: type[nn.Module]
     model: Any
@@ -210,6 +210,8 @@ class NonUniform(CheckedAdapters, CheckedLoading):
         # shapes depend on it, and vLLM keys compiled graphs by the config
         config.ddp_pad_channels_to = self.block
         log_padding(widths, self.block)
+        if vllm_config.lora_config is not None:
+            check_adapters()
 
         def build(prefix: str) -> Any:
             try:
@@ -228,17 +230,7 @@ class NonUniform(CheckedAdapters, CheckedLoading):
         self.model.start_layer, self.model.end_layer, self.model.layers = make_layers(
             config.num_hidden_layers, build, prefix=maybe_prefix(prefix, "model.layers")
         )
-        self.expect_weights(vllm_config, widths, [name for name, _ in self.linear_layers()])
-
-    def fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return pad(name, tensor, self.widths, get_tensor_model_parallel_world_size(), self.block)
-
-    def check_complete(self, names: set[str]) -> None:
-        super().check_complete(names)
-        for name, linear in self.linear_layers():
-            if linear.bias is None and f"{name}.bias" in names:  # vLLM would drop it silently
-                raise CheckpointError(f"vLLM's {type(linear).__name__} has no bias for tensor {name}.bias; remove it")
-        self.widths.check_complete(names)
+        self.expect_weights(vllm_config, widths)
 
 
 class Qwen2DecoderLayer(LlamaDecoderLayer):

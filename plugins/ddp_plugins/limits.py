@@ -1,15 +1,16 @@
 """Refuses vLLM settings and LoRA adapters that a pruned model cannot be served with.
 
 vLLM calls `Limits` for our dense architectures while it builds its configuration, before any worker
-starts or weights are read. `CheckedAdapters` checks every adapter of theirs.
+starts or weights are read. `check_adapters` is for every pruned model.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.platforms import current_platform
@@ -21,7 +22,6 @@ from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_kv_heads
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 TESTED = (0, 32)  # the newest version of vLLM that the tests ran on
-RETRAIN = "the adapter was trained for other widths: train it on this pruned folder"
 
 logger = init_logger("vllm.ddp_plugins.limits")
 
@@ -120,7 +120,7 @@ def check_planning(vllm_config: Any, config: Mapping[str, Any], layers: Sequence
     `_build_attn_group_metadata` in v1/worker/gpu_model_runner.py; not run on a GPU.
     Raises: SettingError, naming the widths and the flag.
     """
-    if getattr(vllm_config, "use_v2_model_runner", True) or not current_platform.is_cuda():
+    if vllm_config.use_v2_model_runner or not current_platform.is_cuda():
         return
     attention, capability = vllm_config.attention_config, current_platform.get_device_capability()
     chosen = attention.backend is None or attention.backend.name == "FLASH_ATTN"
@@ -191,72 +191,53 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
 
 
-class CheckedAdapters:
-    """Mixin for vLLM's model class that checks every LoRA adapter.
+def check_adapters() -> None:
+    """Let vLLM refuse LoRA adapters that were trained for other widths or that change a module
+    without LoRA; safe to call again.
 
     vLLM would silently copy a narrower tensor into part of a buffer, and ignore parts for modules
-    without LoRA.
+    without LoRA. The adapter's `lora_a` is `[rank, in]` and `lora_b` `[out, rank]`, as on disk.
+    Adapters raise SettingError, which names the module and its sizes.
     """
+    from vllm.lora.model_manager import LoRAModelManager
 
-    widths: Widths
+    add_adapter = LoRAModelManager._add_adapter
+    if hasattr(add_adapter, "__wrapped__"):
+        return
 
-    @property
-    def lora_manager(self) -> Any:
-        """vLLM's LoRA manager, which vLLM assigns here if adapters are enabled."""
-        return self._lora_manager
-
-    @lora_manager.setter
-    def lora_manager(self, manager: Any) -> None:
-        self._lora_manager, add_adapter = manager, manager.add_adapter
-
-        def add_checked(adapter: Any) -> Any:
-            check_adapter(adapter.loras, self.widths, partial(is_adapted, manager))
-            return add_adapter(adapter)
-
-        manager.add_adapter = add_checked
-
-
-def is_adapted(manager: Any, name: str) -> bool:
-    """Tell whether vLLM's LoRA manager applies LoRA to a module, or another pipeline stage has
-    it."""
-    adapted = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
-    return name in adapted or is_pp_missing_parameter(f"{name}.weight", manager.model)
-
-
-def not_adapted(name: str) -> SettingError:
-    """Return the error for a module of an adapter that vLLM would silently ignore."""
-    return SettingError(
-        f"the adapter changes {name}, to which no LoRA is applied here: --lora-target-modules excludes it, or it is a "
-        "routed expert; train the adapter without it, or merge the adapter before pruning"
-    )
-
-
-def check_adapter(loras: Mapping[str, Any], widths: Widths, is_adapted: Callable[[str], bool]) -> None:
-    """Refuse an adapter that was trained for other widths, or that changes a module without LoRA.
-
-    loras: by module, as vLLM reads them from disk: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
-    is_adapted: whether vLLM applies LoRA to a module, or another pipeline stage has it.
-    Raises: SettingError, naming the tensor, its shape and the required shape; WidthsError for an
-        unknown layer.
-    """
-    for stated, lora in loras.items():
-        # of a model trained without its head
-        name = f"model.{stated}" if stated.startswith("layers.") else stated
-        if isinstance(lora.lora_b, list) or not lora.lora_b.any():
-            # adds nothing: vLLM's warm-up adapters, which are packed or already cut to one rank
-            continue
-        axis, length = widths.expected(f"{name}.weight") or (0, None)
-        if length == 0:
-            raise SettingError(f"the adapter changes {name}, a block that was pruned away; {RETRAIN}")
-        if not is_adapted(name):
-            raise not_adapted(name)
-        if length is None:
-            continue
-        sizes = (widths.hidden_size, length) if axis == 0 else (length, widths.hidden_size)
-        for letter, tensor, side, size in (("A", lora.lora_a, 1, sizes[0]), ("B", lora.lora_b, 0, sizes[1])):
-            if tensor.shape[side] != size:
-                required = [size, tensor.shape[1]] if side == 0 else [tensor.shape[0], size]
+    @wraps(add_adapter)
+    def add_checked(manager: Any, adapter: Any) -> Any:
+        packed = {part: (module, parts) for module, parts in manager.packed_modules.items() for part in parts}
+        for stated, lora in adapter.loras.items():
+            if isinstance(lora.lora_b, list) or not lora.lora_b.any():
+                # adds nothing: vLLM's warm-up adapters, which are packed or already cut to one rank
+                continue
+            # of a model trained without its head
+            name = f"model.{stated}" if stated.startswith("layers.") else stated
+            module, parts = packed.get(name, (name, [name]))
+            if module not in manager.modules:
+                if is_pp_missing_parameter(f"{name}.weight", manager.model):  # another pipeline stage has it
+                    continue
                 raise SettingError(
-                    f"the adapter's {name}.lora_{letter} has shape {list(tensor.shape)}, and this layer requires "
-                    f"{required}; {RETRAIN}"
+                    f"the adapter changes {name}, to which no LoRA is applied here: --lora-target-modules excludes it, "
+                    "its block was pruned away, or it is a routed expert; train the adapter without it, or merge the "
+                    "adapter before pruning"
                 )
+            layer = getattr(manager.modules[module], "base_layer", None)
+            if not isinstance(layer, LinearBase):
+                continue
+            index, sizes = parts.index(name), getattr(layer, "output_sizes", [layer.output_size])
+            if len(parts) == 1:
+                sizes = [sum(sizes)]
+            # ranks that share a KV head hold a copy each
+            copies = layer.num_kv_head_replicas if index and isinstance(layer, QKVParallelLinear) else 1
+            shape = lora.lora_a.shape[1], lora.lora_b.shape[0]
+            if len(sizes) == len(parts) and shape != (layer.input_size, sizes[index] // copies):
+                raise SettingError(
+                    f"the adapter's {name} is for {shape[0]:,} inputs and {shape[1]:,} outputs, and this layer "
+                    f"requires {layer.input_size:,} and {sizes[index] // copies:,}; the adapter was trained for other "
+                    "widths: train it on this pruned folder"
+                )
+        return add_adapter(manager, adapter)
+
+    LoRAModelManager._add_adapter = add_checked

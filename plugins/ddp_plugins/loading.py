@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import LinearBase
 
 from ddp_plugins.limits import warn_of_new_vllm
+from ddp_plugins.padding import pad
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.formats import IN_PLACE, SUBBLOCKS, is_leftover
 from ddp_vllm.masks import is_mask
@@ -23,10 +25,11 @@ class CheckedLoading:
     """Mixin that checks the weights; it precedes vLLM's own model class, whose `load_weights` it
     calls."""
 
-    config: Any
     named_modules: Any
     packed_modules_mapping: dict[str, list[str]]
     widths: Widths
+    block: int
+    """Of channels, as in `padding.fit`."""
     is_loaded: bool
     """Whether the whole model was loaded once; later loads may be partial, as in reinforcement
     learning."""
@@ -36,11 +39,10 @@ class CheckedLoading:
     in_place: bool
     """Whether another tool wrote the folder, and vLLM opens it as it is."""
 
-    def expect_weights(self, vllm_config: VllmConfig, widths: Widths, projections: Iterable[str]) -> None:
-        """Set the widths `load_weights` checks against. projections: names on disk of the modules
-        pruning may cut."""
+    def expect_weights(self, vllm_config: VllmConfig, widths: Widths) -> None:
+        """Set the widths `load_weights` checks against; call it when all layers are built."""
         warn_of_new_vllm()
-        unknown = [name for name in projections if widths.expected(f"{name}.weight") is None]
+        unknown = [name for name, _ in self.linear_layers() if widths.expected(f"{name}.weight") is None]
         assert not unknown, f"{unknown[0]} is not in the family's table in tensors.py: neither checked nor padded"
         self.in_place = hasattr(vllm_config.model_config.hf_config, IN_PLACE)
         folder = Path(vllm_config.model_config.model)
@@ -63,10 +65,6 @@ class CheckedLoading:
         self.is_loaded = True
         return loaded
 
-    def fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a compact tensor at the size it has in memory."""
-        return tensor
-
     def linear_layers(self) -> Iterator[tuple[str, LinearBase]]:
         """Yield each linear layer of this rank with its name on disk; a fused layer once per name
         on disk."""
@@ -76,23 +74,23 @@ class CheckedLoading:
                 for part in self.packed_modules_mapping.get(last, (last,)):
                     yield f"{parent}.{part}", module
 
-    def needed_names(self) -> Iterator[str]:
-        """Yield the names on disk of this rank's tensors whose absence vLLM itself would not
-        report."""
-        for name, linear in self.linear_layers():
-            yield f"{name}.weight"
-            if linear.bias is not None:
-                yield f"{name}.bias"
-
     def check_complete(self, names: set[str]) -> None:
         """Refuse missing tensors: vLLM counts a fused parameter as loaded when one part was, the
-        rest uninitialized."""
+        rest uninitialized. Refuse a bias that vLLM would drop silently.
+        Raises: WidthsError, CheckpointError, naming the tensor."""
         modules = {name.rpartition(".")[0] for name in names}
-        for name in self.needed_names():
-            module, _, kind = name.rpartition(".")
+        for module, linear in self.linear_layers():
             # quantized weights have other names, such as weight_packed
-            if name not in names and not (self.is_quantized and kind == "weight" and module in modules):
-                raise CheckpointError(f"tensor {name} is missing; download it or run ddp-vllm apply again")
+            has_weight = f"{module}.weight" in names or (self.is_quantized and module in modules)
+            has_bias, needs_bias = f"{module}.bias" in names, linear.bias is not None
+            if not has_weight or (needs_bias and not has_bias):
+                raise CheckpointError(
+                    f"tensor {module}.{'bias' if has_weight else 'weight'} is missing; download it or run ddp-vllm "
+                    "apply again"
+                )
+            if has_bias and not needs_bias:
+                raise CheckpointError(f"vLLM's {type(linear).__name__} has no bias for tensor {module}.bias; remove it")
+        self.widths.check_complete(names)
 
     def _checked(
         self, weights: Iterable[tuple[str, torch.Tensor]], names: set[str]
@@ -110,4 +108,4 @@ class CheckedLoading:
             if name in names and not self.is_loaded:
                 raise CheckpointError(f"tensor {name} occurs twice; remove the file that is not part of the model")
             names.update(self.widths.checked([(name, tensor.shape, str(tensor.dtype))]))
-            yield name, self.fitted(name, tensor)
+            yield name, pad(name, tensor, self.widths, get_tensor_model_parallel_world_size(), self.block)

@@ -1,10 +1,14 @@
-"""Compiles and calls our kernel for experts of different widths on a CPU with AVX-512 BF16.
+"""Runs experts of different widths on a CPU: with our kernel for AVX-512 BF16, or in a PyTorch loop
+over the experts.
 
 `moe_cpu_rows.cpp` describes the kernel. It is compiled on the machine it runs on, in seconds, by
 `$CXX` (GCC 11 or newer) or else g++, which vLLM on a CPU requires anyway, and cached. It reads the
-packed rows directly, so its time is proportional to their bytes. Where it does not run (other
-processors and dtypes, no compiler) `moe_cpu` loops over the experts. The loop also runs on
-processors with Intel's AMX, whose tiles PyTorch uses and this kernel does not.
+packed rows directly, so its time is proportional to their bytes. The loop serves where the kernel
+does not run (other processors and dtypes, no compiler), and processors with Intel's AMX, whose
+tiles PyTorch uses and this kernel does not.
+
+Letters: T tokens, H hidden size, K experts per token. A position is an expert's index in
+    `ExpertLayout.order`.
 """
 
 import contextlib
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ddp_vllm.cache import cache_folder, is_own
 from ddp_vllm.errors import OutputError
@@ -89,6 +94,46 @@ def ragged_moe(
     if failed == OUT_OF_MEMORY:
         raise MemoryError(f"not enough memory for the hidden activations of {len(x_TH)} tokens")
     return y_TH
+
+
+def loop_over_experts(
+    x_TH: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    layout_3E: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    limit: float | None = None,
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. The sum over K is float32, rounded
+    once.
+
+    FP8 weights are dequantized to float32, expert by expert, at every call.
+    """
+    ids_TK = topk_ids_TK if expert_map is None else torch.where(topk_ids_TK < 0, -1, expert_map[topk_ids_TK])
+    # reading at -1 is harmless: the result is masked
+    positions_TK = torch.where(ids_TK < 0, -1, layout_3E[0, ids_TK])
+    _, offsets, widths = layout_3E.tolist()
+    y_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
+    for position in positions_TK.unique().tolist():
+        if position < 0:  # not an expert of this rank, or one without rows
+            continue
+        rows = slice(offsets[position], offsets[position] + widths[position])
+        tokens, slots = (positions_TK == position).nonzero(as_tuple=True)
+        x, gate, up, down = x_TH[tokens], w13[0, rows], w13[1, rows], w2[rows]
+        if w13_scale is not None and w2_scale is not None:
+            gate_scale, up_scale = w13_scale[:, rows, None]
+            x, gate, up = x.float(), gate.float() * gate_scale, up.float() * up_scale
+            down = down.float() * w2_scale[position]
+        gates, ups = x @ gate.t(), x @ up.t()
+        if limit is not None:
+            gates, ups = gates.clamp_(max=limit), ups.clamp_(-limit, limit)
+        hidden = F.silu(gates) * ups
+        y_TH.index_add_(0, tokens, (hidden @ down) * topk_weights_TK[tokens, slots, None])
+    return y_TH.to(x_TH.dtype)
 
 
 @cache

@@ -13,15 +13,15 @@ Letters of the shape suffixes: T tokens, H hidden size, K experts per token (top
 this rank, S rows of all experts together, w the width of one expert.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ddp_plugins import moe_cpu
+from ddp_plugins import moe_cpu_rows
+from ddp_vllm.huge_pages import on_huge_pages
 
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 FP8 = torch.float8_e4m3fn
 ROW_ALIGNMENT = 16  # rows; the smallest tile of a tensor core, and 32 bytes of a bf16 column
 
@@ -155,7 +155,10 @@ def finish_weights(layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor) ->
     for start, width, padded in zip(layout.offsets, layout.widths, layout.padded, strict=True):
         w13[:, start + width : start + padded] = 0
         w2[start + width : start + padded] = 0
-    return moe_cpu.finish_weights(w13, w2) if w13.device.type == "cpu" else (w13, w2)
+    if w13.device.type != "cpu":
+        return w13, w2
+    moe_cpu_rows.serves(w2)  # compile the kernel now, or log why the loop runs instead
+    return on_huge_pages(w13), on_huge_pages(w2)
 
 
 def ragged_moe(
@@ -222,9 +225,9 @@ def _launch(
     assert {t.device for t in (w13, w2, layout_3E, topk_weights_TK, topk_ids_TK)} == {x_TH.device}
     if x_TH.device.type == "cpu":
         arguments = (x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map, limit)
-        if w13_scale is not None and w2_scale is not None:
-            return moe_cpu.loop_over_experts(*arguments, (w13_scale, w2_scale))
-        return moe_cpu.choose(w2)(*arguments)
+        if moe_cpu_rows.serves(w2):
+            return moe_cpu_rows.ragged_moe(*arguments)
+        return moe_cpu_rows.loop_over_experts(*arguments, w13_scale, w2_scale)
     from ddp_plugins import moe_kernel  # Triton is not installed with every CPU version of torch
 
     return moe_kernel.ragged_moe(
@@ -241,15 +244,3 @@ LIBRARY = torch.library.Library("ddp_vllm", "FRAGMENT")
 LIBRARY.define("ragged_moe" + torch.library.infer_schema(_launch, mutates_args=()))
 LIBRARY.impl("ragged_moe", _launch, "CompositeExplicitAutograd")
 torch.library.register_fake("ddp_vllm::ragged_moe", _fake, lib=LIBRARY)
-
-
-def build_experts(experts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Run:
-    """Pack experts (gate `[w, H]`, up `[w, H]`, down `[H, w]`) and return a function of x, weights
-    and ids, for the benchmarks of kernels."""
-    layout = ExpertLayout.of([len(gate) for gate, _, _ in experts])
-    like = experts[0][0]
-    w13, w2 = empty_weights(layout, like.shape[1], like.dtype, like.device)
-    for expert, matrices in enumerate(experts):
-        pack_expert(layout, w13, w2, expert, *matrices)
-    w13, w2 = finish_weights(layout, w13, w2)
-    return lambda x_TH, weights_TK, ids_TK: ragged_moe(x_TH, w13, w2, layout, weights_TK, ids_TK)

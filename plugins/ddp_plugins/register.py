@@ -56,6 +56,7 @@ def register_models() -> None:
         ModelArchConfigConvertorBase,
     )
 
+    from ddp_plugins.any_model import WidthsConfig
     from ddp_plugins.in_place import register_parser
     from ddp_plugins.limits import Limits
     from ddp_vllm.remote_code.configuration_ddp import CONFIGS
@@ -77,7 +78,4 @@ def register_models() -> None:
         # last, so that no model is served without its limits
         ModelRegistry.register_model(architecture, path)
     register_parser()
-
-    from ddp_plugins.any_model import WidthsConfig  # last: an older vLLM may lack what it imports
-
     register_quantization_config(METHOD)(WidthsConfig)

@@ -59,13 +59,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def halved(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of that Llama pruned: its first layer has 41 of 96 channels, its second no attention."""
     torch = pytest.importorskip("torch")
-    from ddp_prune import export
-    from ddp_prune.models import source
+    from seams import cut, open_source
 
     gates = {"attn": torch.tensor([[1.2], [0.0]]), "mlp": torch.ones(2, 96)}
     gates["mlp"][0, 41:] = 0.0
     folder = tmp_path_factory.mktemp("pruned") / "halved"
-    export.export(source.open_source(str(tiny)), gates, folder, head_unit="kv-group", provenance={})
+    cut(open_source(str(tiny)), gates, folder, "kv-group")
     return folder
 
 

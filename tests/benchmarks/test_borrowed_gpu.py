@@ -28,6 +28,7 @@ def run(call: str, out: Path, *options: object, code: int = 0, **environment: st
     return steps
 
 
+@pytest.mark.nightly
 def test_the_steps_without_vllm(tmp_path: Path) -> None:
     steps = run("1", tmp_path, "--only", "probe,tiles")
     assert steps["probe"]["result"]["copy_tb_s"] > 0

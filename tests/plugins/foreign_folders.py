@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from seams import GatedModel
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from activation_scores import flap
-from ddp_prune.core.gates import GatedModel
 from ddp_vllm.families import dimensions_of, family_of
 from scores import observe_projections
 

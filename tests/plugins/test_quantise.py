@@ -13,12 +13,11 @@ from click.testing import Result
 from commands import assert_refused, invoke
 from quantized import GROUP, ROWS_OF_INT8, state_quantization, unpack
 from safetensors.torch import load_file
+from seams import load_model as load_eval_model
+from seams import open_model
 from serving import Serve, job
 from tiny_models import PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
 from torch import nn
-
-from ddp_prune.fidelity import open_model
-from ddp_prune.models.loading import load_model as load_eval_model
 
 PACKAGES = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 FP8_TOP, INT8_TOP = 448.0, 127  # largest numbers of float8_e4m3 and of int8

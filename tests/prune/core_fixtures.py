@@ -18,7 +18,7 @@ SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} cloud
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models say nothing worth 64 tokens."""
-    monkeypatch.setattr("ddp_prune.models.evaluation.SAMPLE_TOKENS", 3)
+    monkeypatch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,7 +96,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tokenizer(tiny_model: Path) -> PreTrainedTokenizerFast:
     """Of the tiny model; it is the test's own, to change."""
-    from ddp_prune.text.tokens import load_tokenizer
+    from seams import load_tokenizer
 
     return load_tokenizer(str(tiny_model))
 
@@ -104,7 +104,7 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerFast:
 @pytest.fixture
 def load(tokenizer: PreTrainedTokenizerFast, cache: Path) -> Callable[..., Any]:
     """Load blocks of 16 tokens, 3 of them held out, as many as there are; with an empty cache at first."""
-    from ddp_prune.text.blocks import load_blocks
+    from seams import load_blocks
 
     def load(data: Path | str, tokenizer: Any = tokenizer, **changes: Any) -> Any:
         sizes = {"seq_len": 16, "train_blocks": 10_000, "heldout_blocks": 3, "min_train_blocks": 2, "seed": 0}
@@ -125,7 +125,7 @@ def write_texts(tmp_path: Path) -> Callable[[str, list[str]], Path]:
     return write
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def dense(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that makes the dense folder of a model, once."""
     made: dict[str, Path] = {}

@@ -10,9 +10,8 @@ import pytest
 from commands import assert_refused, invoke, passed
 from latency_profiles import written
 from runs import prune
+from seams import Recipe, load_recipes, plan, verbs
 
-from ddp_prune import plan, verbs
-from ddp_prune.recipe import Recipe, load_recipes
 from ddp_vllm.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")

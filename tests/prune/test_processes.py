@@ -7,28 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from runs import pools_of
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from seams import GatedModel, Learned, Recipe, Run, Unsaved, learn, load_model, load_sharded, open_source, pools_of
+from transformers import Gemma2Config, Gemma2ForCausalLM
 from two_processes import (
     BLOCKS,
     SETTINGS,
     command_line,
-    keep_weights,
     launch,
     learn_in_two,
     sum_gradients,
     summed_gradients,
 )
 
-from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import learn
-from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.trainer import Learned
-from ddp_prune.models.loading import load_model, load_sharded
-from ddp_prune.models.source import open_source
-from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
 from ddp_vllm.errors import ModelError
 
 PRUNE = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "4", "--seq-len", "16"]
@@ -118,27 +109,6 @@ def test_gradients_of_cut_weights_are_summed_in_float32(
         assert gradient.any(), name
         distances[name] = float((two[name] - gradient).norm() / gradient.norm())
     assert max(distances.values()) < 1e-5, max(distances.items(), key=lambda item: item[1])
-
-
-@pytest.mark.nightly
-def test_only_the_main_process_gathers_weights(tmp_path: Path) -> None:
-    """Of 75 MB of state, process 1 never holds more than its own part and a tensor."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=384, intermediate_size=1366, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=48, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path / "model")
-    state = 3 * sum(each.nbytes for name, each in model.named_parameters() if "embed" not in name)
-    for code, _, stderr in launch(tmp_path, keep_weights, str(tmp_path / "model"), tmp_path):
-        assert code == 0, stderr
-    main, other = (json.loads((tmp_path / f"memory-{rank}.json").read_text()) for rank in (0, 1))
-    for name in ("cut", "whole", "cut in 8 bits"):
-        assert main[name]["same"] and other[name]["same"], name
-        for part in ("finish",) if "8" not in name else ():  # a step without a compiler takes more
-            assert not other[name][part] > state / 6, (name, part, other[name][part], state)
-    assert main["free"] == other["free"] == 500  # what is decided by it agrees
 
 
 def test_what_one_process_meets_ends_all(learned: tuple[Learned, Path]) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy
 import pytest
+from seams import AlmSettings, Recipe, RecoveryRecipe, Run, load_recipe, load_recipes
 
-from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
-from ddp_prune.recovery_recipe import RecoveryRecipe
-from ddp_prune.run import Run
 from ddp_vllm.errors import SettingError
 
 GIVEN = {"model": "m", "sparsity": 0.2}

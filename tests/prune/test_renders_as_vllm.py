@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from chat_templates import QWEN3
-from test_documents import document
+from seams import document
 
 HERMES = (  # Qwen2.5: a system turn of its own, calls and tools as JSON
     "{%- if tools %}{{- '<|im_start|>system\n' }}"

@@ -20,28 +20,34 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
-from runs import pools_of, saved_in
 from safetensors.torch import save_file
+from seams import (
+    GatedModel,
+    OutputHead,
+    Recipe,
+    Run,
+    TrainedWeights,
+    Trainer,
+    distill,
+    final_hidden,
+    learn,
+    load_model,
+    load_sharded,
+    open_source,
+    pools_of,
+    raise_on_all_ranks,
+    resolve,
+    saved_in,
+)
+from seams import loop_module as train_module
 
-from ddp_prune.core import loop as train_module
-from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import learn
-from ddp_prune.core.loss import OutputHead, distill, final_hidden
-from ddp_prune.core.passes import free_memory, peak_bytes, reset_peak
-from ddp_prune.core.processes import local_part, raise_on_all_ranks
-from ddp_prune.core.trainer import Trainer
-from ddp_prune.core.weights import TrainedWeights
-from ddp_prune.models.loading import load_model, load_sharded
-from ddp_prune.models.source import open_source
-from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
 from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
 SETTINGS: dict[str, Any] = {
     "sparsity": 0.4, "steps": 12, "batch_size": 4, "seq_len": 16, "save_every": 3, "micro_batch_size": 1,
 }  # fmt: skip
-SLOW_TO_IMPORT = ["ddp_prune.recover", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
+SLOW_TO_IMPORT = ["seams", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
 PATIENCE = 1200  # seconds, for a busy machine
 
 
@@ -91,7 +97,7 @@ def command_line(*arguments: str) -> None:
 
 def timed_command_line(*arguments: str) -> None:
     """Be `ddp-vllm` where a step of pruning takes 0.05 seconds, and two are enough."""
-    with patch("ddp_prune.resolve.FEWEST_STEPS", 2), patch("ddp_prune.resolve.seconds_a_step", lambda *_: 0.05):
+    with patch.object(resolve, "FEWEST_STEPS", 2), patch.object(resolve, "seconds_a_step", lambda *_: 0.05):
         command_line(*arguments)
 
 
@@ -190,51 +196,4 @@ def sum_gradients(model: str, folder: Path) -> None:
     found = summed_gradients(cut, accelerator, range(rank, 4, world))
     if rank == 0:
         save_file(found, folder / "gradients")
-    accelerator.end_training()
-
-
-def keep_weights(model: str, folder: Path) -> None:
-    """Save weights that learn, cut and whole, resume them and finish.
-
-    `memory-<rank>.json` has the bytes by which the peak at the end exceeds what a process keeps; and `free`, what a
-    process takes for free where process 0 has 1,000 bytes and process 1 has 500.
-    """
-    accelerator = Accelerator(cpu=True)
-    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    source, peaks = open_source(model), dict[str, Any]()
-
-    def measured(work: Callable[[], Any]) -> float:
-        before = reset_peak(device)
-        work()
-        return peak_bytes(device) - before
-
-    torch.compiler.set_stance("force_eager")
-    for name in ("cut", "whole", "cut in 8 bits"):
-        cut, optimizer = name != "whole", "adamw-8bit" if "8" in name else "adamw"
-        dtype = "bfloat16" if "8" in name else "float32"
-        learns = load_sharded(source, dtype, device, world) if cut else load_model(source, dtype)
-        weights = TrainedWeights(learns, accelerator, optimizer=optimizer)
-        weights.sums = {name: master.detach() * 0.1 for name, master in weights.masters.items()}
-        weights.step(1e-3, 0.5)
-
-        def held(weights: TrainedWeights = weights) -> list[torch.Tensor]:
-            moments = [weights.optimizer.state[each] for each in weights.moved.values()]
-            every = [*weights.masters.values(), *weights.trained.values()]
-            every += [each[key] for each in moments for key in ("exp_avg", "exp_avg_sq")]
-            return [getattr(each, "codes", each) for each in (local_part(each.detach()) for each in every)]
-
-        before = [tensor.clone() for tensor in held()]
-        with saved_in(folder / name, Recipe(model=model, **SETTINGS)) as progress:
-            progress.save(1, weights.state(), {})
-            for tensor in held():
-                tensor.zero_()
-            weights.optimizer.state.clear()  # as in a process that has just started
-            saved = progress.resume(weights.like)
-        assert saved
-        weights.restore(saved.step, saved.tensors)
-        same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
-        peaks[name] = {"finish": measured(weights.finish), "same": all(same)}
-    with patch("ddp_prune.core.passes.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
-        peaks["free"] = free_memory(accelerator)
-    (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()

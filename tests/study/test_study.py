@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from seams import read_masks
 
 import study
-from ddp_prune.masks_file import read_masks
 from findings import CELLS, STUDY_FILE, write_study
 from rows import METHODS
 from scores import Score, even_support

@@ -1,5 +1,6 @@
 """Blocks of tokens: their content, their first token, their cache, which of them are held out, and who takes turns."""
 
+import hashlib
 import itertools
 import json
 import re
@@ -13,14 +14,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seams import (
+    Document,
+    Tokens,
+    blocks_module,
+    check_watched,
+    cut_document,
+    excerpts_of,
+    hash_of,
+    hold_out,
+    leading_bos,
+    load_blocks,
+    sources_of,
+    take_turns,
+    tokenize,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
-from ddp_prune.text import blocks as blocks_module
-from ddp_prune.text.blocks import check_watched, cut, excerpts_of, hold_out, take_turns
-from ddp_prune.text.documents import Document, hash_of
-from ddp_prune.text.rows import sources_of
-from ddp_prune.text.tokens import Tokens, leading_bos, load_tokenizer
-from ddp_vllm.errors import ModelError, OutputError, TextError
+from ddp_vllm.errors import TextError
 from ddp_vllm.provenance import bare_name
 
 Write = Callable[[str, list[str]], Path]
@@ -34,29 +47,68 @@ def jsonl(write_texts: Write) -> Path:
     return write_texts("plain.jsonl", DOCUMENTS)
 
 
-@pytest.fixture
-def beginning(tokenizer: Any) -> Any:
-    """As Llama-3's: it begins every text with BOS."""
-    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(BOS)
-    added = TemplateProcessing(single="BOS $A", special_tokens=[("BOS", BOS)])
-    tokenizer.backend_tokenizer.post_processor = added
-    return tokenizer
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ (m.content or '') + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WORDS = ["fox", "crow", "cheese", "river", "cloud", "harbour", "boat", "lantern", "winter", "bread"]
+GOLDEN = {  # data, other sizes -> training blocks, loss mask, held-out blocks
+    "plain.jsonl": ("eebbe5874564", "7b9e7b8c3c5f", "716b803246c8"),
+    "plain.jsonl, seed 3": ("93b0e9278f63", "7b9e7b8c3c5f", "716b803246c8"),
+    "book.txt": ("dcb04a64a444", "7b9e7b8c3c5f", "b97c3aee7a8c"),
+    "chats.jsonl": ("830a086c742d", "50e1dcedfee3", "6396c8b9020f"),
+    "plain.jsonl:2,chats.jsonl": ("33c05cb6f43b", "443e0da2ec94", "716b803246c8"),
+}
 
 
-def test_documents_are_whole_shuffled_and_joined_by_eos(jsonl: Path, load: Callable[..., Any], tokenizer: Any) -> None:
-    orders = []
-    for seed in (0, 1, 0):
-        blocks = load(jsonl, seed=seed)
-        assert blocks.train.shape[1:] == (SEQ_LEN,) and blocks.heldout.shape == (3, SEQ_LEN)
-        assert blocks.train.dtype == blocks.heldout.dtype == torch.int64
-        halves = (tokenizer.decode(part.flatten()).split("<eos>")[1:-1] for part in (blocks.heldout, blocks.train))
-        documents = [text.removeprefix(" ") for half in halves for text in half]  # ByteLevel puts a blank before each
-        assert len(set(documents)) == len(documents) >= len(DOCUMENTS) - 4 and set(documents) <= set(DOCUMENTS)
-        orders.append(documents)
-    assert orders[0] == orders[2] != orders[1]
+def write_golden_texts(folder: Path) -> None:
+    plain = [
+        " ".join(f"the {WORDS[i * j % 10]} {i * j} sees a {WORDS[(i + j) % 10]}." for j in range(9)) for i in range(80)
+    ]
+    chats = []
+    for i in range(60):
+        question = {"role": "user", "content": f"how many {WORDS[i % 10]} are {i}?"}
+        answer = {"role": "assistant", "content": f"{i} {WORDS[i % 7]}, I think."}
+        again = [{"role": "user", "content": "why?"}, answer | {"content": f"because {i}", "weight": 0}]
+        chats.append({"messages": [question, answer, *again[: 2 * (i % 2)]]})
+    for name, rows in (("plain.jsonl", [{"text": text} for text in plain]), ("chats.jsonl", chats)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "book.txt").write_text(
+        " ".join(f"rain fell on the {WORDS[i % 10]} while {i} boats waited." for i in range(200))
+    )
 
 
-def _pieces(tokens_BT: torch.Tensor, eos: int) -> set[tuple[int, ...]]:
+def digest(values: torch.Tensor) -> str:
+    content = f"{list(values.shape)}".encode() + values.to(torch.int32).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_texts_become_the_same_tokens_loss_masks_and_held_out_excerpts_as_ever(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """A change of one of these values means that a saved run, a token cache and published figures belong to other
+    text. The tokenizer has a token per byte, and two special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": 0, "<|im_start|>": 1, "<|im_end|>": 2} | {part: 3 + i for i, part in enumerate(alphabet)}
+    raw = Tokenizer(models.BPE(vocabulary, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<eos>", additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=CHATML,
+    )  # fmt: skip
+    write_golden_texts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    data, _, seed = case.partition(", seed ")
+    blocks = load_blocks(
+        data, tokenizer, seq_len=32, train_blocks=40, heldout_blocks=4, min_train_blocks=2, seed=int(seed or 0)
+    )
+    assert tuple(map(digest, (blocks.train, blocks.loss_mask, blocks.heldout))) == GOLDEN[case]
+
+
+def pieces(tokens_BT: torch.Tensor, eos: int) -> set[tuple[int, ...]]:
     """Return what lies between two EOS, as tokens."""
     stream = tokens_BT.flatten().tolist()
     ends = [place for place, token in enumerate(stream) if token == eos]
@@ -64,20 +116,23 @@ def _pieces(tokens_BT: torch.Tensor, eos: int) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("bos", [True, False])
-def test_every_block_begins_with_bos_where_every_text_does(
-    bos: bool, jsonl: Path, load: Callable[..., Any], beginning: Any
+def test_documents_are_whole_and_every_block_begins_with_bos_where_every_text_does(
+    bos: bool, jsonl: Path, load: Callable[..., Any], tokenizer: Any
 ) -> None:
-    """Without it, the blocks are one stream of whole documents; SmolLM2 has a BOS, and puts none before a text."""
-    if not bos:
-        beginning.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
-    assert leading_bos(beginning) == [BOS] * bos
-    expected = {tuple(beginning(text, add_special_tokens=False)["input_ids"]) for text in DOCUMENTS}
+    """As Llama-3's tokenizer adds it; SmolLM2 has a BOS, and puts none before a text."""
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(BOS)
+    added = TemplateProcessing(single="BOS $A" if bos else "$A", special_tokens=[("BOS", BOS)] * bos)
+    tokenizer.backend_tokenizer.post_processor = added
+    assert leading_bos(tokenizer) == [BOS] * bos
+    expected = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in DOCUMENTS}
     for _ in range(2):  # the second time from the cache
-        blocks = load(jsonl, beginning, heldout_blocks=20)
+        blocks = load(jsonl, tokenizer, heldout_blocks=20)
+        found = []
         for part in (blocks.heldout, blocks.train):
-            assert part.shape[1] == SEQ_LEN and bool((part[:, 0] == BOS).all()) == bos
-            pieces = _pieces(part[:, int(bos) :], beginning.eos_token_id)
-            assert pieces and pieces <= expected
+            assert part.shape[1] == SEQ_LEN and part.dtype == torch.int64
+            assert bool((part[:, 0] == BOS).all()) == bos
+            found.append(pieces(part[:, int(bos) :], tokenizer.eos_token_id))
+        assert all(found) and found[0] | found[1] <= expected and not found[0] & found[1]
 
 
 def test_the_cache_is_keyed_by_content(
@@ -103,10 +158,9 @@ def test_the_cache_is_keyed_by_content(
 
 
 @pytest.mark.parametrize(("place", "left"), [(40, None), (-1, None), (0, 20)])
-def test_a_flipped_bit_in_the_cache_is_found(
+def test_a_flipped_bit_or_a_missing_end_in_the_cache_is_found(
     place: int, left: int | None, jsonl: Path, load: Callable[..., Any], cache: Path
 ) -> None:
-    """And a missing end."""
     first = load(jsonl)
     (file,) = (cache / "tokens").iterdir()
     content = bytearray(file.read_bytes())
@@ -116,51 +170,26 @@ def test_a_flipped_bit_in_the_cache_is_found(
     assert file.stat().st_mode & 0o777 == 0o600 and blocks_module.saved_blocks(file) is not None
 
 
-def test_a_cache_that_cannot_be_written_is_not_the_texts_fault(
-    jsonl: Path, load: Callable[..., Any], cache: Path
-) -> None:
-    cache.write_text("a file where the folder should be")
-    with pytest.raises(OutputError, match=f"the cache {cache} cannot be written .*DDP_VLLM_CACHE"):
-        load(jsonl)
-    cache.unlink()
-    cache.mkdir()
-    (cache / "tokens").write_text("the same, one floor down")
-    with pytest.raises(OutputError, match=f"the cache {cache} cannot be written"):
-        load(jsonl)
-
-
-def test_a_tokenizer_without_eos_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
-    settings = json.loads((tiny_model / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
-    with pytest.raises(ModelError, match="no EOS"):
-        load_tokenizer(str(tmp_path))
-
-
-def _texts(name: str, count: int, words: int = 30) -> list[str]:
+def texts_of(name: str, count: int, words: int = 30) -> list[str]:
     return [" ".join(f"{name}{i}.{j}" for j in range(words)) for i in range(count)]
 
 
-def _cut(text: str, size: int) -> list[str]:
-    return [excerpt.text for excerpt in cut(Document(text), size)]
-
-
-def _found(tokenizer: Any, tokens_BT: torch.Tensor) -> set[str]:
+def found_in(tokenizer: Any, tokens_BT: torch.Tensor) -> set[str]:
     """Return the documents of which a whole word is in these blocks."""
     return set(re.findall(r"\b([a-z]\d+)\.", tokenizer.decode(tokens_BT.flatten())))
 
 
 @pytest.mark.parametrize("words", [3, 300])
 def test_held_out_text_is_the_same_for_any_seed_number_of_steps_and_order_of_documents(
-    words: int, load: Callable[..., Any], tokenizer: Any, write_texts: Write
+    words: int, load: Callable[..., Any], write_texts: Write
 ) -> None:
     """And more of it is the same and then other documents."""
-    a, b = _texts("a", 100, words), _texts("b", 100, words)
+    a, b = texts_of("a", 100, words), texts_of("b", 100, words)
     data = f"{write_texts('a.jsonl', a)},{write_texts('b.jsonl', b)}"
     first = load(data, seed=0)
     for seed, train_blocks in ((1, 10_000), (0, 40), (2, 7)):
         assert torch.equal(load(data, seed=seed, train_blocks=train_blocks).heldout, first.heldout)
+    assert torch.equal(load(data, seed=0).train, first.train)
     assert not torch.equal(load(data, seed=1).train, first.train)
     assert torch.equal(load(data, heldout_blocks=9).heldout[:3], first.heldout)
     write_texts("a.jsonl", a[::-1])
@@ -171,9 +200,9 @@ def test_held_out_text_is_the_same_for_any_seed_number_of_steps_and_order_of_doc
 def test_no_document_is_both_held_out_and_trained_on(
     heldout_blocks: int, load: Callable[..., Any], tokenizer: Any, write_texts: Write
 ) -> None:
-    data = ",".join(str(write_texts(f"{name}.jsonl", _texts(name, 100))) for name in "abc")
+    data = ",".join(str(write_texts(f"{name}.jsonl", texts_of(name, 100))) for name in "abc")
     blocks = load(data, heldout_blocks=heldout_blocks)
-    heldout, trained = (_found(tokenizer, part) for part in (blocks.heldout, blocks.train))
+    heldout, trained = (found_in(tokenizer, part) for part in (blocks.heldout, blocks.train))
     assert heldout and not heldout & trained
     assert {document[0] for document in trained} == set("abc")
     assert heldout_blocks < 60 or {document[0] for document in heldout} == set("abc")
@@ -181,8 +210,8 @@ def test_no_document_is_both_held_out_and_trained_on(
 
 def test_a_copy_in_another_source_is_held_out_too(load: Callable[..., Any], tokenizer: Any, write_texts: Write) -> None:
     """This also holds if one source is so short that its excerpts count as documents, and the other is not."""
-    texts = _texts("a", 6, 300)
-    short, long = write_texts("a.jsonl", texts), write_texts("b.jsonl", texts + _texts("b", 200))
+    texts = texts_of("a", 6, 300)
+    short, long = write_texts("a.jsonl", texts), write_texts("b.jsonl", texts + texts_of("b", 200))
     for data in (f"{short},{long}", f"{long},{short}"):
         blocks = load(data, heldout_blocks=9)
         heldout, trained = (
@@ -206,16 +235,14 @@ def test_text_of_which_a_part_is_trained_on_is_not_watched(
     words: int, load: Callable[..., Any], write_texts: Write
 ) -> None:
     """Whatever its name, its order and its other text; text that is only held out may be watched."""
-    texts, only = _texts("a", 60, words), {"train_blocks": 1, "min_train_blocks": 0}
+    texts, only = texts_of("a", 60, words), {"train_blocks": 1, "min_train_blocks": 0}
     blocks = load(write_texts("a.jsonl", texts), heldout_blocks=2)
-    other = load(write_texts("b.jsonl", _texts("b", 60, words)), heldout_blocks=40, **only)
+    other = load(write_texts("b.jsonl", texts_of("b", 60, words)), heldout_blocks=40, **only)
     check_watched(other, "b.jsonl", blocks, "a.jsonl")
-    mixed = write_texts("c.jsonl", [*_texts("b", 30, words), *texts[:30][::-1]])
+    mixed = write_texts("c.jsonl", [*texts_of("b", 30, words), *texts[:30][::-1]])
     for _ in range(2):  # the second time from the cache
         watched = load(mixed, heldout_blocks=40, **only)
-        with pytest.raises(
-            TextError, match=r"a\.jsonl trains on \d+ of the \d+ excerpts that are held out of c\.jsonl; pass"
-        ):
+        with pytest.raises(TextError, match=r"a\.jsonl trains on \d+ of the \d+ excerpts that are held out of c\.js"):
             check_watched(watched, "c.jsonl", blocks, "a.jsonl")
     again = load(write_texts("d.jsonl", texts), heldout_blocks=2, **only)
     assert again.heldout.equal(blocks.heldout)
@@ -239,14 +266,16 @@ def test_each_excerpt_is_either_held_out_or_trained_on(
         def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
             return {"input_ids": [[ord(character) for character in text] for text in texts]}
 
+    def excerpts(text: str) -> list[str]:
+        return [excerpt.text for excerpt in cut_document(Document(text), size)]
+
     documents = sorted({text for corpus in corpora for text in corpus}, key=hash_of)
     tokens, hidden = hold_out(map(Document, documents), Characters(), size, wanted)
-    assert len(tokens.ids) == wanted or hidden == {excerpt for text in documents for excerpt in _cut(text, size)}
+    assert len(tokens.ids) == wanted or hidden == {excerpt for text in documents for excerpt in excerpts(text)}
     for corpus in corpora:
         trained = [excerpt.text for excerpt in excerpts_of(map(Document, corpus), size, seed, hidden)]
-        assert sorted(trained) == sorted(
-            excerpt for text in corpus for excerpt in _cut(text, size) if excerpt not in hidden
-        )
+        left = [excerpt for text in corpus for excerpt in excerpts(text) if excerpt not in hidden]
+        assert sorted(trained) == sorted(left)
 
 
 @settings(max_examples=25)
@@ -268,13 +297,27 @@ def test_a_source_gives_as_many_documents_in_a_row_as_it_has_turns(counts: list[
 @given(text=st.text(st.sampled_from("ab \n")), size=st.integers(1, 12))
 def test_a_document_consists_of_its_excerpts(text: str, size: int) -> None:
     """This also holds if blanks are further apart than an excerpt is long; and an excerpt is not cut again."""
-    excerpts = cut(Document(text), size)
+    excerpts = cut_document(Document(text), size)
     assert "".join(excerpt.text for excerpt in excerpts) == text and all(excerpt.text for excerpt in excerpts)
     assert len(excerpts) == (max(1, round(len(text) / size)) if text else 0)
-    assert all(cut(excerpt, size) == [excerpt] for excerpt in excerpts if size >= 5 or len(excerpt.text) < 1.5 * size)
+    for excerpt in excerpts:
+        assert (size < 5 and len(excerpt.text) >= 1.5 * size) or cut_document(excerpt, size) == [excerpt]
 
 
-def test_one_file_by_two_names_is_one_source(tmp_path: Path, write_texts: Write) -> None:
+def test_an_excerpt_from_within_an_answer_is_in_the_loss(tokenizer: Any) -> None:
+    """But not the EOS after the excerpt."""
+    question, answer, rest = "<user>tell me     <assistant>", "words and more " * 20, "<eos><user>thanks<eos>"
+    loss_mask = np.repeat([False, True, False], [len(question), len(answer), len(rest)])
+    first, *middle, last = tokenize(cut_document(Document(question + answer + rest, loss_mask), 60), tokenizer)
+    assert len(middle) > 2
+    for tokens in middle:
+        assert tokens.loss_mask[:-1].all() and not tokens.loss_mask[-1]
+    for tokens in (first, last):
+        assert tokens.loss_mask.any() and not tokens.loss_mask[:-1].all()
+
+
+def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Callable[..., Any]) -> None:
+    """One file by two names is one source, and a missing name is refused."""
     file = write_texts("a.jsonl", ["fox"])
     (tmp_path / "x").mkdir()
     assert sources_of(f"{file},{tmp_path / '.' / 'x' / '..' / 'a.jsonl'}") == [str(file)] * 2
@@ -283,47 +326,38 @@ def test_one_file_by_two_names_is_one_source(tmp_path: Path, write_texts: Write)
         (tmp_path / name).write_text("{}")
         assert sources_of(f"{tmp_path}/{name}") == [f"{tmp_path}/{name}"]
     assert bare_name(f"{file}:3,owner/name:3") == "a.jsonl:3,owner/name:3"
-
-
-@pytest.mark.parametrize("data", ["", "a.jsonl, ,b.jsonl"])
-def test_a_missing_name_of_a_source_is_refused(data: str, load: Callable[..., Any]) -> None:
-    with pytest.raises(TextError, match="name is missing"):
-        load(data)
+    for data in ("", "a.jsonl, ,b.jsonl"):
+        with pytest.raises(TextError, match="name is missing"):
+            load(data)
 
 
 @pytest.fixture(autouse=True)
 def within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test here asks the hub itself."""
-    monkeypatch.setattr("ddp_prune.text.rows.hub_fault", lambda: "")
+    monkeypatch.setattr("seams.rows_module.hub_fault", lambda: "")
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Real streaming, of the local file hub.jsonl under any hub name; the names that were asked for."""
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_hub_dataset_is_streamed_with_a_file(
+    beside: bool, load: Callable[..., Any], tokenizer: Any, write_texts: Write, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Real streaming, of a local file under any hub name."""
     names: list[tuple[Any, ...]] = []
-    load_dataset = datasets.load_dataset
+    load_dataset, hub = datasets.load_dataset, write_texts("hub.jsonl", texts_of("h", 300))
 
     def load_file(*name: Any, split: str, **options: Any) -> Any:
         names.append((*name, split))
         options["split"] = "train"  # the only one of a file
-        file, cache = str(tmp_path / "hub.jsonl"), str(tmp_path / "hub")
-        return load_dataset("json", data_files=file, cache_dir=cache, **options)
+        return load_dataset("json", data_files=str(hub), cache_dir=str(tmp_path / "hub"), **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load_file)
-    return names
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_hub_dataset_is_streamed_beside_a_file(
-    beside: bool, hub: list[Any], load: Callable[..., Any], tokenizer: Any, write_texts: Write
-) -> None:
-    write_texts("hub.jsonl", _texts("h", 300))
-    file = write_texts("file.jsonl", _texts("f", 300))
+    file = write_texts("file.jsonl", texts_of("f", 300))
     data = f"owner/name:part,{file}" if beside else "owner/name:part:validation"
     blocks = [load(data, train_blocks=200, heldout_blocks=4, seed=seed) for seed in (0, 0, 1)]
-    assert set(hub) == {("owner/name", "part", "train" if beside else "validation")}
+    assert set(names) == {("owner/name", "part", "train" if beside else "validation")}
     starts = [text.strip() for text in tokenizer.decode(blocks[0].train.flatten()).split("<eos>")[1:]]
-    assert {start[0] for start in starts} == {"h", "f"} if beside else {"h"}
+    assert {start[0] for start in starts} == ({"h", "f"} if beside else {"h"})
     numbers = [int(re.findall(r"\d+", start)[0]) for start in starts if start[0] == "h"]
     assert numbers != sorted(numbers)  # shuffled among neighbors
     assert torch.equal(blocks[0].heldout, blocks[2].heldout) and not torch.equal(blocks[0].train, blocks[2].train)
@@ -333,7 +367,7 @@ def test_a_hub_dataset_that_breaks_off_is_named(load: Callable[..., Any], monkey
     def refuse(*_: Any, **__: Any) -> Any:
         raise ConnectionError("no hub\nin this test")
 
-    texts = datasets.Dataset.from_dict({"text": _texts("h", 400)}).to_iterable_dataset()
+    texts = datasets.Dataset.from_dict({"text": texts_of("h", 400)}).to_iterable_dataset()
     rows = texts.map(lambda row, place: row if place < 300 else refuse(), with_indices=True)
     for load_dataset in (refuse, lambda *_, **__: rows):
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)

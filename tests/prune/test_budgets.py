@@ -1,0 +1,507 @@
+"""Budgets in units, parameters, FLOPs, KV-cache bytes and measured time: chosen well, never exceeded, met closely."""
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import invoke, passed
+from family_cases import CASES, SIZES
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from latency_profiles import CONFIG, MIXTURE, written
+from runs import SMALL
+from seams import (
+    Masks,
+    Pool,
+    Recipe,
+    best_support,
+    choose_counts,
+    cut_rows,
+    exact_support,
+    greedy,
+    keep_schedule,
+    make_pools,
+    rank_evenly_per_kv_head,
+    selection,
+)
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config
+
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.costs import attended, prices, whole_model
+from ddp_vllm.errors import SettingError
+from ddp_vllm.families import dense_layers, dimensions_of
+from ddp_vllm.latency import read_profile
+from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.tensor_parallel import tensor_parallel_sizes
+
+
+def whole(budget: float) -> torch.Tensor:
+    """One budget for all."""
+    return torch.tensor([budget], dtype=torch.float64)
+
+
+def best_of(importance: torch.Tensor, choices: list[tuple[int, ...]]) -> float:
+    """Return the most importance that one of these numbers of units per row can keep."""
+    ranked = importance.sort(1, descending=True).values
+    return max(sum(float(row[:n].sum()) for row, n in zip(ranked, choice, strict=True)) for choice in choices)
+
+
+@given(st.integers(1, 40), st.integers(0, 2**31))
+def test_support_has_exactly_the_count_even_with_ties(kept: int, seed: int) -> None:
+    importance = torch.randint(0, 3, (5, 8), generator=torch.Generator().manual_seed(seed)).float()
+    support = exact_support(importance, kept)
+    assert int(support.sum()) == kept
+    assert kept == 40 or importance[support].min() >= importance[~support].max()
+    assert torch.equal(best_support([cut_rows(importance, block=1)], whole(kept))[0], support)  # the general rule
+
+
+@given(st.data())
+def test_aligned_support_has_only_multiples_and_the_highest_importance(data: st.DataObject) -> None:
+    """`align` often does not divide the units of a row."""
+    rows, num_units = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 7))
+    align, kept = data.draw(st.integers(1, num_units)), data.draw(st.integers(1, rows * num_units))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    importance = torch.randint(0, 6, (rows, num_units), generator=generator).float()  # ties too
+    most = min(kept // align, rows * (num_units // align)) * align
+    possible = [each for each in itertools.product(range(0, num_units + 1, align), repeat=rows) if sum(each) == most]
+    (support,) = best_support([cut_rows(importance, block=align)], whole(kept))
+    assert tuple(support.sum(1).tolist()) in possible and support.dtype == torch.bool
+    assert float(importance[support].sum()) == best_of(importance, possible)
+    for row, keep in zip(importance, support, strict=True):  # a row keeps its best units
+        assert not keep.any() or keep.all() or row[keep].min() >= row[~keep].max()
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 50), st.integers(0, 2**31))
+def test_query_heads_pay_for_the_kv_head_they_share_once(budget: int, seed: int) -> None:
+    """Four KV heads with three query heads each: against every number of query heads for every KV head."""
+    generator = torch.Generator().manual_seed(seed)
+    importance = torch.randint(0, 20, (4, 3), generator=generator).double()
+    rows = cut_rows(importance, cost_R=torch.full((4,), 2.0), fixed_R=torch.full((4,), 5.0))
+    (kept,) = best_support([rows], whole(budget))
+    possible = [
+        each for each in itertools.product(range(4), repeat=4)
+        if 2.0 * sum(each) + 5.0 * sum(n > 0 for n in each) <= budget
+    ]  # fmt: skip
+    assert 2.0 * int(kept.sum()) + 5.0 * int(kept.any(1).sum()) <= budget
+    assert float(importance[kept].sum()) >= best_of(importance, possible) - float(importance.sum(1).max())
+
+
+def test_rows_without_cost_are_kept() -> None:
+    importance = torch.rand(2, 3)
+    priced, free = (cut_rows(importance, cost_R=torch.full((2,), cost)) for cost in (4.0, 0.0))
+    heads, channels = best_support([priced, free], whole(9.0))
+    assert channels.all() and int(heads.sum()) == 2
+    shared = cut_rows(importance, cost_R=torch.zeros(2), fixed_R=torch.ones(2))
+    assert best_support([shared], whole(1.0))[0].sum(1).sort().values.tolist() == [0, 3]  # whole groups
+    kept = greedy(torch.tensor([[0.0, 1.0, 5.0, 2.0]]), torch.tensor([[0.0, 1.0, 10.0, 1.0]]), whole(2.0))
+    assert kept.tolist() == [[True, True, False, True]]
+
+
+@pytest.mark.parametrize("queries_per_kv", [1, 2, 4])
+def test_query_heads_removed_evenly_leave_every_kv_head_equally_many(queries_per_kv: int) -> None:
+    importance = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    order, kv_heads = rank_evenly_per_kv_head(importance, queries_per_kv), 8 // queries_per_kv
+    (kept,) = best_support([cut_rows(importance, order_RU=order, block=kv_heads)], whole(13))
+    counts = kept.unflatten(1, (kv_heads, queries_per_kv)).sum(-1)
+    assert (counts == counts[:, :1]).all() and int(kept.sum()) == 13 // kv_heads * kv_heads
+    for heads, keep in zip(importance.view(-1, queries_per_kv), kept.view(-1, queries_per_kv), strict=True):
+        assert not keep.any() or keep.all() or heads[keep].min() >= heads[~keep].max()
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.floats(0.0, 1.0), st.booleans(), st.integers(0, 2**31))
+def test_groups_share_the_remaining_budget(groups: int, units: int, keep_ratio: float, priced: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    importance = torch.randint(0, 5, (groups, units), generator=generator).float()  # ties too
+    cost = torch.where(torch.rand(groups, units, generator=generator) < 0.3, 7.0, 1.0) if priced else torch.ones(1)
+    cost = cost.expand(groups, units)
+    budget = keep_ratio * cost.double().sum(1)
+    own = torch.cat([greedy(importance[i : i + 1], cost[i : i + 1], budget[i : i + 1]) for i in range(groups)])
+    kept = greedy(importance, cost, budget)
+    more = kept & ~own
+    assert (kept >= own).all() and (more.sum(1) <= 1).all()
+    assert float((cost * kept).sum()) <= float(budget.sum()) + 1e-6
+    if not priced:
+        assert int(kept.sum()) == int((keep_ratio + 1e-9) * groups * units)
+        passed_over = importance.masked_fill(own, -1.0).amax(1)[~more.any(1)]
+        assert not more.any() or not len(passed_over) or importance[more].min() >= passed_over.max()
+
+
+def test_many_groups_together_use_all_of_the_budget_and_stay_within_it() -> None:
+    """6,144 experts of 768 channels: a tolerance per group would add up. Then blocks that cost 10, 7 and 2."""
+    importance = torch.rand(6144, 768, generator=torch.Generator().manual_seed(0))
+    budget = torch.full((6144,), 0.8 * 768, dtype=torch.float64)
+    assert int(greedy(importance, torch.ones(1).expand_as(importance), budget).sum()) == int(0.8 * 768 * 6144)
+    cost = torch.tensor([[10.0, 10.0], [10.0, 10.0], [2.0, 7.0]])
+    importance = torch.tensor([[50.0, 40.0], [60.0, 30.0], [4.0, 7.0]])
+    kept = greedy(importance, cost, torch.tensor([3.0, 3.0, 3.0], dtype=torch.float64))
+    assert kept.tolist() == [[False, False], [False, False], [True, True]]
+
+
+@pytest.mark.parametrize(("most_choices", "least", "mean"), [(1 << 16, 1.0, 1.0), (1, 0.85, 0.98)])
+def test_counts_are_chosen_as_well_as_by_trying_all(
+    most_choices: int, least: float, mean: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On rows of different lengths whose costs do not grow evenly; an impossible budget is refused."""
+    monkeypatch.setattr(selection, "MOST_CHOICES", most_choices)
+    generator, shares = torch.Generator().manual_seed(0), []
+    columns = torch.cartesian_prod(*[torch.arange(6)] * 4).T
+    for _ in range(50):
+        importance, cost = torch.rand(2, 4, 6, generator=generator).double().cumsum(2)
+        importance[0, 4:], cost[0, 4:] = -torch.inf, torch.inf
+        values, costs = (rows.gather(1, columns).sum(0) for rows in (importance, cost))
+        budget = float(cost[:, 0].sum()) + 2.0
+        chosen = choose_counts(importance, cost, budget)
+        assert cost.gather(1, chosen[:, None]).sum() <= budget
+        shares.append(float(importance.gather(1, chosen[:, None]).sum() / values[costs <= budget].max()))
+    assert min(shares) >= least and sum(shares) / len(shares) >= mean
+    with pytest.raises(SettingError, match="no selection of units meets the budget"):
+        choose_counts(importance, cost, float(cost[:, 0].sum()) - 0.01)
+
+
+DENSE = LlamaConfig(
+    vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=8,
+).to_dict() | {"model_type": "llama"}  # fmt: skip
+MOE = MixtralConfig(
+    vocab_size=320, hidden_size=64, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+).to_dict() | {"model_type": "mixtral"}  # fmt: skip
+SHAPES = {  # enough of a model for its totals: embeddings, and what the layers of DENSE have
+    "model.embed_tokens.weight": [320, 64], "lm_head.weight": [320, 64],
+    **{f"model.layers.{index}.{name}.weight": shape for index in range(3) for name, shape in (
+        ("self_attn.q_proj", [64, 64]), ("self_attn.k_proj", [32, 64]), ("self_attn.v_proj", [32, 64]),
+        ("self_attn.o_proj", [64, 64]), ("mlp.gate_proj", [96, 64]), ("mlp.up_proj", [96, 64]),
+        ("mlp.down_proj", [64, 96]), ("input_layernorm", [64]), ("post_attention_layernorm", [64]),
+    )},
+}  # fmt: skip
+UNPRUNABLE = 2 * 320 * 64 + 6 * 64
+
+
+def pools_for(config: dict[str, Any] = DENSE, head_unit: str = "kv-group", **changes: Any) -> Sequence[Pool]:
+    values = {"model": "m"} | ({} if "target" in changes else {"sparsity": 0.4}) | changes
+    return make_pools(config, SHAPES, dimensions_of(config), head_unit, Recipe(**values))
+
+
+def chosen_by(pools: Sequence[Pool], seed: int = 0) -> Masks:
+    """Round random saliencies of very different sizes, some gates closed."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen: Masks = {}
+    for pool in pools:
+        importance = {kind: torch.rand(shape, generator=generator).pow(4) for kind, shape in pool.shapes.items()}
+        alive = {kind: torch.rand(shape, generator=generator) > 0.3 for kind, shape in pool.shapes.items()}
+        chosen |= pool.choose(importance, alive)
+    return chosen
+
+
+def widths_of(support: Masks, head_unit: str = "kv-group") -> list[LayerWidths]:
+    layers = []
+    for heads, channels in zip(support["attn"], support["mlp"], strict=True):
+        counts = [2] * int(heads.sum()) if head_unit == "kv-group" else [int(n) for n in heads.view(4, 2).sum(1) if n]
+        layers.append(LayerWidths(query_heads_per_kv_head=tuple(counts), intermediate_size=int(channels.sum())))
+    return layers
+
+
+def cost_of(budget: str, layers: list[LayerWidths]) -> float:
+    return sum(p.of(w) for p, w in zip(prices(budget, DENSE, SHAPES, 2048), layers, strict=True))
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["params", "flops", "kv-bytes"]), st.sampled_from(["kv-group", "query-head"]),
+    st.sampled_from(["global", "layer"]), st.floats(0.05, 0.95), st.integers(0, 2**31),
+)  # fmt: skip
+@example("params", "kv-group", "layer", 0.15625, 0)  # a layer keeps every channel and has no room for a KV group
+def test_a_budget_is_met_from_below_within_one_unit(
+    budget: str, head_unit: str, scope: str, sparsity: float, seed: int
+) -> None:
+    """Measured by the exported widths: a KV head is removed only with its last query head."""
+    pools = pools_for(head_unit=head_unit, budget=budget, scope=scope, sparsity=sparsity)
+    layers = widths_of(chosen_by(pools, seed), head_unit)
+    wanted, price = (1 - sparsity) * cost_of(budget, dense_layers(DENSE)), prices(budget, DENSE, SHAPES, 2048)[0]
+    assert cost_of(budget, layers) <= wanted
+    if all(layer.intermediate_size < 96 for layer in layers):  # another layer takes what one leaves of its budget
+        assert wanted - price.channel - 1 < cost_of(budget, layers)
+    for row in [layers] if scope == "global" else [[layer] for layer in layers]:
+        some_channel_left_out = any(layer.intermediate_size < 96 for layer in row)
+        unit = price.channel if some_channel_left_out else 2 * price.query_head + price.kv_head
+        assert wanted * len(row) / len(layers) - unit - 1 < sum(price.of(layer) for layer in row)
+    if budget == "kv-bytes":
+        assert all(layer.intermediate_size == 96 for layer in layers)  # channels have no cache
+        assert all(count == 2 for layer in layers for count in layer.query_heads_per_kv_head)  # nothing gained by less
+
+
+def test_a_budget_of_each_layer_that_is_whole_kv_heads_keeps_as_many_in_every_layer() -> None:
+    """So Gemma needs no padding of its KV cache (`ddp_plugins/limits.py`)."""
+    for sparsity, seed in itertools.product((0.25, 0.5, 0.75), range(3)):
+        support = chosen_by(pools_for(scope="layer", sparsity=sparsity), seed)
+        assert support["attn"].sum(1).tolist() == [4 * (1 - sparsity)] * 3
+
+
+@pytest.mark.parametrize("target", [60_000, 120_000])
+def test_a_target_is_that_of_the_whole_model(target: int) -> None:
+    (pool,) = pools_for(budget="params", target=target)
+    assert whole_model("params", DENSE, dense_layers(DENSE), SHAPES, 2048) - pool.total == UNPRUNABLE
+    left = UNPRUNABLE + cost_of("params", widths_of(chosen_by([pool])))
+    assert target - 3 * 64 < left <= target
+    assert f"keep {target - UNPRUNABLE:,} of {pool.total:,.0f} params of attn, mlp" in pool.describe()
+
+
+def test_open_gates_rank_before_closed_ones_whatever_their_cost() -> None:
+    (pool,) = pools_for(budget="params", sparsity=0.5)
+    generator = torch.Generator().manual_seed(0)
+    importance = {kind: torch.rand(shape, generator=generator) for kind, shape in pool.shapes.items()}
+    alive = {kind: torch.rand(shape, generator=generator) < 0.4 for kind, shape in pool.shapes.items()}
+    support = pool.choose(importance, alive)
+    assert all((support[kind] & alive[kind]).sum() == alive[kind].sum() for kind in alive)  # 0.4 of all fit into a half
+
+
+@pytest.mark.parametrize("scope", ["global", "layer", "expert"])
+@pytest.mark.parametrize("budget", ["units", "params", "flops"])
+def test_experts_under_every_budget(budget: str, scope: str) -> None:
+    """All channels cost the same, so every budget keeps the same number."""
+    support = chosen_by(pools_for(MOE, budget=budget, scope=scope))["experts"]
+    assert support.shape == (2, 4, 24) and int(support.sum()) == 115
+    counts = {"global": None, "layer": support.sum((1, 2)), "expert": support.sum(2)}[scope]
+    assert counts is None or int(counts.max() - counts.min()) <= 1
+
+
+@pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
+@pytest.mark.parametrize("budget", ["units", "params", "kv-bytes"])
+@pytest.mark.parametrize(("tp", "align"), [(2, 1), (4, 6), (8, 1)])
+def test_every_layer_splits_over_the_devices(tp: int, align: int, budget: str, head_unit: str) -> None:
+    """With 8 devices and 4 KV heads, a layer keeps all its heads or none."""
+    pools = pools_for(head_unit=head_unit, budget=budget, tp=tp, align=align)
+    for seed in range(4):
+        layers = widths_of(chosen_by(pools, seed), head_unit)
+        assert tp in tensor_parallel_sizes(DENSE, layers)
+        assert all(layer.intermediate_size % (tp * align) == 0 for layer in layers)
+        assert all(len(set(layer.query_heads_per_kv_head)) <= 1 for layer in layers)
+        assert budget != "kv-bytes" or cost_of(budget, layers) <= 0.6 * sum(pool.total for pool in pools)
+
+
+THREE = DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3}
+UNPRUNED = rf"target is {{}} params.*{UNPRUNABLE:,} cannot be pruned"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"config": MOE, "budget": "kv-bytes"}, "budget is 'kv-bytes', which does not depend on what is pruned here"),
+    ({"config": MOE, "budget": "params", "sparsity": 0.995}, "keeps 184 of .* params of experts, .* the least .* 192"),
+    ({"sparsity": 0.001}, "keeps 12 of 12 attn units, where the least that can be kept is 1"),
+    ({"sparsity": 0.999}, "keeps 0 of 12 attn units, where the least that can be kept is 1"),
+    ({"budget": "params", "target": UNPRUNABLE}, UNPRUNED.format(f"{UNPRUNABLE:,}")),
+    ({"budget": "params", "target": 1e9}, UNPRUNED.format("1,000,000,000")),
+    ({"tp": 5, "head_unit": "query-head"}, "tensor-parallel size 5 .*valid sizes: 1, 2, 4, 8"),
+    ({"config": THREE, "head_unit": "query-head", "tp": 2}, "valid sizes: 1, 3, 6, 12"),
+    ({"align": 128}, r"block of 128 of the 3 × 96 mlp units; choose align below 128"),
+    ({"align": 64, "tp": 2}, r"block of 128.*choose align below 64 or tp below 2 or"),
+    ({"tp": 4, "sparsity": 0.95}, "no block of 4 .*attn units; choose tp below 4 or a budget that"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda each: str(each)[-60:])
+def test_a_budget_that_cannot_be_met_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        pools_for(**changes)
+
+
+def test_the_least_that_can_be_kept_is_kept() -> None:
+    for budget in ("params", "flops"):
+        assert chosen_by(pools_for(MOE, budget=budget, sparsity=0.994))["experts"].sum() == 1
+    assert pools_for(THREE, tp=2)[0].blocks == {"attn": 2}  # two of three KV heads, or none
+
+
+CONTEXT = 9  # tokens attended to, the newest among them; longer than the windows of 6
+MODELS = {
+    **{name: CASES[name] for name in ("llama", "qwen2", "granite", "phi3", "gemma2", "gemma3_text")},
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prices_are_those_of_real_models(name: str) -> None:
+    """Their parameters, operations as torch counts them in matrix products, and the cache of one more token: in float32
+    twice as large as at 16 bits."""
+    model: Any = AutoModelForCausalLM.from_config(MODELS[name], attn_implementation="eager").eval()
+    config = MODELS[name].to_dict()
+    shapes = {key: list(value.shape) for key, value in model.named_parameters()}
+
+    def total(budget: str) -> float:
+        return whole_model(budget, config, dense_layers(config), shapes, CONTEXT)
+
+    assert total("params") == model.num_parameters()
+    if name == "mixtral":  # a token costs only the experts it is routed to
+        matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+        experts, attention, embedding = 4 * 4 * 3 * 64 * 72, 4 * CONTEXT * 64 * 4, 96 * 64
+        assert total("flops") == 2 * (matrices - embedding - experts / 2) + attention
+        assert prices("flops", config, shapes, CONTEXT)[0].expert_channel == 6 * 64 / 2
+        return
+    cache = DynamicCache(config=None)  # keeps every token, as the prices of a KV cache assume
+    tokens = torch.randint(1, 96, (1, CONTEXT))
+    with torch.no_grad():
+        model(tokens[:, :-1], past_key_values=cache)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens[:, -1:], past_key_values=cache)
+    unseen = 0.0  # eager attention masks what is outside a window, but multiplies it all the same
+    for seen in attended(config, CONTEXT):
+        unseen += 4.0 * config["num_attention_heads"] * model.model.layers[0].self_attn.head_dim * (CONTEXT - seen)
+    positions = 2 * model.model.rotary_emb.inv_freq.numel() if hasattr(model.model.rotary_emb, "inv_freq") else 0
+    counted = counter.get_total_flops() - unseen
+    assert total("flops") == pytest.approx(counted, abs=max(200, 8 * positions))
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / CONTEXT
+    assert 2 * total("kv-bytes") == held
+
+
+def test_sliding_windows_limit_the_attended_tokens() -> None:
+    gemma = CASES["gemma2"].to_dict()
+    assert attended(gemma, 9) == [6, 9, 6, 9]
+    plain = {key: value for key, value in gemma.items() if key != "layer_types"}
+    assert attended(plain, 9) == [6, 9, 6, 9]  # as the class has it, when the file does not say
+    assert attended(plain | {"model_type": "ddp_gemma2", "ddp_layers": None}, 4) == [4, 4, 4, 4]
+    assert attended(MistralConfig(**SIZES, sliding_window=6).to_dict(), 9) == [6] * 4
+    assert attended(Qwen2Config(**SIZES, sliding_window=6).to_dict(), 9) == [9] * 4
+
+
+def timed(profile: Path, config: dict[str, Any] = CONFIG, **changes: Any) -> tuple[Recipe, Pool]:
+    """Return a recipe with a budget in measured time, and its pool."""
+    values: dict[str, Any] = {"speedup": 1.3, "context_length": 256, "budget": "latency", "profile": str(profile)}
+    recipe = Recipe(model="m", **values | changes)
+    (pool,) = make_pools(config, {}, dimensions_of(config), "kv-group", recipe, read_profile(profile))
+    return recipe, pool
+
+
+def saliency(pool: Pool, seed: int) -> Masks:
+    generator = torch.Generator().manual_seed(seed)
+    return {kind: torch.rand(shape, generator=generator).pow(3) for kind, shape in pool.shapes.items()}
+
+
+def all_open(pool: Pool) -> Masks:
+    return {kind: torch.ones(shape, dtype=torch.bool) for kind, shape in pool.shapes.items()}
+
+
+@pytest.mark.parametrize("speedup", [1.05, 1.3, 1.9])
+@pytest.mark.parametrize("align", [1, 96])
+def test_the_speedup_is_met_within_a_step_of_the_staircase(speedup: float, align: int, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    recipe, pool = timed(path, speedup=speedup, align=align)
+    for seed in range(4):
+        widths = widths_of(pool.choose(saliency(pool, seed), all_open(pool)))
+        predicted, _, _ = read_profile(path).speedup(widths, recipe.workload)
+        assert speedup <= predicted < speedup * (1.04 if align == 1 else 1.08)
+        assert all(layer.intermediate_size % 128 == 0 and layer.intermediate_size % align == 0 for layer in widths)
+    assert "µs per step of attn, mlp" in pool.describe()
+
+
+@pytest.mark.parametrize(("speedup", "kernel"), [(1.1, 0.9), (1.3, 1.0), (1.3, 1.2), (2.0, 0.9)])
+def test_the_speedup_of_a_mixture_is_met_by_its_packed_widths(speedup: float, kernel: float, tmp_path: Path) -> None:
+    """Removed experts do not save the fixed cost of their layer, and the dense model runs another kernel."""
+    path = written(tmp_path, MIXTURE, kernel=kernel)
+    recipe, pool = timed(path, MIXTURE, speedup=speedup)
+    support = pool.choose(saliency(pool, 0), all_open(pool))["experts"]
+    layers = [
+        replace(layer, expert_intermediate_sizes=tuple(map(int, counts)))
+        for layer, counts in zip(dense_layers(MIXTURE), support.sum(2), strict=True)
+    ]
+    assert all(width % 16 == 0 for layer in layers for width in layer.expert_intermediate_sizes or ())
+    predicted, _, _ = read_profile(path).speedup(layers, recipe.workload)
+    assert speedup <= predicted < speedup * 1.01
+    closed = pool.close(saliency(pool, 0), all_open(pool), pool.keep_ratio)["experts"]  # and already during the search
+    assert float(closed.float().mean()) == pytest.approx(float(support.float().mean()), abs=0.02)
+
+
+def test_widths_without_a_multiple_are_cut_into_blocks(tmp_path: Path) -> None:
+    """A table has at most MOST_BLOCKS entries per layer."""
+    config = CONFIG | {"num_hidden_layers": 28, "intermediate_size": 18944}
+    path = written(tmp_path, config, multiple=1)
+    recipe, pool = timed(path, config, speedup=1.3, tp=2)
+    assert pool.tables["mlp"].shape == (28, 149) and pool.blocks["mlp"] == 128
+    widths = widths_of(pool.choose(saliency(pool, 0), all_open(pool)))
+    predicted, _, _ = read_profile(path).speedup(widths, recipe.workload)
+    assert 1.3 <= predicted < 1.31
+
+
+def test_a_block_is_removed_as_a_whole_where_it_does_not_pay_its_fixed_cost(tmp_path: Path) -> None:
+    """Removing single units would leave a narrow MLP that still has its fixed cost."""
+    _, pool = timed(written(tmp_path), speedup=1.2)
+    importance = {kind: values + 0.5 for kind, values in saliency(pool, 0).items()}
+    importance["attn"] *= 256  # a head is as important as the channels that take as long
+    importance["mlp"][2] *= 1e-3
+    importance["attn"][1] *= 1e-3
+    support = pool.choose(importance, all_open(pool))
+    assert not support["mlp"][2].any() and not support["attn"][1].any()
+    stays = all_open(pool)
+    for keep_ratio in (0.95, 0.85, pool.keep_ratio):  # and already during the search
+        closed = pool.close(importance, stays, keep_ratio)
+        assert all((closed[kind] <= stays[kind]).all() for kind in closed)
+        stays = closed
+    assert not stays["mlp"][2].any() and not stays["attn"][1].any()
+
+
+@pytest.mark.parametrize("speedup", [1.1, 1.25, 1.5])
+def test_the_search_closes_what_the_final_selection_removes(speedup: float, tmp_path: Path) -> None:
+    """Single channels of a block save no time: closed in the search, they would be reopened at the end.
+
+    Along the whole schedule, with attention of very different importance: 19 of 60 such searches reopened blocks.
+    """
+    config = CONFIG | {"num_hidden_layers": 8}
+    _, pool = timed(written(tmp_path, config), config, speedup=speedup)
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        importance, is_open = saliency(pool, seed), all_open(pool)
+        importance["attn"] *= 400 * torch.rand(1, generator=generator) * torch.rand(8, 1, generator=generator) ** 2
+        for step in range(40):
+            is_open = pool.close(importance, is_open, keep_schedule((step + 1) / 40, pool.keep_ratio))
+        final = pool.choose(importance, is_open)
+        assert all(torch.equal(final[kind], is_open[kind]) for kind in final)
+        assert all(layer.intermediate_size % pool.blocks["mlp"] == 0 for layer in widths_of(is_open))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speedup": 3.0}, "2.78 is the most"),
+        ({"speedup": 2.7}, "where the least that can be kept is"),
+        ({"speedup": 1.3, "sparsity": 0.2}, "both state how much to remove"),
+        ({"speedup": 0.9}, "above 1"),
+        ({"scope": "layer"}, "leave scope out"),
+    ],
+)
+def test_impossible_speedups_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=words):
+        timed(written(tmp_path), **changes)
+
+
+def test_a_share_of_the_time_is_a_budget_too_and_a_faster_kernel_alone_meets_none(tmp_path: Path) -> None:
+    assert timed(written(tmp_path), speedup=0.0, sparsity=0.25)[1].keep_ratio == pytest.approx(0.75)
+    with pytest.raises(SettingError, match="and removes some"):
+        timed(written(tmp_path, MIXTURE, kernel=0.9), MIXTURE, speedup=1.05)
+
+
+@pytest.mark.usefixtures("cache", "no_pictures")
+def test_models_are_pruned_to_the_speedups_that_their_checkpoints_state(
+    tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """Two sizes of a dense model, and a mixture."""
+    for model, speedups, multiple in ((tiny_model, (1.1, 1.2), 16), (tiny_experts, (1.01,), 1)):
+        profile = written(tmp_path, json.loads((model / "config.json").read_text()), multiple)
+        options = ["--profile", profile, "--other-machine", "--context-length", "256", *SMALL, "--steps", "20"]
+        options += ["--speedup", ",".join(map(str, speedups)), "--data", tiny_text]
+        output = tmp_path / f"out{multiple}"
+        passed(invoke("prune", model, *options, "-o", output))
+        for speedup in speedups:
+            checkpoint = read_checkpoint(output / f"speedup-{speedup}" if len(speedups) > 1 else output)
+            workload = Recipe(model="m", speedup=2.0, context_length=256).workload
+            predicted, _, _ = read_profile(profile).speedup(checkpoint.layers, workload)
+            stated = checkpoint.provenance["latency"]["speedup"]
+            assert speedup <= stated < 1.05 * speedup and stated == pytest.approx(predicted)
+            card = (checkpoint.folder / "README.md").read_text()
+            assert model != tiny_model or f"**predicted**: {stated:.2f}" in card
+            for layer in checkpoint.layers:
+                widths = layer.expert_intermediate_sizes or (layer.intermediate_size,)
+                assert all(width % 16 == 0 for width in widths)

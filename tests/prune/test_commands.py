@@ -1,0 +1,490 @@
+"""`prune`, `apply` and `inspect` end to end: what they write and print, with values, for every kind of model."""
+
+import json
+import math
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from any_models import write_headers
+from click.testing import Result
+from commands import assert_refused, invoke, passed
+from family_cases import CASES, SIZES
+from runs import prune, recover, same_weights, weights
+from safetensors.torch import load_file, save_file
+from seams import (
+    PROMPTS,
+    Evaluation,
+    TrainedWeights,
+    Trainer,
+    bos_warning,
+    gates_module,
+    heldout_of,
+    load_recipe,
+    load_tokenizer,
+    losses,
+    processes,
+    read_masks,
+    step_seed,
+)
+from transformers import AutoModelForCausalLM, GenerationMixin, LlamaConfig, LlamaForCausalLM
+
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.families import register_pruned
+from ddp_vllm.masks import MASKS_FILE, read_masks_file
+from ddp_vllm.pages.report import write_report
+from ddp_vllm.tensor_parallel import tensor_parallel_sizes
+
+pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+RAIN = "Rain fell on the harbour while the boats waited. " * 200
+
+
+def loss_of(folder: Path, text: Path) -> torch.Tensor:
+    """Return the loss of a folder on each held-out block, as plain transformers computes it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    return torch.tensor(losses(model, heldout_of(folder, text)))
+
+
+def test_prune_writes_a_model_that_knows_how_it_was_made(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other.txt").write_text(RAIN)
+    output = tmp_path / "models" / "pruned"
+    result = passed(prune(tiny_model, tiny_text, output, "--watch", other))
+    assert result.stderr == "" and [path.name for path in output.parent.iterdir()] == ["pruned"]  # nothing temporary
+    layers, provenance = read_checkpoint(output).layers, read_checkpoint(output).provenance
+    assert sum(layer.num_kv_heads for layer in layers) == 7  # round(0.6·3·4)
+    assert sum(layer.intermediate_size for layer in layers) == 173  # round(0.6·3·96)
+    assert load_recipe(None, provenance["recipe"]).model == tiny_model.name
+    assert provenance["recipe"]["steps"] == 6 and provenance["head_unit"] == "kv-group"
+    assert provenance["targets"] == pytest.approx({"attn": 0.4, "mlp": 0.4}, abs=0.02)
+    assert set(provenance["rounding"]) == {"attn", "mlp"} and list(provenance["watched"]) == ["other.txt"]
+    assert set(provenance["rounding"]["mlp"]) == {"raw_sparsity", "revived", "dropped"}
+    assert provenance["search_steps"] == 4 and provenance["texts"] == [tiny_text.name]
+    assert len(provenance["run_id"]) == 16 and provenance["perplexity"]["dense"] > 1
+    lines = (output / "ddp_metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    text = result.stdout
+    assert re.search(r"text: [\d,]+ tokens of .*held out", text.replace("\n", " "))
+    assert "search 1/6" in text and "polish 6/6" in text and "173 of" in text
+    assert re.search(r"held-out perplexity\s+dense \d+\.\d+ → pruned \d+\.\d+", text)
+    assert "vllm serve" in text and "ddp-vllm bench sharegpt" in text
+
+
+def test_attention_that_is_not_pruned_stays_whole(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    result = passed(prune(tiny_model, tiny_text, tmp_path / "out", "--prune", "mlp", "--train", "masks"))
+    assert "not pruned: attention" in result.output and "attn" not in result.output
+    checkpoint, masks = read_checkpoint(tmp_path / "out"), tmp_path / "out" / MASKS_FILE
+    assert [layer.query_heads_per_kv_head for layer in checkpoint.layers] == [(2, 2, 2, 2)] * 3
+    assert sum(layer.intermediate_size for layer in checkpoint.layers) == 173
+    assert {*read_masks_file(masks)[0]} == {"mlp.gates", "mlp.z", "mlp.saliency"}
+    passed(invoke("apply", tiny_model, "--masks", masks, "-o", tmp_path / "again"))
+    assert read_checkpoint(tmp_path / "again").layers == checkpoint.layers
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", pytest.param("olmo2", marks=pytest.mark.nightly)])
+def test_an_architecture_without_a_row_in_families(
+    name: str, dense: Callable[[str], Path], tiny_text: Path, tmp_path: Path
+) -> None:
+    result = passed(prune(dense(name), tiny_text, tmp_path / "pruned", "--budget", "params"))
+    assert "not pruned: attention" in result.output and "plugin" not in result.output
+    checkpoint = read_checkpoint(tmp_path / "pruned")
+    assert 0 < checkpoint.removed < 0.4
+    passed(invoke("apply", dense(name), "--masks", tmp_path / "pruned" / MASKS_FILE, "-o", tmp_path / "again"))
+    assert read_checkpoint(tmp_path / "again").layers == checkpoint.layers
+    assert same_weights(tmp_path / "pruned", tmp_path / "again")  # only masks were trained
+    assert passed(invoke("inspect", tmp_path / "pruned")).output.count("removed") > 2
+    dry = ["--sparsity", "0.3", "--dry-run", "--on", "h100-80gb", "--seq-len", "16", "-o", tmp_path / "none"]
+    planned = passed(invoke("prune", dense(name), *dry)).output
+    assert "not pruned: " in planned and "% of the prunable parameters = " in planned and "auto takes" in planned
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["Olmo2Config", "Glm4Config", "Gemma4Config", "Qwen3_5Config", "Ernie4_5_MoeConfig"])
+def test_a_dry_run_reads_headers_only(config: str, tmp_path: Path) -> None:
+    """Of models in the sizes of transformers' defaults, which are those of a published model."""
+    folder = write_headers(config, tmp_path / "dense")
+    (folder / "tokenizer.json").write_text("{}")
+    on = ["--dry-run", "--on", "8xh200-141gb", "-o", tmp_path / "none"]
+    lines = passed(invoke("prune", folder, "--sparsity", "0.25", *on)).output.splitlines()
+    assert lines[0].startswith("not pruned: attention") and "(75.0%)" in lines[1]
+    assert "25.0% of the prunable" in lines[2]
+
+
+def test_experts(tiny_experts: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    passed(prune(tiny_experts, tiny_text, tmp_path / "pruned", "--scope", "expert"))
+    checkpoint = read_checkpoint(tmp_path / "pruned")
+    kept = sum(sum(layer.expert_intermediate_sizes or ()) for layer in checkpoint.layers)
+    assert kept == round(0.6 * 2 * 5 * 32)
+    chosen = checkpoint.provenance["routing"]["chosen"]
+    # 6 steps of 2 sequences of 16 tokens, two experts each
+    assert list(chosen) == ["0", "1"] and all(sum(counts) == 6 * 2 * 16 * 2 for counts in chosen.values())
+    card = (tmp_path / "pruned" / "README.md").read_text()
+    assert "| expert channels | 320 | 192 |" in card and "| 1 | 5/5 |" in card
+    masks = tmp_path / "pruned" / MASKS_FILE
+    passed(invoke("apply", tiny_experts, "--masks", masks, "-o", tmp_path / "again"))
+    assert same_weights(tmp_path / "again", tmp_path / "pruned")
+    assert {"experts.gates", "experts.z", "experts.saliency"} == load_file(masks).keys()
+
+
+@pytest.mark.parametrize("train", ["masks", pytest.param("weights", marks=pytest.mark.nightly)])
+def test_whole_experts_and_then_channels(train: str, tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Of 5 experts 3 stay in each layer, which is all that either budget allows."""
+    more = ["--sparsity", "0.3"] if train == "masks" else ["--sparsity", "0.4", "--budget", "params"]
+    result = passed(prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *more, "--train", train))
+    assert "budget: keep 3 of 5 whole experts of each layer" in result.stdout
+    checkpoint = read_checkpoint(tmp_path / "pruned")
+    assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
+    assert checkpoint.is_stock and checkpoint.config["num_local_experts"] == 3
+    stated = torch.tensor(checkpoint.provenance["perplexity"]["block_losses"]["pruned"])
+    torch.testing.assert_close(loss_of(tmp_path / "pruned", tiny_text), stated, atol=5e-5, rtol=0)
+    if train == "weights":
+        return
+    passed(invoke("apply", tiny_experts, "--masks", tmp_path / "pruned" / MASKS_FILE, "-o", tmp_path / "again"))
+    assert same_weights(tmp_path / "pruned", tmp_path / "again")
+    passed(recover(tmp_path / "pruned", tmp_path / "recovered", "--tokens", "64"))
+    assert read_checkpoint(tmp_path / "recovered").config == checkpoint.config
+    assert not same_weights(tmp_path / "recovered", tmp_path / "pruned")
+    passed(prune(tmp_path / "recovered", tiny_text, tmp_path / "channels", "--sparsity", "0.4"))
+    ragged = read_checkpoint(tmp_path / "channels")
+    widths = [layer.expert_intermediate_sizes for layer in ragged.layers]
+    assert not ragged.is_stock and [len(row or ()) for row in widths] == [3, 3] and len({*widths[0], *widths[1]}) > 2
+
+
+def family(name: str, tiny_model: Path, folder: Path, dtype: torch.dtype) -> Path:
+    """Write a random model of a family with the tiny tokenizer; biases and norms away from 0 and 1."""
+    torch.manual_seed(0)
+    config = type(CASES[name])(**CASES[name].to_dict() | {"vocab_size": 320, "max_position_embeddings": 256})
+    model: Any = AutoModelForCausalLM.from_config(config)
+    for key, value in model.named_parameters():
+        if key.endswith("bias") or "norm" in key:
+            torch.nn.init.normal_(value, mean=float(value.detach().mean()), std=0.3)
+    model.to(dtype).save_pretrained(folder)
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "train"),
+    [
+        ("phi3", torch.float32, "masks"),
+        ("gemma2", torch.float32, "masks"),
+        ("granite", torch.bfloat16, "weights"),  # with every bias; joint training rounds masters into bfloat16
+        ("qwen2", torch.bfloat16, "masks"),
+    ],
+)
+def test_the_written_model_is_the_evaluated_one(
+    name: str, dtype: torch.dtype, train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    model = family(name, tiny_model, tmp_path / "dense", dtype)
+    passed(prune(model, tiny_text, tmp_path / "out", "--train", train, "--dtype", str(dtype).removeprefix("torch.")))
+    checkpoint = read_checkpoint(tmp_path / "out")
+    register_pruned(checkpoint.config)
+    evaluation = Evaluation({"text": heldout_of(tmp_path / "out", tiny_text)}, load_tokenizer(str(tmp_path / "out")))
+    evaluation.evaluate("pruned", AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
+    close = 1e-5 if dtype == torch.float32 else 0.02
+    stated = checkpoint.provenance["perplexity"]["pruned"]
+    assert float(evaluation.perplexity("text")["pruned"]) == pytest.approx(stated, rel=close)
+    gates, _ = read_masks(tmp_path / "out" / MASKS_FILE)
+    heads = sum(len(layer.query_heads_per_kv_head) for layer in checkpoint.layers)
+    assert int((gates["attn"] > 0).sum()) == heads == round(0.6 * SIZES["num_hidden_layers"] * 4)
+    assert sum(layer.intermediate_size for layer in checkpoint.layers) == round(0.6 * 4 * 72)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_joint_training_is_written_as_evaluated_and_better_than_scales_alone(
+    kind: str, tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """Also of stacked experts, whose weights have other names and shapes on disk."""
+    model, perplexities = tiny_model if kind == "dense" else tiny_experts, []
+    for train in ("masks", "weights", "lora"):
+        passed(prune(model, tiny_text, tmp_path / train, "--steps", "30", "--train", train))
+        perplexities.append(stated := read_checkpoint(tmp_path / train).provenance["perplexity"])
+        evaluated = torch.tensor(stated["block_losses"]["pruned"])
+        torch.testing.assert_close(loss_of(tmp_path / train, tiny_text), evaluated, atol=5e-5, rtol=0)
+    masks, full, lora = perplexities
+    assert full["pruned"] < 0.9 * masks["pruned"] and lora["pruned"] < masks["pruned"]
+    assert masks["dense"] == full["dense"] == lora["dense"]
+    assert "trained together with the masks" in (tmp_path / "weights" / "README.md").read_text()
+    assert "plus low-rank additions, which" in (tmp_path / "lora" / "README.md").read_text()
+    if kind == "experts":
+        return
+    # masks alone give a folder with the dense model's weights, which is worse, and says so
+    masks_file = tmp_path / "weights" / MASKS_FILE
+    result = passed(invoke("apply", model, "--masks", masks_file, "-o", tmp_path / "again"))
+    (warning,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
+    assert "weights were trained together with these masks" in warning and "ddp-vllm recover" in warning
+    assert loss_of(tmp_path / "again", tiny_text).mean() > math.log(full["pruned"]) + 0.1
+    checkpoint = read_checkpoint(tmp_path / "again")
+    write_report(checkpoint, tmp_path / "again")
+    for page in ("README.md", "report.html"):
+        text = unescape((tmp_path / "again" / page).read_text())
+        assert "those of the dense model, although the masks were learned together with trained weights" in text
+        assert "trained together with the masks" not in text and f"{full['pruned']:.2f}" not in text
+    assert "perplexity" not in checkpoint.provenance
+
+
+def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_step(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients of narrow copies arrive at the weights they were cut from."""
+    monkeypatch.setattr(gates_module, "CHANNEL_BLOCK", 4)
+    options = ["--train", "weights", "--dtype", "float32", "--steps", "12", "--head-unit", "query-head"]
+
+    def trained(name: str, *more: str) -> dict[str, Any]:
+        passed(prune(tiny_model, tiny_text, tmp_path / name, *options, *more))
+        return weights(tmp_path / name)
+
+    narrow, cut = trained("narrow"), trained("cut", "--micro-batch-size", "1")
+    monkeypatch.setattr("seams.trainer_module.narrow_layers", lambda *_: None)
+    for name, tensor in trained("whole").items():
+        torch.testing.assert_close(narrow[name], tensor, atol=2e-4, rtol=0)
+        torch.testing.assert_close(cut[name], tensor, atol=2e-4, rtol=0)
+
+
+def test_8_bit_moments_and_rounding_resume_to_the_bit() -> None:
+    """The steps after a save are those of the run that went on, and other seeds round differently."""
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 320, (4, 64))
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    trained = TrainedWeights(model, Accelerator(cpu=True), optimizer="adamw-8bit")
+
+    def steps(numbers: range, seed: int = 0) -> dict[str, torch.Tensor]:
+        for step in numbers:
+            model(tokens, labels=tokens).loss.backward()
+            trained.step(1e-3, trained.reduce_gradients(), step_seed(seed, step))
+        return {name: each.clone() for name, each in trained.state().items()}
+
+    with torch.compiler.set_stance("force_eager"):
+        saved = steps(range(2))
+        whole = steps(range(2, 4))
+        assert any(name.endswith("q_proj.weight") and "-codes." in name for name in saved)
+        for seed, same in ((0, True), (1, False)):
+            trained.reset_optimizer()
+            for name, value in saved.items():  # as a saved run is read
+                if (tensor := trained.like(name)) is not None:
+                    tensor.copy_(value)
+            trained.restore(2, saved)
+            resumed = steps(range(2, 4), seed)
+            assert all(torch.equal(resumed[name], whole[name]) for name in whole) is same
+
+
+def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other.txt").write_text(RAIN)
+
+    def run(name: str, rate: str) -> str:
+        options = ["--train", "weights", "--steps", "12", "--learning-rate", rate, "--watch", other]
+        return passed(prune(tiny_model, tiny_text, tmp_path / name, *options)).output.replace("\n", " ")
+
+    harmed, sound = run("harmed", "0.3"), run("sound", "1e-5")
+    assert re.search(f"perplexity on held-out text of {other}: dense [0-9.]+ → pruned [0-9.]+", sound)
+    assert f"on {other} training the weights did harm" in harmed and "did harm" not in sound
+    assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0
+
+
+def test_options_of_recover_change_what_is_trained(
+    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """But not the loss on turns of an assistant, of whom the text has none."""
+    options = ["--train", "weights", "--teacher", tiny_model, "--data", tiny_text]
+    passed(recover(pruned, tmp_path / "plain", *options))
+    for option, value, is_same in (
+        ("--distillation", "0", False), ("--warmup", "0.9", False), ("--learn-from", "all", True)
+    ):  # fmt: skip
+        passed(recover(pruned, tmp_path / option, *options, option, value))
+        assert same_weights(tmp_path / "plain", tmp_path / option) is is_same, option
+
+
+def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+
+    def chats(name: str, *roles: str) -> Path:
+        rows = [{"messages": [{"role": role, "content": f"nine foxes {i} jump"} for role in roles]} for i in range(90)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path / name
+
+    both, masks = chats("both.jsonl", "user", "assistant"), []
+    for source in ("all", "assistant"):
+        passed(prune(model, both, tmp_path / source, "--learn-from", source))
+        masks.append(load_file(tmp_path / source / MASKS_FILE))
+    assert any(not torch.equal(masks[0][name], masks[1][name]) for name in masks[0])
+    result = passed(prune(model, chats("asked.jsonl", "user"), tmp_path / "asked", "--learn-from", "assistant"))
+    assert "no turns of an assistant were found" in result.output
+
+
+def test_apply_aligns_by_the_saliency_of_the_masks(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    masks = pruned / MASKS_FILE
+
+    def apply(align: str, path: Path = masks) -> Result:
+        return invoke("apply", tiny_model, "--masks", path, "-o", tmp_path / "out", "--align", align)
+
+    passed(apply("32"))
+    checkpoint = read_checkpoint(tmp_path / "out")
+    widths = [layer.intermediate_size for layer in checkpoint.layers]
+    assert sum(widths) == 160 and not any(width % 32 for width in widths)
+    assert "perplexity" not in checkpoint.provenance  # it was that of other widths
+    before, after = load_file(masks), load_file(tmp_path / "out" / MASKS_FILE)
+    assert torch.equal(before["attn.gates"], after["attn.gates"])
+    stayed = (before["mlp.gates"] > 0) & (after["mlp.gates"] > 0)
+    assert torch.equal(before["mlp.gates"][stayed], after["mlp.gates"][stayed])
+    assert (after["mlp.gates"][(before["mlp.gates"] == 0) & (after["mlp.gates"] > 0)] == 1).all()
+    shutil.rmtree(tmp_path / "out")
+    assert_refused(apply("97"), 2, "align is 97", "1 to 96")
+    assert_refused(apply("0"), 2, "align is 0")
+    provenance = json.dumps(read_checkpoint(pruned).provenance)
+    save_file({name: before[name] for name in ("attn.gates", "mlp.gates")}, tmp_path / "bare", {"ddp": provenance})
+    assert_refused(apply("32", tmp_path / "bare"), 7, "no mlp.saliency", "prune again with --align")
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+def test_widths_are_aligned_and_split_over_devices(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    result = passed(prune(tiny_model, tiny_text, tmp_path / "out", "--align", "16", "--tp", "2"))
+    assert "budget: keep 173 of 288 mlp units (60.1%), mlp in blocks of 32" in result.stdout
+    checkpoint = read_checkpoint(tmp_path / "out")
+    widths = [layer.intermediate_size for layer in checkpoint.layers]
+    assert sum(widths) == 160 and not any(width % 32 for width in widths)
+    assert 2 in tensor_parallel_sizes(checkpoint.config, checkpoint.layers)
+    assert re.search(r"--tensor-parallel-size 1, 2", (tmp_path / "out" / "README.md").read_text())
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Python's own answer to Ctrl-C, which a job in the background does not inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
+def test_ctrl_c_lets_the_step_end_and_saves_it(
+    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Before the first regular save; a second one ends the run at once."""
+    step = Trainer.step
+
+    def interrupted(times: int) -> Callable[..., dict[str, float]]:
+        def take(self: Trainer, number: int) -> dict[str, float]:
+            for _ in range(times if number == 3 else 0):
+                signal.raise_signal(signal.SIGINT)
+            return step(self, number)
+
+        return take
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", interrupted(1))
+        result = prune(tiny_model, tiny_text, tmp_path / "out")
+        assert result.exit_code == 130 and "stopping after this step" in capfd.readouterr().err
+        assert result.stderr == "\nddp-vllm: stopped at step 4 of 6; the same command resumes\n"
+        patch.setattr(Trainer, "step", interrupted(2))
+        result = prune(tiny_model, tiny_text, tmp_path / "other")
+        assert result.exit_code == 130 and result.stderr == "\nddp-vllm: stopped\n"
+    result = passed(prune(tiny_model, tiny_text, tmp_path / "out"))
+    assert "resuming after step 4" in result.stdout and same_weights(tmp_path / "out", pruned)
+
+
+class Notes(GeneralTracker):
+    """A tracker that keeps what it gets. As for tensorboard, settings must be plain values."""
+
+    name, requires_logging_directory, main_process_only = "notes", True, True
+    runs: ClassVar[list[tuple[str, dict[str, Any], list[int | None]]]] = []
+    finished: ClassVar[list[str]] = []
+
+    def __init__(self, run_name: str, logging_dir: str, **_: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        assert all(isinstance(value, int | float | str | bool) for value in values.values())
+        self.runs.append((self.run_name, values, []))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.runs[-1][2].append(step)
+
+    def finish(self) -> None:
+        self.finished.append(self.run_name)
+
+
+def test_a_tracker_gets_settings_and_metrics(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pruning, and of a recovery."""
+    monkeypatch.setattr(processes, "get_available_trackers", lambda: ["notes"])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", Notes)
+    passed(prune(tiny_model, tiny_text, tmp_path / "out", "--tracker", "notes"))
+    passed(recover(tmp_path / "out", tmp_path / "more", "--tokens", "32", "--tracker", "notes"))
+    assert [(name, steps) for name, _, steps in Notes.runs] == [
+        ("ddp-vllm", [1, 2, 3, 4, 5, 6]), ("ddp-vllm-recover", [1])
+    ]  # fmt: skip
+    assert Notes.runs[0][1]["alm.mu_start"] == 0.5 and Notes.runs[1][1]["tokens"] == 32
+    assert Notes.finished == [name for name, _, _ in Notes.runs]
+
+
+def test_a_model_that_cannot_generate_is_pruned_without_answers(
+    dense: Callable[[str], Path], tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As xLSTM, for which transformers makes a cache of another kind."""
+    monkeypatch.setattr(GenerationMixin, "generate", lambda *_, **__: {}["xlstm_cache"])
+    output = passed(prune(dense("olmo2"), tiny_text, tmp_path / "pruned")).output
+    words = "the report will lack answers of the {} model, which cannot generate (KeyError: 'xlstm_cache')"
+    assert words.format("dense") in output and words.format("pruned") in output
+    write_report(read_checkpoint(tmp_path / "pruned"), tmp_path / "pruned")
+    assert PROMPTS[0] not in (tmp_path / "pruned" / "report.html").read_text()
+    assert "held-out" in passed(invoke("inspect", tmp_path / "pruned")).output
+
+
+BOS, VOCABULARY = 7, 320
+
+
+def test_a_run_warns_of_a_missing_bos_and_its_remedy_works(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Of a model trained on text after BOS, and on random tokens without it."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
+    text = torch.tensor(tokenizer(tiny_text.read_text(), verbose=False)["input_ids"])
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(80):
+        blocks = torch.randint(1, VOCABULARY, (16, 16))
+        for row in range(8):
+            start = int(torch.randint(len(text) - 15, ()))
+            blocks[row] = torch.cat([torch.tensor([BOS]), text[start : start + 15]])
+        model(blocks, labels=blocks).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.config.bos_token_id = BOS
+    model.save_pretrained(folder)
+    warned = passed(prune(folder, tiny_text, tmp_path / "out")).output
+    found = re.search(
+        r"warning: the tokenizer of .* omits BOS.* on held-out text is ([\d.]+) instead of ([\d.]+); (.*)", warned
+    )
+    assert found and float(found[1]) < 0.9 * float(found[2])
+    exec(f"import transformers; {found[3].removeprefix('add it: ')}")  # the line that users are told
+    assert load_tokenizer(str(folder))("fox")["input_ids"][0] == BOS
+    assert "omits BOS" not in passed(prune(folder, tiny_text, tmp_path / "after")).output
+
+
+def test_there_is_no_warning_for_a_model_that_needs_no_bos(tiny_model: Path, tiny_text: Path) -> None:
+    """Many configs name a BOS token that no text begins with, such as Qwen's."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), load_tokenizer(str(tiny_model))
+    heldout = heldout_of(tiny_model, tiny_text)
+    for bos in (None, BOS, VOCABULARY):
+        model.config.bos_token_id = bos
+        assert bos_warning(model, "tiny", tokenizer, heldout) == ""

@@ -1,0 +1,411 @@
+"""Masked = narrow = exported, for every family, form of prunable part and unit; what a folder then states."""
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from any_models import EXPERT, MIXTURES, MODELS, NUM_EXPERTS, UNSERVED, stack_experts, write_model
+from commands import assert_refused, invoke, passed
+from family_cases import CASES
+from runs import edit_json, edit_weights, prune, same_weights, weights
+from safetensors.torch import save_file
+from seams import (
+    GatedModel,
+    Masks,
+    NarrowLayers,
+    Source,
+    check_head,
+    cut,
+    export_whole,
+    gated,
+    gates_module,
+    load_model,
+    logits,
+    open_source,
+    random_gates,
+    read_masks,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ddp_vllm.checkpoint import read_checkpoint, read_config
+from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.families import described
+from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.model_facts import is_pruned
+from ddp_vllm.pages.metrics import gather
+from ddp_vllm.pages.summary import footprint, removed_parameters, units
+from ddp_vllm.remote_code.widths import Widths
+
+TOKENS = torch.randint(1, 96, (2, 17), generator=torch.Generator().manual_seed(0))
+
+
+def written(config: Any, folder: Path) -> Source:
+    """Write a random model whose norms and biases are not 0 and 1, where nothing could go wrong; and open it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.5)
+    model.save_pretrained(folder)
+    return open_source(str(folder))
+
+
+def read_again(folder: Path) -> Any:
+    """Load a pruned folder as transformers without ddp-vllm does, by the file in the folder."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    with_pictures = type(config) in AutoModelForImageTextToText._model_mapping
+    kind = AutoModelForImageTextToText if with_pictures else AutoModelForCausalLM
+    return kind.from_pretrained(folder, config=config, trust_remote_code=True, dtype=torch.float32).eval()
+
+
+def learned(model: GatedModel, gates: Masks, narrow: NarrowLayers | None) -> tuple[torch.Tensor, Masks, Masks]:
+    """Return logits, and the gradients of the gates and their squares."""
+    leaves = {kind: value.clone().requires_grad_() for kind, value in gates.items()}
+    squares = {kind: torch.zeros_like(value) for kind, value in gates.items()}
+    with model.masks(leaves, squares, narrow):
+        found = model.model(TOKENS).logits
+        found.logsumexp(-1).sum().backward()
+    return found.detach(), {kind: leaf.grad for kind, leaf in leaves.items() if leaf.grad is not None}, squares
+
+
+@pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
+@pytest.mark.parametrize("family", CASES)
+def test_masked_equals_narrow_equals_exported(
+    family: str, head_unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer loses its attention, another its MLP; closed heads and channels are not computed."""
+    monkeypatch.setattr(gates_module, "CHANNEL_BLOCK", 8)
+    source = written(CASES[family], tmp_path / "dense")
+    model, gates = gated(source, head_unit), random_gates(source, head_unit, kept=1.0)
+    gates["mlp"] *= torch.rand(4, 72) < torch.tensor([0.3, 0.6, 0.0, 1.0])[:, None]
+    kv_heads = torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]])
+    unit = gates["attn"].shape[1] // 4
+    gates["attn"] *= kv_heads.repeat_interleave(unit, 1)
+    narrow = NarrowLayers(model)
+    narrow.follow({kind: value > 0 for kind, value in gates.items()})
+    computed = {kind: [None if kept is None else len(kept) for kept in narrow.kept[kind]] for kind in gates}
+    counts = (gates["mlp"] > 0).sum(1).tolist()
+    assert computed["mlp"] == [*(-(-count // 8) * 8 for count in counts[:2]), 8, None]
+    assert computed["attn"] == ([None] * 4 if family == "phi3" else [2 * unit, unit, 3 * unit, None])
+    masked, narrowed = learned(model, gates, None), learned(model, gates, narrow)
+    torch.testing.assert_close(narrowed[0], masked[0], atol=2e-5, rtol=0)
+    for part, (kind, value) in itertools.product((1, 2), gates.items()):
+        one, other = masked[part][kind][value > 0], narrowed[part][kind][value > 0]  # type: ignore[index]
+        torch.testing.assert_close(other, one, atol=1e-4 * float(one.abs().max()), rtol=1e-3)
+    assert not narrowed[1]["mlp"][2, 8:].any() and masked[1]["mlp"][2, 8:].any()  # really not computed
+    narrow.follow({kind: torch.ones_like(value, dtype=torch.bool) for kind, value in gates.items()})
+    assert not any(kept is not None for kind in gates for kept in narrow.kept[kind])  # all are computed again
+
+    gates["attn"][3, :unit], gates["attn"][3, -1] = 0.0, 0.0  # with query heads, uneven groups
+    with model.masks(gates):
+        expected = logits(model.model, TOKENS)
+    checkpoint = cut(source, gates, tmp_path / "pruned", head_unit)
+    torch.testing.assert_close(logits(read_again(tmp_path / "pruned"), TOKENS), expected, atol=2e-5, rtol=0)
+    assert (expected - logits(model.model, TOKENS)).abs().max() > 0.1  # the masks do something
+    left = {label: num_left for label, _, num_left in units(checkpoint)}
+    heads = gates["attn"].repeat_interleave(2 // unit, 1) > 0
+    assert left["query heads"] == int(heads.sum()) and left["MLP channels"] == int((gates["mlp"] > 0).sum())
+    assert left["KV heads"] == int(heads.unflatten(1, (4, 2)).any(-1).sum())
+    num_dense = model.model.num_parameters()  # type: ignore[operator]
+    assert checkpoint.num_parameters + removed_parameters(checkpoint) == num_dense
+    leftover = ("layers.1.self_attn.", "layers.1.input_layernorm.", "layers.2.mlp.", "layers.2.pre_feedforward")
+    assert not [name for name in checkpoint.shapes if any(part in name for part in leftover)]
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3_text"])
+def test_every_tensor_of_another_shape_is_refused(family: str, tmp_path: Path) -> None:
+    """Of fused projections, and of norms on queries and keys."""
+    folder = export_whole(written(CASES[family], tmp_path / "dense"), tmp_path / "pruned")
+    tensors = weights(folder)
+    for name, tensor in tensors.items():
+        if ".layers." not in name or ".layers.0." in name:
+            for wrong in (torch.cat([tensor, tensor[:1]]), tensor[..., None], tensor[..., :-1]):
+                save_file({**tensors, name: wrong.contiguous()}, folder / "model.safetensors")
+                with pytest.raises(CheckpointError, match=re.escape(name)):
+                    read_checkpoint(folder)
+
+
+PLAIN = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+EXPERTS = tuple(name.replace("mlp.", "mlp.experts.{}.") for name in PLAIN)
+BLOCK_SPARSE = tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))
+MLP = {  # model -> the module of its layers on disk, the projections of its MLPs
+    **dict.fromkeys(("olmo2", "olmo3", "gemma4_text", "hunyuan_v1_dense", "cohere2"), ("model.layers", PLAIN)),
+    "falcon_h1": ("model.layers", tuple(name.replace("mlp", "feed_forward") for name in PLAIN)),
+    "glm4": ("model.layers", ("mlp.gate_up_proj", "mlp.down_proj")),
+    "gemma4": ("model.language_model.layers", PLAIN),
+    "gemma4_moe": ("model.layers", PLAIN),  # its experts are left alone
+    "granitemoehybrid": ("model.layers", ("shared_mlp.input_linear", "shared_mlp.output_linear")),
+    "starcoder2": ("model.layers", ("mlp.c_fc", "mlp.c_proj")),
+    "phi": ("model.layers", ("mlp.fc1", "mlp.fc2")),
+    "gpt_neox": ("gpt_neox.layers", ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")),
+    "qwen3_5": ("model.language_model.layers", PLAIN),
+    "mistral3": ("language_model.model.layers", PLAIN),
+}
+ROUTED = {  # mixture of experts -> the same of one expert
+    **dict.fromkeys(
+        ("qwen3_next", "glm4_moe", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "qwen3_moe",
+         "qwen2_moe", "olmoe", "deepseek", "deepseek_v2"), ("model.layers", EXPERTS)),
+    "qwen3_5_moe": ("model.language_model.layers", EXPERTS),
+    "minimax_m2": ("model.layers", BLOCK_SPARSE),
+    "mixtral": ("model.layers", BLOCK_SPARSE),
+}  # fmt: skip
+FAST = ("falcon_h1", "olmo2", "glm4", "starcoder2", "qwen3_5", "glm4_moe", "mixtral", "deepseek")
+
+
+def holed_gates(source: Source) -> Masks:
+    """Four of ten units are removed, the MLP of the first row and one expert whole."""
+    gates = random_gates(source)
+    if "mlp" in gates:
+        gates["mlp"][0] = 0.0
+    if "experts" in gates:
+        gates["experts"][0, 1] = 0.0
+    return gates
+
+
+def test_every_model_has_a_case() -> None:
+    assert {*MLP, *ROUTED} == {*MODELS, *UNSERVED} - {"gpt_oss"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in FAST)) for name in {**MLP, **ROUTED}]
+)
+def test_an_architecture_without_a_row_in_families(
+    name: str, dense: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts are found by a trial. Masked equals narrow equals what transformers reads from the folder."""
+    monkeypatch.setattr(gates_module, "CHANNEL_BLOCK", 8)
+    source = open_source(str(dense(name)))
+    exact = torch.float32 if name == "gemma4_moe" else torch.float64  # torch.grouped_mm has no float64
+    assert source.structure
+    stated = source.structure.widths
+    layers, projections = (MLP | ROUTED)[name]
+    block: Any = stated.block_json("experts" if name in ROUTED else "mlp")
+    assert (stated.layers_module, (*block["inputs"], block["output"])) == (layers, projections)
+    assert source.sizes.blocks == (("experts",) if name in ROUTED else ("mlp",))
+    source = source.with_blocks(source.prunable)  # of some mixtures the MLPs of the first layers too
+    gates, model, tokens = holed_gates(source), gated(source), torch.arange(5, 37)[None]
+    check_head(source, model.model)
+    whole = logits(model.model, tokens)
+    with model.masks(gates):
+        masked = logits(model.model.to(exact), tokens)
+    assert (masked - whole).abs().max() > 0.05 * whole.abs().max()  # the masks do something
+    if name in MLP:
+        narrow = NarrowLayers(model)
+        narrow.follow({kind: values > 0 for kind, values in gates.items()})
+        assert [None if kept is None else len(kept) % 8 for kept in narrow.kept["mlp"]] == [0, 0, 0]
+        with model.masks(gates, None, narrow):
+            torch.testing.assert_close(logits(model.model, tokens), masked, atol=2e-5, rtol=0)
+    checkpoint = cut(source, gates, tmp_path / "pruned")
+    again = logits(read_again(tmp_path / "pruned").to(exact), tokens)
+    torch.testing.assert_close(again, masked, atol=5e-6, rtol=0)
+    config, stock = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "pruned", dense(name)))
+    assert {key: config[key] for key in stock} == stock
+    assert set(config) - set(stock) == {"auto_map", "ddp_widths", "quantization_config"}
+    num_cut = sum(int((values == 0).sum()) for values in gates.values()) - ("mlp" in gates)  # an MLP keeps a channel
+    rows = 3 if len(block["inputs"]) == 2 or "fused" in block else 2
+    num_dense = sum(tensor.numel() for tensor in weights(dense(name)).values())
+    if not any(each.endswith("bias") for each in checkpoint.shapes if ".mlp." in each):
+        assert num_dense - checkpoint.num_parameters == num_cut * rows * source.sizes.hidden_size
+        assert num_dense == checkpoint.num_parameters + removed_parameters(checkpoint)
+
+
+def test_everything_else_is_copied(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    """Byte for byte: attention, towers of other modalities, and heads that predict further tokens."""
+    folder = shutil.copytree(dense("qwen3_5"), tmp_path / "dense")
+    edit_weights(folder, lambda tensors: tensors.update({"mtp.layers.0.mlp.up_proj.weight": torch.rand(96, 64)}))
+    source, lines = open_source(str(folder)), list[str]()
+    source.describe_rest(lines.append)
+    assert lines == [
+        "not pruned: attention and other token mixers, heads that predict further tokens, towers of other modalities"
+    ]
+    cut(source, holed_gates(source), tmp_path / "pruned")
+    before, after = weights(folder), weights(tmp_path / "pruned")
+    changed = {name for name in before if name not in after or not torch.equal(before[name], after[name])}
+    assert changed == {f"model.language_model.layers.{i}.{name}.weight" for i in range(3) for name in PLAIN}
+
+
+@pytest.mark.parametrize("train", ["masks", pytest.param("weights", marks=pytest.mark.nightly)])
+def test_experts_that_are_stacked_on_disk(
+    train: str, dense: Callable[[str], Path], tiny_text: Path, tmp_path: Path, no_pictures: None
+) -> None:
+    """As the publisher stores Qwen3.5: they are written one by one, because their widths differ."""
+    folder = shutil.copytree(dense("qwen3_5_moe"), tmp_path / "dense")
+    stack_experts(folder)
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in weights(folder)
+    for model, output in ((dense("qwen3_5_moe"), "of-single"), (folder, "of-stacked")):
+        passed(prune(model, tiny_text, tmp_path / output, "--train", train))
+    assert same_weights(tmp_path / "of-single", tmp_path / "of-stacked")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in MIXTURES),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+        ("qwen2_moe", {"decoder_sparse_step": 3}),
+        ("deepseek", {"moe_layer_freq": 2}),
+        ("deepseek_v2", {"first_k_dense_replace": 2}),
+    ],
+    ids=str,
+)
+def test_a_config_alone_describes_what_is_found_in_the_model(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Latency profiles, whole experts and convert have no more than the config."""
+    folder = write_model(family, tmp_path, **changes)
+    structure = open_source(str(folder)).structure
+    by_config = Widths.of(described(read_config(folder)))
+    assert structure and structure.widths.block_json("experts") == by_config.block_json("experts")
+    sizes = [[layer.expert_intermediate_sizes for layer in widths.layers] for widths in (structure.widths, by_config)]
+    assert sizes[0] == sizes[1] and any(sizes[0])
+
+
+def test_a_layer_may_lose_all_its_experts(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    """What is left of the block is its shared expert; the card says that fewer are left than a token is sent to."""
+    source = open_source(str(dense("qwen2_moe")))
+    gates, model = random_gates(source), gated(source)
+    gates["experts"][1] = 0.0
+    gates["experts"][2, 2:] = 0.0
+    for expert, width in enumerate((0, 1, 2, 5, 17, EXPERT, 16, 15)):  # none, one, odd, above and below a block of 16
+        gates["experts"][0, expert] = 1.0
+        gates["experts"][0, expert, width:] = 0.0
+    cut(source, gates, tmp_path / "out")
+    with model.masks(gates):
+        masked = logits(model.model, TOKENS)
+    torch.testing.assert_close(logits(read_again(tmp_path / "out"), TOKENS), masked, atol=2e-5, rtol=0)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "fewer experts left than the 3 each token is sent to, in layers 1 (0 left), 2 (2 left)" in card
+
+
+def test_a_published_deepseek_config_loads_without_its_code(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    """DeepSeekMoE-16B's config.json names Python files that we neither download nor run."""
+    folder = Path(shutil.copytree(dense("deepseek"), tmp_path / "dense"))
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("rope_parameters", "head_dim", "mlp_bias", "transformers_version", "dtype"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    code = {"AutoConfig": "configuration_deepseek.Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
+    edit_json(
+        folder / "config.json", architectures=["DeepseekForCausalLM"], auto_map=code, aux_loss_alpha=0.001,
+        rope_scaling=None, rope_theta=10000, scoring_func="softmax", seq_aux=True, torch_dtype="float32",
+        pretraining_tp=1,
+    )  # fmt: skip
+    source = open_source(str(folder))
+    plain = load_model(open_source(str(dense("deepseek"))), "auto")
+    assert torch.equal(logits(load_model(source, "auto"), TOKENS), logits(plain, TOKENS))
+    cut(source, random_gates(source), tmp_path / "out")
+    model = gated(source)
+    with model.masks(random_gates(source)):
+        masked = logits(model.model, TOKENS)
+    torch.testing.assert_close(logits(read_again(tmp_path / "out"), TOKENS), masked, atol=2e-5, rtol=0)
+
+
+KEPT = 5  # whole experts of 8, of which a token is sent to 3
+STOCK = ("mixtral", "deepseek_v2", "qwen3_moe", "olmoe", "qwen2_moe")
+STOCK_IDS = [pytest.param(family, marks=[pytest.mark.nightly] * (number > 1)) for number, family in enumerate(STOCK)]
+
+
+def whole_gates(num_layers: int) -> Masks:
+    """Random scales of channels; other experts stay in each layer."""
+    generator = torch.Generator().manual_seed(1)
+    gates = torch.rand(num_layers, NUM_EXPERTS, EXPERT, generator=generator) + 0.5
+    for row in gates:
+        row[torch.randperm(NUM_EXPERTS, generator=generator)[KEPT:]] = 0.0
+    return {"experts": gates}
+
+
+def route_by_hand(model: Any, open_LE: torch.Tensor) -> None:
+    """Give each router of a stock model −∞ for the closed experts, before its softmax."""
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    for router, open_E in zip(routers, open_LE, strict=True):
+
+        def route(x: torch.Tensor, router: Any = router, open_E: torch.Tensor = open_E) -> tuple[torch.Tensor, ...]:
+            scores = torch.nn.functional.linear(x.flatten(0, -2), router.weight).masked_fill(~open_E, -torch.inf)
+            shares, ids = scores.softmax(-1).topk(router.top_k)
+            if getattr(router, "norm_topk_prob", model.config.model_type == "mixtral"):
+                shares = shares / shares.sum(-1, keepdim=True)
+            return scores, shares * getattr(router, "routed_scaling_factor", 1.0), ids
+
+        router.forward = route
+
+
+@pytest.mark.parametrize("family", STOCK_IDS)
+def test_whole_experts_leave_a_stock_checkpoint_that_equals_the_dense_model_routed_by_hand(
+    family: str, dense: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = open_source(str(dense(family)))
+    checkpoint = cut(source, whole_gates(len(source.sizes.routed_layers)), tmp_path / "out", "expert")
+    gates, _ = read_masks(tmp_path / "out" / MASKS_FILE)
+    by_hand: Any = AutoModelForCausalLM.from_pretrained(source.folder).eval()
+    routed = [layer.mlp.experts for layer in by_hand.model.layers if hasattr(layer.mlp, "experts")]
+    for experts, gates_EC in zip(routed, gates["experts"], strict=True):
+        experts.down_proj.data.mul_(gates_EC[:, None])
+    unrouted = logits(by_hand, TOKENS)
+    route_by_hand(by_hand, (gates["experts"] > 0).any(-1))
+    expected, model = logits(by_hand, TOKENS), gated(source, "expert")
+    before = logits(model.model, TOKENS)
+    with model.masks(gates):
+        masked = logits(model.model, TOKENS)
+    torch.testing.assert_close(logits(model.model, TOKENS), before)  # routers are whole again
+    assert (expected - unrouted).abs().max() > 0.05  # that closed experts are not chosen matters
+    torch.testing.assert_close(masked, expected, atol=2e-5, rtol=0)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # a class of transformers, no code of the folder
+    torch.testing.assert_close(logits(read, TOKENS), expected, atol=2e-5, rtol=0)
+    assert type(read) is type(by_hand) and not list((tmp_path / "out").glob("*.py"))
+
+    config, stock = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", dense(family)))
+    assert list(stock) == [key for key in config if key != "ddp_widths"]
+    (number,) = {key for key in stock if config[key] != stock[key]}
+    assert config[number] == KEPT and config["ddp_widths"]["experts"]["num_experts"] == stock[number] == NUM_EXPERTS
+    assert is_pruned(tmp_path / "out") and not is_pruned(dense(family))
+    layers = [row for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes)]
+    assert layers == [tuple(row) for row in (gates["experts"] > 0).sum(-1).tolist()]
+    assert units(checkpoint)[0] == ("experts", len(layers) * NUM_EXPERTS, len(layers) * KEPT)
+    assert checkpoint.num_parameters + removed_parameters(checkpoint) == by_hand.num_parameters()
+    _, flops = footprint(checkpoint)
+    assert flops[1] == flops[2]  # a token is sent to as many experts as before
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "stock checkpoint with fewer experts" in card and "trust" not in card
+    gather(checkpoint)  # for the report
+    for words, said in (
+        (["quantize", "--scheme", "FP8_DYNAMIC"], f"is a stock {family} checkpoint, so let vLLM quantize it"),
+        (["export"], f"is a stock {family} checkpoint, which llama.cpp's own convert_hf_to_gguf.py converts"),
+    ):
+        for folder in (tmp_path / "out", dense(family)):
+            result = invoke(words[0], folder, *words[1:], "-o", tmp_path / "none")
+            assert_refused(result, result.exit_code, said)
+
+
+def test_a_gone_expert_gets_no_token_and_weights_learn_around_it(dense: Callable[[str], Path]) -> None:
+    """Choices are counted under the dense model's numbers, and rows of the router learn where experts are open."""
+    model, gates = gated(open_source(str(dense("olmoe"))), "expert"), whole_gates(3)
+    counts = torch.zeros(model.shapes["experts"][:2], dtype=torch.int64)
+    routers = [model.model.get_submodule(f"model.layers.{layer}.mlp.gate").weight for layer in range(3)]
+    for weight in routers:
+        weight.requires_grad_()  # type: ignore[operator]
+    with model.masks(gates), model.counting(counts):
+        model.model(TOKENS).logits.square().mean().backward()
+    is_open = gates["experts"].any(-1)
+    assert not counts[~is_open].any() and counts.sum(1).tolist() == [TOKENS.numel() * 3] * 3
+    for weight, open_E in zip(routers, is_open, strict=True):
+        gradient: Any = weight.grad
+        assert gradient[open_E].any(-1).all() and not gradient[~open_E].any()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [("deepseek_v2", {"n_group": 2}, "experts in groups"), ("deepseek", {}, "no stock class in transformers")],
+)
+def test_models_whose_experts_cannot_go(
+    family: str, changes: dict[str, Any], reason: str, dense: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(dense(family), tmp_path / "dense"))
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(SettingError, match=reason):
+        cut(open_source(str(folder)), whole_gates(2), tmp_path / "out", "expert")

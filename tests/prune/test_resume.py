@@ -1,0 +1,456 @@
+"""The folder of a run: what a command finds there, from where it resumes to the bit, and what reaches the disk."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from accelerate import Accelerator
+from click.testing import Result
+from commands import assert_refused, passed
+from runs import assert_same_weights, edit_json, edit_weights, prune, recover, small_files
+from safetensors.torch import save_file
+from seams import (
+    Recipe,
+    RunFolder,
+    Trainer,
+    WeightTrainer,
+    check_run_folder,
+    die_at,
+    find_record,
+    inputs_of,
+    jobs,
+    read_masks,
+    resolve,
+)
+
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.errors import OutputError
+from ddp_vllm.masks import MASKS_FILE
+
+RECIPE = Recipe(model="m", sparsity=0.5, steps=6)
+TENSORS = {"z.mlp": torch.ones(4), "rate": torch.tensor(7, dtype=torch.bfloat16), "open": torch.tensor([True, False])}
+
+pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+
+
+@pytest.fixture
+def work(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
+    """A folder with a model and a text."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    shutil.copyfile(tiny_text, tmp_path / "text [v2].jsonl")
+    return tmp_path
+
+
+def run_in(work: Path, *more: str, name: str = "out") -> Result:
+    return prune(work / "model", work / "text [v2].jsonl", work / name, "--save-every", "2", *more)
+
+
+ALM = ["--controller", "alm", "--recipe", "alm.toml"]
+KILLED = [  # options, the step before which the run is killed: in the search, at its end, and in the polish
+    ([], 4), (["--train", "weights"], 5), pytest.param(["--train", "lora"], 5, marks=pytest.mark.nightly),
+    ([*ALM, "--train", "weights"], 2), ([*ALM, "--train", "weights"], 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "step"), KILLED, ids=str)
+def test_a_killed_run_resumes_to_the_bit(
+    more: list[str], step: int, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same command; an output alone is refused."""
+    monkeypatch.chdir(work)
+    (work / "alm.toml").write_text("[alm]\nlearning_rate = 0.1\n")
+    saved = step // 2 * 2
+    passed(run_in(work, *more))
+    assert_refused(run_in(work, *more), 5, "out exists", "--overwrite")
+    (work / "out").rename(work / "anew")
+    die_at(step, lambda: run_in(work, *more))
+    found = sorted(path.name for path in (work / "out.run").iterdir())
+    assert {"metrics.jsonl", "run.json", f"state-0-{saved}"} <= {*found}
+    result = passed(run_in(work, *more))
+    assert f"\nresuming after step {saved}\n" in result.stdout and "search 1/6" not in result.stdout
+    assert "[v2]" in result.stdout  # the text's name as it is
+    assert_same_weights(work / "out", work / "anew")
+    assert not (work / "out.run").exists()
+
+
+def test_a_recovery_by_low_rank_resumes_to_the_bit(
+    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    def run(name: str) -> Result:
+        options = [
+            "--train",
+            "lora",
+            "--save-every",
+            "1",
+            "--tokens",
+            "192",
+            "--teacher",
+            tiny_model,
+            "--data",
+            tiny_text,
+        ]
+        return recover(pruned, tmp_path / name, *options)
+
+    passed(run("anew"))
+    die_at(3, lambda: run("out"), WeightTrainer)
+    assert "resuming after step 3" in passed(run("out")).output
+    assert_same_weights(tmp_path / "anew", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("controller", "share", "chosen"), [("gradual", 0.7, "weights"), ("alm", 0.7, "masks")])
+def test_weights_are_trained_where_memory_holds_it_and_a_resumed_run_keeps_its_choice(
+    controller: str, share: float, chosen: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "TRAINING_SHARE", share)
+    die_at(3, lambda: run_in(work, "--train", "auto", "--controller", controller))
+    monkeypatch.setattr(resolve, "TRAINING_SHARE", 0.7 - share)
+    result = passed(run_in(work, "--train", "auto", "--controller", controller))
+    assert "resuming after step 2" in result.output
+    assert read_checkpoint(work / "out").provenance["run"]["train"] == chosen
+
+
+def test_an_interrupted_overwrite_resumes_without_being_told_again(work: Path) -> None:
+    passed(run_in(work))
+    (work / "out" / "mark").touch()
+    die_at(4, lambda: run_in(work, "--overwrite", "--seed", "1"))
+    assert (work / "out" / "mark").exists()  # until the new one is there
+    assert "resuming after step 4" in passed(run_in(work, "--seed", "1")).stdout
+    assert not (work / "out" / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--seed", "1"], "seed 0 instead of 1"),
+        (["--train", "lora"], "train 'masks' instead of 'lora'"),
+        (["--sparsity", "0.2,0.4"], "1 sizes instead of 2"),
+        ([], "the text changed since"),
+        ([], "the weights changed since"),
+        ([], "the tokenizer changed since"),
+    ],
+)
+def test_a_run_of_another_recipe_or_of_other_inputs_is_refused_and_given_up_by_overwrite(
+    more: list[str], words: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another recipe before torch is asked."""
+    die_at(4, lambda: run_in(work))
+    if "text" in words:
+        text = work / "text [v2].jsonl"
+        text.write_text(text.read_text().replace("fox", "cat"))
+    elif "weights" in words:
+        edit_weights(work / "model", lambda weights: weights["model.layers.1.mlp.up_proj.weight"].mul_(1.5))
+    elif "tokenizer" in words:
+        edit_json(work / "model" / "tokenizer_config.json", chat_template="{{ messages }}")
+    with monkeypatch.context() as patch:
+        if more:
+            patch.setattr(jobs, "prune", None)
+        assert_refused(run_in(work, *more), 5, words, "--overwrite")
+    assert (work / "out.run" / "state-0-4").exists()
+    result = passed(run_in(work, *more, "--overwrite"))
+    assert "resuming" not in result.stdout and not (work / "out.run").exists()
+
+
+def test_a_run_that_was_committed_is_removed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the rename of the output and the deletion of the run."""
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "remove", Mock(side_effect=KeyboardInterrupt))
+        assert run_in(work).exit_code == 130
+    written = (work / "out" / "model.safetensors").stat().st_mtime_ns
+    assert "out was written before" in passed(run_in(work)).stdout
+    assert (work / "out" / "model.safetensors").stat().st_mtime_ns == written and not (work / "out.run").exists()
+
+
+def test_inputs_are_text_weights_config_and_tokenizer(tmp_path: Path) -> None:
+    config, tokenizer, weights = (tmp_path / name for name in ("config.json", "tokenizer.json", "model.safetensors"))
+    for file in (config, tokenizer):
+        file.write_text("{}")
+    tensors = {"large": torch.zeros(2**20), "small": torch.zeros(3), "empty": torch.zeros(0)}
+    save_file(tensors, weights)
+    text = torch.arange(6).view(2, 3)
+
+    def inputs(text: torch.Tensor) -> dict[str, Any]:
+        return inputs_of({"train": text}, [weights], [config, tokenizer])
+
+    first = inputs(text)
+    assert inputs(text.clone()) == first == json.loads(json.dumps(first))
+    for other in (text.view(3, 2), text + 1, torch.arange(8).view(2, 4)[:, 1:]):  # at last rows with a gap
+        assert inputs(other)["text"] != first["text"]
+    os.utime(weights, ns=(0, 0))
+    assert inputs(text) == first  # the same weights, downloaded again
+    changed = [tensors | {name: tensors[name] + 1e-6} for name in ("large", "small")]
+    for content in (*changed, {("other" if name == "large" else name): each for name, each in tensors.items()}):
+        save_file(content, weights)
+        assert inputs(text)["weights"] != first["weights"]
+    for file, name in ((config, "config"), (tokenizer, "tokenizer")):
+        file.write_text("{ }")
+        assert inputs(text)[name] != first[name]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunFolder]:
+    """A run that has saved step 3."""
+    run = RunFolder(tmp_path / "out", Accelerator(cpu=True))
+    with run.open([RECIPE], overwrite=False):
+        run.begin({"train": "masks", "optimizer": ""}, {"text": "a"}, shared_by=1)
+        run.save(0, 3, dict(TENSORS), {"loss": [1.0, 0.5]}, ends_search=False)
+        yield run
+
+
+def test_a_state_is_read_as_it_was_written_and_the_latest_and_the_end_of_the_search_are_kept(run: RunFolder) -> None:
+    """Of a size family: the next size starts from the end of the search."""
+    filled = torch.zeros(4)
+    saved = run.start_size(0, lambda name: filled if name == "z.mlp" else None)
+    assert saved and saved.step == 3 and saved.extra == {"loss": [1.0, 0.5]}
+    assert saved.tensors["z.mlp"] is filled and saved.tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(saved.tensors[name], value) for name, value in TENSORS.items())
+    assert saved.tensors["rate"].dtype == torch.bfloat16
+    assert (run.folder.stat().st_mode | (run.folder / "run.json").stat().st_mode) & 0o077 == 0  # its owner's alone
+    for step, ends_search in ((4, True), (5, False), (6, False)):
+        run.save(0, step, {"z.mlp": torch.full((2,), float(step))}, {}, ends_search=ends_search)
+    assert sorted(path.name for path in run.folder.glob("state-*")) == ["state-0-4", "state-0-6"]
+    saved = run.start_size(1, lambda _: None)
+    assert saved and saved.step == 4 and saved.tensors["z.mlp"].tolist() == [4.0, 4.0]
+    with pytest.raises(OutputError, match="previous size's search is not in"):
+        run.start_size(2, lambda _: None)
+
+
+def test_how_a_run_saves_decides_nothing_and_another_version_is_no_run(run: RunFolder) -> None:
+    for same in (RECIPE, replace(RECIPE, save_every=7), replace(RECIPE, train="masks"), replace(RECIPE, shard=True)):
+        assert find_record(run.output, [same], overwrite=False)
+    assert find_record(run.output, [replace(RECIPE, sparsity=0.3)], overwrite=True) == {}
+    stored = json.loads((run.folder / "run.json").read_text())
+    no_latest = json.dumps(stored | {"record": stored["record"] | {"latest": ""}})
+    for damaged in ("[]", "{", '{"record": {}}', "", no_latest):
+        (run.folder / "run.json").write_text(damaged)
+        with pytest.raises(OutputError, match="damaged"):
+            find_record(run.output, [RECIPE], overwrite=False)
+        assert find_record(run.output, [RECIPE], overwrite=True) == {}
+
+
+@pytest.mark.parametrize("place", [30, -1, None])
+def test_a_flipped_bit_or_a_missing_end_of_a_state_is_found(place: int | None, run: RunFolder) -> None:
+    (path,) = (run.folder / "state-0-3").iterdir()
+    content = bytearray(path.read_bytes())
+    if place is None:
+        del content[100:]
+    else:
+        content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(OutputError, match=r"is damaged \(state-0-3\)"):
+        run.start_size(0, lambda _: None)
+    path.unlink()
+    with pytest.raises(OutputError, match="is damaged"):
+        run.start_size(0, lambda _: None)
+
+
+def test_8_bit_moments_belong_to_a_number_of_processes(run: RunFolder) -> None:
+    run.begin({"train": "weights", "optimizer": "adamw"}, {"text": "a"}, shared_by=2)
+    run.begin({"train": "weights", "optimizer": "adamw-8bit"}, {"text": "a"}, shared_by=2)
+    with pytest.raises(OutputError, match="among 2 processes, not 3; start as many"):
+        run.begin({"train": "weights", "optimizer": "adamw-8bit"}, {"text": "a"}, shared_by=3)
+
+
+def test_links_where_a_run_would_be_kept_are_refused(tmp_path: Path) -> None:
+    """What is appended to or truncated must not lie elsewhere."""
+    (tmp_path / "thesis.txt").write_text("years of work")
+    (tmp_path / "out.run").mkdir()
+    for name in ("metrics.jsonl", "lock", "run.json", "state-0-3"):
+        (tmp_path / "out.run" / name).symlink_to(tmp_path / "thesis.txt")
+        with pytest.raises(OutputError, match=f"{name}, which is a link"):
+            check_run_folder(tmp_path / "out")
+        (tmp_path / "out.run" / name).unlink()
+    (tmp_path / "out.run").rmdir()
+    (tmp_path / "out.run").symlink_to(tmp_path)
+    with pytest.raises(OutputError, match="which is a link"):
+        check_run_folder(tmp_path / "out")
+
+
+def test_a_folder_that_no_run_wrote_stays(work: Path) -> None:
+    (work / "out.run").mkdir()
+    for name in ("metrics.jsonl", "thesis.txt"):
+        (work / "out.run" / name).write_text("years of work")
+    assert_refused(run_in(work), 5, str(work / "out.run"), "thesis.txt", "move it away")
+    assert (work / "out.run" / "thesis.txt").read_text() == "years of work"
+    shutil.rmtree(work / "out.run")
+    (work / "out.run").write_text("a file")
+    assert run_in(work).exit_code == 5 and (work / "out.run").read_text() == "a file"
+
+
+def test_one_process_works_on_a_run_and_what_a_killed_one_left_is_no_hindrance(work: Path) -> None:
+    """A process that was killed leaves its lock, one on a full disk half a state."""
+    (work / "out.run" / "state-0-2").mkdir(parents=True)
+    for name in ("lock", ".run.json.12345678.tmp", "metrics.jsonl", "state-0-2/half"):
+        (work / "out.run" / name).write_text("left behind")
+    with open(work / "out.run" / "lock") as lock:  # locks are of open files, so this one counts as another process's
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = run_in(work)
+    assert_refused(result, 5, f"another process works on {work / 'out.run'}", "wait for it")
+    assert "search" not in result.stdout and not (work / "out").exists()
+    passed(run_in(work))
+    assert sorted(path.name for path in work.iterdir()) == ["model", "out", "text [v2].jsonl"]
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_last_state(run: RunFolder) -> None:
+    large = {"z.mlp": torch.ones(10**6)}
+    for write in (lambda: run.save(0, 6, large, {}, ends_search=False), lambda: run.log({"note" * 10**5: 1.0})):
+        with small_files(100_000), pytest.raises(OutputError, match=r"^[^\n]*make room[^\n]*$") as caught:
+            write()
+        assert str(run.folder) in str(caught.value)
+    again = RunFolder(run.output, run.accelerator)
+    again.record = find_record(run.output, [RECIPE], overwrite=False)
+    saved = again.start_size(0, lambda _: None)
+    assert saved and saved.step == 3
+
+
+def test_metrics_of_a_run_that_resumes_end_with_its_state(run: RunFolder) -> None:
+    """Also on a full disk; the last line was cut off with the process."""
+    for step in (1, 2, 3, 4, 5):
+        run.log({"step": step, "x" * 100: 0.0})
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 6, "no')
+    with small_files(150):
+        run.start_size(0, lambda _: None)
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2, 3]
+    for damaged in ("[]", '{"steps": 2}', '{"step": "2"}', "\x00"):
+        run.metrics.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 2}}\n')
+        run.start_size(0, lambda _: None)
+        assert run.metrics.read_text() == '{"step": 1}\n'
+
+
+NAMES = ["sparsity-0.2", "sparsity-0.4", "sparsity-0.6"]
+
+
+def family_in(output: Path, model: Path, text: Path, *more: str, sizes: str = "0.2,0.4,0.6") -> Result:
+    return prune(model, text, output, "--steps", "12", *more, sparsity=sizes)
+
+
+@pytest.mark.parametrize("train", ["masks", pytest.param("weights", marks=pytest.mark.nightly)])
+def test_sizes_of_a_family_are_nested_and_exact(train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Several times as many steps as sizes; every folder is a checkpoint of its own."""
+    output = tmp_path / "out"
+    passed(family_in(output, tiny_model, tiny_text, "--train", train))
+    assert sorted(path.name for path in output.iterdir()) == NAMES
+    kept = []
+    for name, share in zip(NAMES, (0.2, 0.4, 0.6), strict=True):
+        provenance = read_checkpoint(output / name).provenance
+        assert provenance["recipe"]["sparsity"] == share and provenance["run"]["train"] == train
+        gates, _ = read_masks(output / name / MASKS_FILE)
+        kept.append({kind: values > 0 for kind, values in gates.items()})
+        for kind, support in kept[-1].items():
+            assert int(support.sum()) == round((1 - share) * support.numel()), kind
+    for larger, smaller in pairwise(kept):
+        assert all((smaller[kind] <= larger[kind]).all() for kind in larger)
+    assert_refused(family_in(output, tiny_model, tiny_text, "--train", train), 5, NAMES[0], "exists")
+
+
+@pytest.mark.parametrize(("train", "num_sizes"), [("masks", 2), pytest.param("weights", 3, marks=pytest.mark.nightly)])
+def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(  # noqa: C901
+    train: str, num_sizes: int, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by default: in every polish, before and after every save, after every size is written, and at the end."""
+    sizes, names = (0.2, 0.4, 0.6)[:num_sizes], NAMES[:num_sizes]
+
+    def family(name: str) -> Result:
+        asked = ",".join(map(str, sizes))
+        return family_in(tmp_path / name, tiny_model, tiny_text, "--train", train, sizes=asked)
+
+    passed(family("whole"))
+    died: set[Any] = set()
+
+    def die_once(where: Any) -> None:
+        if where not in died:
+            died.add(where)
+            raise KeyboardInterrupt
+
+    def step(self: Trainer, number: int) -> dict[str, float]:
+        if number == self.run.steps.search + 1:
+            die_once((self.recipe.sparsity, "polish"))
+        return Trainer_step(self, number)
+
+    def save(self: RunFolder, size: int, number: int, *state: Any, **ends: bool) -> None:
+        die_once((size, number, "before"))
+        RunFolder_save(self, size, number, *state, **ends)
+        die_once((size, number, "after"))
+
+    def write(*arguments: Any) -> Any:
+        checkpoint = jobs_write(*arguments)
+        die_once((str(arguments[-1]), "written"))
+        return checkpoint
+
+    def remove(self: RunFolder) -> None:
+        _ = self.record["states"] and die_once((self.folder.name, "remove"))  # not after an error before any save
+        RunFolder_remove(self)
+
+    Trainer_step, jobs_write = Trainer.step, jobs._write
+    RunFolder_save, RunFolder_remove = RunFolder.save, RunFolder.remove
+    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(RunFolder, "save", save)
+    monkeypatch.setattr(jobs, "_write", write)
+    monkeypatch.setattr(RunFolder, "remove", remove)
+    results = [family("out")]
+    while results[-1].exit_code == 130:
+        results.append(family("out"))
+    passed(results[-1])
+    assert {place for place in died if place[-1] == "polish"} == {(size, "polish") for size in sizes}
+    # the end of each search but the last, and the last step of each size
+    assert len([place for place in died if len(place) == 3]) == 2 * (2 * num_sizes - 1)
+    assert len([place for place in died if place[-1] == "written"]) == num_sizes
+    assert len(died) == len(results) - 1 and not (tmp_path / "out.run").exists()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    for name in names:
+        assert_same_weights(tmp_path / "whole" / name, tmp_path / "out" / name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more", "words"),
+    [("0.2,0.4", ["--controller", "alm"], "prunes to one size only"), ("0.2,0.2", [], "different numbers")],
+)
+def test_what_is_no_family_is_refused(
+    sizes: str, more: list[str], words: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    result = family_in(tmp_path / "out", tiny_model, tiny_text, *more, sizes=sizes)
+    assert result.exit_code == 2 and words in result.output
+
+
+def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A folder of others, before the text is read; one of the same recipe and other text, before a model is loaded.
+    And two families are not written into one folder at once."""
+    output = tmp_path / "out"
+    (output / NAMES[1] / "of others").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "read_text", None)
+        for more in ([], ["--overwrite"]):
+            refused = family_in(output, tiny_model, tiny_text, *more, sizes="0.2,0.4")
+            assert_refused(refused, 5, NAMES[1], "did not write it; choose another folder")
+    shutil.rmtree(output / NAMES[1])
+    other = write_texts("other.jsonl", [" ".join(f"word {i * j}" for j in range(99)) for i in range(40)])
+    met: list[Result] = []
+    write = jobs._write
+
+    def meet(*arguments: Any, **options: Any) -> Any:  # while the first writes a size that the second has not
+        if not met:
+            met.append(family_in(output, tiny_model, other, sizes="0.3,0.5"))
+        return write(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "_write", meet)
+        passed(family_in(output, tiny_model, other, sizes="0.2,0.4"))
+    assert_refused(met[0], 5, "another process works on", "wait for it")
+    shutil.rmtree(output / NAMES[0])
+    shutil.copy(tiny_text, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "_learn_size", None)
+        assert_refused(family_in(output, tiny_model, other, sizes="0.2,0.4"), 5, NAMES[1], "exists")
+    assert [path.name for path in output.iterdir()] == [NAMES[1]]

@@ -1,0 +1,494 @@
+"""Rows of every common format: the document, its loss mask, and what is printed of it.
+
+What is dropped, unknown or changed is printed once per source; a wrong value names its row and turn. The templates are
+short forms of published ones, with the conditions that raise.
+"""
+
+import gzip
+import json
+import lzma
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_templates import PUBLISHED, tokenizer_of
+from runs import small_files
+from seams import (
+    BLOCKS,
+    Blocks,
+    ChatTemplate,
+    Document,
+    Notes,
+    document,
+    in_loss,
+    open_rows,
+    read_documents,
+    select_loss_mask,
+    tokenize,
+)
+
+from ddp_vllm.errors import OutputError, TextError
+
+LENIENT = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+MISTRAL = (  # Mixtral-8x7B-Instruct-v0.1, and Llama-2-chat but for its system turn
+    "{{ '<s>' }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + '</s>' }}"
+    "{% endif %}{% endfor %}"
+)
+GEMMA = (  # Gemma-2-it
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
+)
+ONE_CALL = (  # in the manner of Mistral-Nemo: a call stands instead of the turn's words, so the roles still alternate
+    "{%- set ns = namespace(index=0) %}{%- for m in messages %}"
+    "{%- if m.role != 'tool' and not m.tool_calls %}"
+    "{%- if (m.role == 'user') != (ns.index % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    "{%- set ns.index = ns.index + 1 %}{%- endif %}"
+    "{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'tool' %}{{- '[RESULT]' + m.content }}"
+    "{%- elif m.tool_calls %}{{- '[CALL] ' + m.tool_calls[0].function.name + '</s>' }}"
+    "{%- else %}{{- ' ' + m.content + '</s>' }}{%- endif %}{%- endfor %}"
+)
+AGENT = (  # in the manner of Qwen3: thoughts and calls of an assistant
+    "{%- for m in messages %}{{- '<' + m.role + '>' }}"
+    "{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}"
+    "{{- m.content or '' }}{%- for call in m.tool_calls or [] %}{{- '[' + call.function.name + ' ' }}"
+    "{{- call.function.arguments | tojson + ']' }}{%- endfor %}{%- endfor %}"
+)
+PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+SPOKEN_ONLY = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }}{% endif %}{% endfor %}"
+TWICE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.content }}{% endfor %}"
+COUNTED = "{% for m in messages %}<{{ m.role }}>{{ m.content | length }}{% endfor %}"
+
+A = {"role": "user", "content": "a"}
+B = {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "s"}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
+ASKED = [
+    A, {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "21"}, {**B, "reasoning_content": "ah"},
+]  # fmt: skip
+ALPACA = {"instruction": "c", "input": "", "output": "d", "system": "s", "history": [["a", "b"]]}
+UNREAD = "columns that are not read, with their rows: {}"
+KEYS = "parts of conversations that the chat template does not read, with their turns: {}"
+REJECTED = "conversations read as plain text, because the chat template rejects them: {} (2)"
+STRICT = "Conversation roles must alternate user/assistant/user/assistant/..."
+MISTRALS, GEMMAS = (
+    f"conversations rearranged so that user and assistant alternate: {reason} (2)"
+    for reason in (STRICT, "Roles must alternate")
+)
+LEFT_OUT = "turns that the chat template leaves out or changes: {} (2)"
+CALL_IDS = KEYS.format("tool_call_id (2)")
+UNLOCATED = "2 conversations whose answers cannot be located, so none is in the loss of assistants"
+PLAIN = "2 conversations read as plain text, because {}"
+
+
+def said(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": value} for speaker, value in turns]}
+
+
+def turns(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **more}
+
+
+# template, row, text, characters in the loss with | for runs of others; None: all; notes of two such rows, in part
+ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
+    "share-gpt": (LENIENT, said(("human", "a"), ("gpt", "b")), "<user>a<assistant>b", "|b", []),
+    "speakers of other names": (
+        LENIENT, said(("Human", "a"), ("gpt-4o-mini", "b"), ("developer", "c"), ("bard", "d"), ("observation", "e")),
+        "<system>c<user>a<assistant>b<assistant>d<tool>e", "|b|d|", []),
+    "unknown speakers": (LENIENT, turns({"role": "alice", "content": "a"}, B), "<user>a<assistant>b", "|b",
+                         ["unknown speakers, read as the user, with their turns: alice (2)"]),
+    "dolly": (LENIENT, {"instruction": "a", "context": "c", "response": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
+    "alpaca": (LENIENT, {"instruction": "a", "input": "c", "output": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
+    "alpaca with history": (LENIENT, ALPACA, "<system>s<user>a<assistant>b<user>c<assistant>d", "|b|d", []),
+    "completion": (LENIENT, {"prompt": "a", "completion": "b"}, "<user>a<assistant>b", "|b", []),
+    "openorca": (LENIENT, {"id": 1, "system_prompt": "s", "question": "a", "response": "b"},
+                 "<system>s<user>a<assistant>b", "|b", [UNREAD.format("id (2)")]),
+    "system beside turns": (LENIENT, said(("human", "a")) | {"system": "s"}, "<system>s<user>a", None, []),
+    "trl": (LENIENT, {"prompt": [A], "completion": [B]}, "<user>a<assistant>b", "|b", []),
+    "trl, words": (LENIENT, {"prompt": [A], "completion": "b"}, "<user>a<assistant>b", "|b", []),
+    "trl with a context": (LENIENT, {"prompt": [SYSTEM, A], "context": "c", "completion": "b"},
+                           "<system>s<user>a\n\nc<assistant>b", "|b", []),
+    "input and output": (LENIENT, {"input": "a", "output": "b"}, "<user>a<assistant>b", "|b", []),
+    "empty text": (LENIENT, turns(A, text=""), "<user>a", None, []),
+    "lists": (LENIENT, [A, B], "<user>a<assistant>b", "|b", []),
+    "context of messages": (LENIENT, {"context": [A, B], "question": "c", "answer": "d"},
+                            "<user>a<assistant>b<user>c<assistant>d", "|b|d", []),
+    "context of passages": (LENIENT, {"context": ["c", "d"], "question": "a", "answer": "b"},
+                            "<user>a\n\nc\nd<assistant>b", "|b", []),
+    "history of messages": (LENIENT, {"history": [A, B], "prompt": "c", "response": "d"},
+                            "<user>a<assistant>b<user>c<assistant>d", "|b|d", []),
+    "half a history": (LENIENT, {"history": [["a", None]], "prompt": "c", "response": "d"},
+                       "<user>a<user>c<assistant>d", "|d", ["turns without words, which are dropped: assistant (2)"]),
+    "wildchat": (LENIENT, {"conversation": [A | {"toxic": False}]}, "<user>a", None, [KEYS.format("toxic (2)")]),
+    "text beside messages": (LENIENT, turns(A, text="fox"), "fox", None, [UNREAD.format("messages (2)")]),
+    "text beside empty columns": (LENIENT, {"text": "fox", "url": "a", "id": 1, "messages": []}, "fox", None, []),
+    "two questions": (LENIENT, {"prompt": "c", "instruction": "a", "response": "b"}, "<user>a<assistant>b", "|b",
+                      [UNREAD.format("prompt (2)")]),
+    "two answers": (LENIENT, {"question": "a", "output": "b", "answer": "c"}, "<user>a<assistant>b", "|b",
+                    [UNREAD.format("answer (2)")]),
+    "two systems": (LENIENT, turns(A, system="s", system_prompt="t"), "<system>s<user>a", None,
+                    [UNREAD.format("system_prompt (2)")]),
+    "two forms": (LENIENT, turns(A, conversations=[A], input="c"), "<user>a", None,
+                  [UNREAD.format("conversations (2), input (2)")]),
+    "parts of a turn": (  # joined as vLLM joins them; those that are no text are dropped
+        LENIENT, turns({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"},
+                                                    {"type": "text", "text": "b"}]}), "<user>a\nb", None,
+        ["parts of turns that are no text, which are dropped: image_url (2)"]),
+    "parts rendered apart": (PARTS, turns({"role": "user", "content": [{"type": "text", "text": "a"}]}), "<a>", None,
+                             []),
+    "what is not read": (
+        LENIENT, turns(A, {**B, "reasoning_content": "d", "name": "e"}, {"role": "user", "content": ""}, tools=TOOLS),
+        "<user>a<assistant>b", "|b",
+        [KEYS.format("reasoning_content (2), name (2), tools (2)"),
+         "turns without words, which are dropped: user (2)"]),
+    "an agent": (AGENT, turns(*ASKED), '<user>a<assistant><think>hm</think>[look {"city": "Oslo"}]<tool>21'
+                 "<assistant><think>ah</think>b", '|<think>hm</think>[look {"city": "Oslo"}]|<think>ah</think>b',
+                 [CALL_IDS]),
+    "an agent, packed": (AGENT, {"conversations": json.dumps(ASKED)},
+                         '<user>a<assistant><think>hm</think>[look {"city": "Oslo"}]<tool>21'
+                         "<assistant><think>ah</think>b",
+                         '|<think>hm</think>[look {"city": "Oslo"}]|<think>ah</think>b', [CALL_IDS]),
+    "a call that later turns depend on": (ONE_CALL, turns(*ASKED), "[INST] a[/INST][CALL] look</s>[RESULT]21 b</s>",
+                                          "|[CALL] look| b|", [KEYS.format("reasoning_content (4), tool_call_id (2)")]),
+    "words that a template leaves out": (
+        ONE_CALL, turns(A, {**ASKED[1], "content": "I look."}, *ASKED[2:]),
+        "[INST] a[/INST][CALL] look</s>[RESULT]21 b</s>", "|[CALL] look| b|",
+        [KEYS.format("reasoning_content (4), tool_call_id (2)"), LEFT_OUT.format("assistant")]),
+    "weight 0": (LENIENT, turns(A, {**B, "weight": 0}, A, {**B, "weight": "1", "train": True}),
+                 "<user>a<assistant>b<user>a<assistant>b", "|b", []),
+    "weight 0 as a string": (LENIENT, turns(A, {**B, "weight": "0"}, A, B), "<user>a<assistant>b<user>a<assistant>b",
+                             "|b", []),
+    "not trained on": (LENIENT, turns(A, {**B, "train": "False"}, A, B), "<user>a<assistant>b<user>a<assistant>b", "|b",
+                       []),
+    "a joined turn of weight 0": (MISTRAL, turns(A, {**B, "weight": 0}, {**B, "content": "c"}, A, B),
+                                  "<s>[INST] a [/INST]b\n\nc</s>[INST] a [/INST]b</s>", "|b|", [MISTRALS]),
+    "weight 0.5": (LENIENT, turns(A, {**B, "weight": 0.5}, B), "<user>a<assistant>b<assistant>b", "|b|b",
+                   ["turns with a weight other than 0 and 1, which count in full: 0.5 (2)"]),
+    "assistant first": (MISTRAL, said(("gpt", "x"), ("human", "a"), ("gpt", "b")), "<s>[INST] a [/INST]b</s>", "|b|",
+                        [MISTRALS]),
+    "twice the assistant first": (GEMMA, said(("gpt", "x"), ("gpt", "y"), ("human", "a")), "<user>a\n", None, [GEMMAS]),
+    "neighbors": (GEMMA, said(("human", "a"), ("human", "b"), ("gpt", "c"), ("gpt", "d")),
+                  "<user>a\n\nb\n<assistant>c\n\nd\n", "|c\n\nd\n", [GEMMAS]),
+    "neighbors after an empty turn": (GEMMA, said(("human", "a"), ("gpt", ""), ("human", "b")), "<user>a\n\nb\n", None,
+                                      ["turns without words, which are dropped: gpt (2)", GEMMAS]),
+    "system refused": (GEMMA, turns(SYSTEM, A, B), "s\n\na\n\nb", None,
+                       [REJECTED.format("System role not supported")]),
+    "system is no user": (MISTRAL, turns(SYSTEM, A, B), "s\n\na\n\nb", None, [REJECTED.format(STRICT)]),
+    "rearranged": (MISTRAL, turns(A, B, {"role": "tool", "content": "21"}), "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]",
+                   "|b|", [MISTRALS]),
+    "system left out": (SPOKEN_ONLY, turns(SYSTEM, A, B), "ab", "|b",
+                        [LEFT_OUT.format("system")]),
+    "no template": (None, turns(A, B), "a\n\nb", None,
+                    [PLAIN.format("the tokenizer has no chat template; put chat_template.jinja into the model's "
+                                  "folder")]),
+    "words twice": (TWICE, turns(A, B), "<user>aa<assistant>bb", "|", [UNLOCATED]),
+    "words counted": (COUNTED, turns(A, B), "<user>1<assistant>1", "|", [UNLOCATED, LEFT_OUT.format("assistant")]),
+}  # fmt: skip
+
+
+def notes_of(rows: list[Any], tokenizer: Any, folder: Path) -> list[str]:
+    """Return the lines that reading these rows prints."""
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = Notes()
+    for _ in range(2):  # a row that is read twice is counted once
+        list(read_documents(open_rows(str(folder / "chat.jsonl")), ChatTemplate(tokenizer), notes))
+    return [line.removeprefix(f"{folder / 'chat.jsonl'}: ") for line in notes.lines(str(folder / "chat.jsonl"))]
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_row_is_a_document_with_a_loss_mask_and_notes(case: str, tokenizer: Any, tmp_path: Path) -> None:
+    """Without a template it is a text of the same words."""
+    tokenizer.chat_template, row, text, mask, notes = ROWS[case]
+    found = document(row, tokenizer)
+    assert found.text == text
+    assert (None if found.loss_mask is None else re.sub(r"\|+", "|", in_loss(found))) == mask
+    lines = notes_of([row, row], tokenizer, tmp_path)
+    assert sorted(lines) == sorted(notes)
+    if tokenizer.chat_template == LENIENT and "tool" not in text:
+        tokenizer.chat_template = None
+        words = [word for word in re.split(r"<\w+>", text) if word]
+        assert document(row, tokenizer) == Document("\n\n".join(words))
+
+
+def test_damaged_and_empty_texts_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    assert sorted(notes_of([{"text": ""}, {"text": "half \ud83d"}], tokenizer, tmp_path)) == [
+        "1 rows with half a character (a lone surrogate), which is replaced", "1 rows without text"
+    ]  # fmt: skip
+
+
+THOUGHTFUL = [
+    [A, {**B, "reasoning": "one"}, A, {**B, "content": "c", "reasoning": "two"}],
+    [A, {**B, "content": "<think>\none\n</think>\n\nb"}, A, {**B, "content": "<think>two</think>c"}],
+]
+
+
+@pytest.mark.parametrize("messages", THOUGHTFUL, ids=["key", "words"])
+def test_answers_whose_thoughts_a_template_leaves_out_are_counted_and_not_in_the_loss(
+    messages: list[Any], tmp_path: Path
+) -> None:
+    """Nothing is counted if the thoughts of all answers are there, or if the template knows of none."""
+    tokenizer = tokenizer_of("qwen3")
+    left_out = "answers whose thoughts the chat template leaves out, so they are not in the loss of assistants"
+    assert notes_of([turns(*messages), turns(*messages[:2])], tokenizer, tmp_path) == [f"1 {left_out}"]
+    words = in_loss(document(turns(*messages), tokenizer)).replace("|", "").strip()
+    assert words == "<think>\ntwo\n</think>\n\nc"
+    tokenizer.chat_template = LENIENT
+    assert not any(left_out in line for line in notes_of([turns(*messages)], tokenizer, tmp_path))
+
+
+REASONED = [
+    ("user", "how many foxes jump"), ("assistant", "<think>\nthey are red\n</think>\n\nnine foxes"),
+    ("user", "why"), ("assistant", "<think>\nof them\n</think>\n\n42 foxes do."),
+]  # fmt: skip
+ANSWERED = [("user", "how many"), ("assistant", " nine foxes\n"), ("user", "why"), ("assistant", "42 foxes do.")]
+WHOLE = ["<think>\nthey are red\n</think>\n\nnine foxes", "<think>\nof them\n</think>\n\n42 foxes do."]
+STRIPPED = ["nine foxes", "42 foxes do."]
+GENERATED = {  # family: text in the loss without the token that ends a turn, for REASONED and for ANSWERED; that token
+    "qwen3": ([WHOLE[1]], [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
+    "r1": ([], [" nine foxes\n", "42 foxes do."], "<｜end▁of▁sentence｜>"),
+    "llama2": ([f" {words} " for words in WHOLE], [f" {words} " for words in STRIPPED], "</s>"),
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(family: str, tmp_path: Path) -> None:
+    """R1 drops the thoughts of every turn, Qwen3 those of earlier turns: no server generates these answers. Other
+    templates keep or strip the words. A Parquet file, which fills every message with the keys of all others, is the
+    same text."""
+    import pyarrow
+    import pyarrow.parquet
+
+    tokenizer = tokenizer_of(family)
+    *expected, end = GENERATED[family]
+    for spoken, answers in zip((REASONED, ANSWERED), expected, strict=True):
+        messages = [{"role": role, "content": words} for role, words in spoken]
+        named = [*messages[:3], messages[3] | {"name": "bot"}]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": named}]), tmp_path / "a.parquet")
+        (read,) = read_documents(open_rows(str(tmp_path / "a.parquet")), ChatTemplate(tokenizer), Notes())
+        assert read.text == tokenizer.apply_chat_template(messages, tokenize=False)
+        assert read.text == document(turns(*messages), tokenizer).text
+        (tokens,) = tokenize([read], tokenizer)
+        assert not tokens.loss_mask[-1]  # the EOS between documents
+        names = tokenizer.convert_ids_to_tokens(tokens.ids.tolist())
+        generated = "".join(name if mask else "\0" for name, mask in zip(names, tokens.loss_mask, strict=True))
+        generated = generated.translate({ord("Ġ"): " ", ord("Ċ"): "\n"}).replace("<0x0A>", "\n")
+        generated = generated if family == "r1" else re.sub("▁+", " ", generated)
+        if end == "</s>":  # such a tokenizer begins parts with a blank
+            generated = re.sub("(\n|</?think>) ", r"\1", generated)
+        assert [run for run in generated.split("\0") if run] == [answer + end for answer in answers]
+
+
+def talk(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"nine foxes {number}"}, {"role": "assistant", "content": "jump"}]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_named_column_may_hold_conversations(
+    packed: bool, load: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = LENIENT
+    rows = [{"id": number, "talk": json.dumps(talk(number)) if packed else talk(number)} for number in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    blocks = load(tmp_path / "a.jsonl", tokenizer, text_column="talk")
+    assert "<user>nine foxes 8<assistant>jump" in tokenizer.decode(blocks.train.flatten())
+    assert blocks.notes == (f"{tmp_path / 'a.jsonl'}: columns that are not read, with their rows: id (60)",)
+    again = load(tmp_path / "a.jsonl", tokenizer, text_column="talk")
+    assert again.notes == blocks.notes  # from the cache
+
+
+TALKS = [talk(number) for number in range(60)]
+SHAPES = {
+    "array of lists": json.dumps(TALKS),
+    "lists": "\n".join(map(json.dumps, TALKS)),
+    "array": json.dumps([{"messages": messages} for messages in TALKS], indent=1),
+    "one object": json.dumps({"messages": TALKS[0] * 60}, indent=1),
+    "one conversation": "\ufeff" + json.dumps(TALKS[0] * 60),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_json_of_every_shape_is_read(shape: str, load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = LENIENT
+    (tmp_path / "a.json").write_text(SHAPES[shape])
+    blocks = load(tmp_path / "a.json", tokenizer)
+    assert re.search("<user>nine foxes [0-9]+<assistant>jump", tokenizer.decode(blocks.train.flatten()))
+
+
+WRONG: dict[str, tuple[Any, str]] = {  # a row, words of the line
+    "number": (turns(A, {"role": "assistant", "content": 17}), "turn 2 has a number under content"),
+    "null turn": ({"messages": [A, None]}, "turn 2 is null"),
+    "no role": ({"messages": [{"content": "a"}]}, "turn 1 has no role"),
+    "dict of turns": ({"messages": {"role": "user"}}, "messages holds an object"),
+    "text is a number": ({"text": 5}, "text holds a number"),
+    "tools": (turns(A, tools="no"), "a string under tools"),
+    "history of one": ({"history": [["a", "b"], ["c"]], "prompt": "c", "response": "d"}, "history, entry 2 is no pair"),
+    "history of texts": ({"history": ["a", "b"], "prompt": "c", "response": "d"}, "history, turn 1 is a string"),
+    "weight": (turns({**B, "weight": "x"}), "turn 1 has 'x' under weight"),
+    "train": (turns({**B, "train": [0]}), "turn 1 has [0] under train"),
+    "calls": (turns({**B, "tool_calls": [{"type": "x"}]}), "a list of objects under tool_calls"),
+    "thoughts": (turns({**B, "reasoning": {"a": 1}}), "turn 1 has an object under reasoning"),
+    "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),
+    "list of strings": (["a", "b"], "turn 1 is a string"),
+    "nested too deeply": (None, "line 2: nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_value_names_source_row_turn_and_type(case: str, load: Callable[..., Any], tmp_path: Path) -> None:
+    """Brackets in a text are text."""
+    row, words = WRONG[case]
+    line = json.dumps(row) if row else f'{{"text": {"[" * 10**6}{"]" * 10**6}}}'
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "[" * 500 + " fox" * 99}) + f"\n{line}\n")
+    with pytest.raises(TextError, match=r"^[^\n]*a\.jsonl, line 2[^\n]*;[^\n]*$") as caught:
+        load(tmp_path / "a.jsonl")
+    assert words in str(caught.value)
+
+
+def test_a_template_that_fails_names_the_row(load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + 1 }}{% endfor %}"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk(1)}) + "\n")
+    with pytest.raises(TextError, match=r"chat template of .* fails on .*a\.jsonl, line 1 .*; repair"):
+        load(tmp_path / "a.jsonl", tokenizer)
+
+
+BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, words of the line
+    "empty": ("a.txt", b"", ["is empty"]),
+    "no parquet": ("a.parquet", b"PAR1 but no more", ["cannot be read"]),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "plain"}\n' * 999)[:40], ["cannot be read"]),
+    "unknown ending": ("a.docx", b"words", ["unknown ending", ".docx", ".jsonl"]),
+    "missing column": ("a.jsonl", b'{"body": "words", "id": 1}\n', ["no column text", "body", "id", "--text-column"]),
+    "too short": ("a.jsonl", b'{"text": "a few words"}\n', ["tokens", "require 80", "--seq-len"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_text_is_one_line(case: str, load: Callable[..., Any], tmp_path: Path, cache: Path) -> None:
+    name, content, words = BAD[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError, match=r"^[^\n]*;[^\n]*$") as caught:
+        load(tmp_path / name)
+    assert all(word in str(caught.value) for word in (name, *words)) and not (cache / "tokens").exists()
+
+
+DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
+
+
+def compress_zst(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.compress(data)
+
+
+def write(path: Path, texts: list[str], **more: Any) -> Path:
+    """Write texts in the format and compression that the name asks for."""
+    compress = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": compress_zst}.get(path.suffix, bytes)
+    kind = Path(path.name.removesuffix(path.suffix)).suffix if compress is not bytes else path.suffix
+    rows = [{"text": text, **more} for text in texts]
+    if kind == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        sink = pyarrow.BufferOutputStream()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+        data = sink.getvalue().to_pybytes()
+    elif kind == ".json":
+        data = json.dumps(rows).encode()
+    else:
+        data = "\n".join(texts if kind == ".txt" else map(json.dumps, rows)).encode()
+    path.write_bytes(compress(data))
+    return path
+
+
+def same_blocks(one: Blocks, other: Blocks) -> bool:
+    return torch.equal(one.train, other.train) and torch.equal(one.heldout, other.heldout)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.json.xz", "a.parquet.gz", "a.txt", "plain [v2].jsonl"])
+def test_every_format_gives_the_same_blocks(
+    name: str, load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without network. A text file is one document, also where paragraphs are apart, which `datasets` splits. A file
+    name is no pattern: the file that it would match is in the same folder."""
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("no network in this test"))
+    texts = ["\n\n".join(DOCUMENTS)] if name == "a.txt" else DOCUMENTS
+    write(tmp_path / "plain v.jsonl", ["of somebody else"] * 60)
+    expected, blocks = load(write(tmp_path / "plain.jsonl", texts)), load(write(tmp_path / name, texts))
+    assert same_blocks(blocks, expected)
+    assert blocks.num_tokens == expected.num_tokens == expected.train.numel() + expected.heldout.numel()
+
+
+def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path) -> None:
+    """Of several files, every one that has columns must have it; a .txt has none."""
+    named, plain = tmp_path / "named.jsonl", write(tmp_path / "plain.jsonl", DOCUMENTS)
+    named.write_text("".join(json.dumps({"body": text, "text": "no"}) + "\n" for text in DOCUMENTS))
+    blocks = load(named, text_column="body")
+    assert same_blocks(blocks, load(plain))
+    book = write(tmp_path / "book.txt", DOCUMENTS)
+    assert load(f"{book},{named}", text_column="body").num_tokens > blocks.num_tokens
+    with pytest.raises(TextError, match=r"plain.jsonl, line 1 has no column body, only text; name another with --text"):
+        load(f"{named},{plain}", text_column="body")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet.gz"])
+def test_new_text_in_a_file_of_old_name_and_time_is_read(
+    name: str, load: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    texts = []
+    for animal in ("fox", "cat"):
+        path = write(tmp_path / name, [text.replace("fox", animal) for text in DOCUMENTS])
+        os.utime(path, (10**9, 10**9))
+        texts.append(tokenizer.decode(load(path).train.flatten()))
+    assert "fox" in texts[0] and "cat" in texts[1] and "fox" not in texts[1]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl"])
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_text(
+    name: str, load: Callable[..., Any], tmp_path: Path, cache: Path
+) -> None:
+    """On a full disk, and where a file is in the place of a folder."""
+    write(tmp_path / name, DOCUMENTS * 9)
+    with small_files(9_000), pytest.raises(OutputError, match=f"the cache {cache} cannot be written .*; make room"):
+        load(tmp_path / name)
+    shutil.rmtree(cache)
+    for place in (cache, cache / "tokens"):
+        place.parent.mkdir(exist_ok=True)
+        place.write_text("a file where the folder should be")
+        with pytest.raises(OutputError, match=f"the cache {cache} cannot be written .*DDP_VLLM_CACHE"):
+            load(tmp_path / name)
+        place.unlink()
+
+
+def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_template(
+    load: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows: list[Any] = [{"text": f"a fox and {number} clouds"} for number in range(60)]
+    rows += [{"messages": [*talk(number), A]} for number in range(60)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    blocks, lines = load(tmp_path / "mixed.jsonl"), list[str]()
+    assert blocks.loss_mask.all()
+    assert select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
+    assert "60 conversations read as plain text, because the tokenizer has no chat template" in lines[0]
+    assert lines[1] == (
+        "conversations of mixed.jsonl were read as plain text (see above), so the loss covers all tokens"
+    )
+
+
+def test_text_without_an_assistants_words_is_refused() -> None:
+    silent = torch.zeros(BLOCKS.shape, dtype=torch.bool)
+    silent[:, 0] = True  # which no token predicts
+    blocks = Blocks(train=BLOCKS, loss_mask=silent, heldout=BLOCKS, num_tokens=BLOCKS.numel())
+    assert select_loss_mask(blocks, "all", "chats.jsonl", print) is None
+    with pytest.raises(TextError, match=r"chats\.jsonl holds no words of an assistant"):
+        select_loss_mask(blocks, "assistant", "chats.jsonl", print)

@@ -1,0 +1,252 @@
+"""The only file of the tests that names the inside of prune: when a part of it is renamed, this file alone changes.
+
+Tests take names from here. A dense model is opened (`open_source`), given gates (`gated`), masked, and cut by its gates
+(`cut`); a run on random blocks is made in this process (`Lab`) or stopped at a step (`die_at`).
+"""
+
+# ruff: noqa: F401  # imported for the tests
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from click.testing import Result
+
+from ddp_prune import fit as fit_module
+from ddp_prune import jobs, plan, resolve, verbs
+from ddp_prune.core import batches as batches_module
+from ddp_prune.core import experts as experts_module
+from ddp_prune.core import gates as gates_module
+from ddp_prune.core import loop as loop_module
+from ddp_prune.core import loss as loss_module
+from ddp_prune.core import passes, processes, selection
+from ddp_prune.core import trainer as trainer_module
+from ddp_prune.core import weights as weights_module
+from ddp_prune.core.alm import AugmentedLagrangian, gate, learning_rate, retention_score, sharpness_at
+from ddp_prune.core.batches import Batches
+from ddp_prune.core.budget import Pool, keep_schedule
+from ddp_prune.core.experts import grouped, looped
+from ddp_prune.core.fusion import ROTARY, fuse_elementwise
+from ddp_prune.core.gates import GatedModel, GatedProjection, Masks, NarrowLayers, _Scale, block_losses
+from ddp_prune.core.learn import learn
+from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses, perplexity_of
+from ddp_prune.core.passes import free_memory, peak_bytes, reset_peak
+from ddp_prune.core.processes import local_part, raise_on_all_ranks
+from ddp_prune.core.rate import RATES, change, find_rate
+from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.selection import (
+    best_support,
+    choose_counts,
+    cut_rows,
+    exact_support,
+    greedy,
+    rank_evenly_per_kv_head,
+)
+from ddp_prune.core.trainer import PRIOR_PRECISION, Learned, Trainer, natural_step
+from ddp_prune.core.weights import (
+    BETAS,
+    LARGEST_GRADIENT,
+    WARMUP,
+    TrainedWeights,
+    UpdatedWeights,
+    rate_of,
+    step_seed,
+)
+from ddp_prune.export import apply_masks, export
+from ddp_prune.fidelity import open_model
+from ddp_prune.fit import CARDS, MODES, Devices, Fit, Mode, SizedModel, choose, fit, flops_per_token, held_bytes
+from ddp_prune.masks_file import read_masks, read_scores, write_masks
+from ddp_prune.models import evaluation as evaluation_module
+from ddp_prune.models import writing
+from ddp_prune.models.evaluation import PROMPTS, Evaluation, bos_warning
+from ddp_prune.models.loading import check_head, load_model, load_sharded, loading_options
+from ddp_prune.models.source import Source, open_source, weight_files
+from ddp_prune.models.structure import find_structure
+from ddp_prune.plan import estimate
+from ddp_prune.pools import make_checked_pools, make_pools
+from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
+from ddp_prune.recover import WeightTrainer
+from ddp_prune.recovery_recipe import RecoveryRecipe
+from ddp_prune.resolve import fit_minutes, resolve_training_mode
+from ddp_prune.run import Run, schedule
+from ddp_prune.run_folder import RunFolder, SizeFolder, check_run_folder, find_record, inputs_of
+from ddp_prune.text import blocks as blocks_module
+from ddp_prune.text import rows as rows_module
+from ddp_prune.text.blocks import (
+    Blocks,
+    check_watched,
+    excerpts_of,
+    hold_out,
+    load_blocks,
+    select_loss_mask,
+    take_turns,
+)
+from ddp_prune.text.blocks import (
+    cut as cut_document,
+)
+from ddp_prune.text.documents import Document, hash_of, read_documents
+from ddp_prune.text.messages import Notes
+from ddp_prune.text.rows import Rows, open_rows, sources_of
+from ddp_prune.text.templates import ChatTemplate
+from ddp_prune.text.tokens import Tokens, leading_bos, load_tokenizer, tokenize
+from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.families import unit_shapes
+
+BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
+STEPS = 12  # 8 of search, 4 of polish
+SETTINGS: dict[str, Any] = {
+    "sparsity": 0.4, "steps": STEPS, "batch_size": 4, "seq_len": 16, "save_every": 3,
+    "alm": AlmSettings(learning_rate=0.1),  # the paper's moves little in 8 steps
+}  # fmt: skip
+
+
+def gated(source: Source, head_unit: str = "auto", dtype: str = "float32") -> GatedModel:
+    """Load a model and put gates into it."""
+    return GatedModel(load_model(source, dtype), source.family, source.sizes, head_unit)
+
+
+def cut(source: Source, gates: Masks, folder: Path, head_unit: str = "auto") -> Checkpoint:
+    """Write the model without the units whose gates are 0."""
+    return export(source, gates, folder, head_unit=head_unit, provenance={})
+
+
+def random_gates(source: Source, head_unit: str = "auto", kept: float = 0.6, seed: int = 0) -> Masks:
+    """Scales around 1, and a share of units that stay."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        kind: (torch.rand(shape, generator=generator) + 0.5) * (torch.rand(shape, generator=generator) < kept)
+        for kind, shape in unit_shapes(source.sizes, head_unit).items()
+    }
+
+
+def export_whole(source: Source, folder: Path, head_unit: str = "kv-group") -> Path:
+    """Export a model from which nothing is removed."""
+    cut(source, {kind: torch.ones(n) for kind, n in unit_shapes(source.sizes, head_unit).items()}, folder, head_unit)
+    return folder
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    return model(tokens, **inputs).logits
+
+
+def document(row: Any, tokenizer: Any, notes: Notes | None = None) -> Document:
+    """Return a row as a document."""
+    rows = Rows(name="chat.jsonl", num_rows=1, read=lambda _: iter([(0, row)]))
+    return next(read_documents(rows, ChatTemplate(tokenizer), notes or Notes()))
+
+
+def in_loss(document: Document) -> str:
+    """Return the characters that contribute to the loss, with | for the others."""
+    assert document.loss_mask is not None
+    pairs = zip(document.text, document.loss_mask, strict=True)
+    return "".join(character if mask else "|" for character, mask in pairs)
+
+
+def heldout_of(folder: Path, text: Path) -> torch.Tensor:
+    """Return the blocks of a text that `prune` holds out."""
+    sizes = {"seq_len": 16, "train_blocks": 2, "heldout_blocks": 16, "min_train_blocks": 2, "seed": 0}
+    return load_blocks(str(text), load_tokenizer(str(folder)), **sizes).heldout  # type: ignore[arg-type]
+
+
+def pools_of(gated: GatedModel, recipe: Recipe) -> Sequence[Pool]:
+    """Return the pools of a recipe for a loaded model."""
+    model: Any = gated.model
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    return make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
+
+
+@contextmanager
+def saved_in(output: Path, recipe: Recipe) -> Iterator[SizeFolder]:
+    """Yield where a run is saved that is trained in this process."""
+    run = RunFolder(output, Accelerator())
+    with run.open([recipe], overwrite=False):
+        run.begin({}, {}, shared_by=1)
+        yield SizeFolder(run)
+
+
+class Lab:
+    """One tiny gated model and the runs made with it."""
+
+    def __init__(self, model: Path, folder: Path, head_unit: str) -> None:
+        self.folder, self.name = folder, str(model)
+        self.gated = gated(open_source(str(model)), head_unit)
+        self.forwards = 0  # of the model body, teacher and student alike
+        self.gated.model.model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def recipe(self, **changes: Any) -> Recipe:
+        return Recipe(model=self.name, **SETTINGS | changes)
+
+    def trainer(self, loss_mask: torch.Tensor | None = None, **changes: Any) -> Trainer:
+        recipe = self.recipe(**changes)
+        batches = Batches(BLOCKS, recipe, Accelerator(), loss_mask)
+        return Trainer(self.gated, batches, Run.alone(recipe), pools_of(self.gated, recipe), Accelerator())
+
+    def run(
+        self,
+        name: str = "out",
+        report: Callable[[dict[str, float]], None] = lambda _: None,
+        blocks: torch.Tensor = BLOCKS,
+        **changes: Any,
+    ) -> Learned:
+        recipe = self.recipe(**changes)
+        self.forwards = 0
+        pools = pools_of(self.gated, recipe)
+        with saved_in(self.folder / name, recipe) as progress:
+            return learn(self.gated, blocks, Run.alone(recipe), pools, progress.run.accelerator, progress, report)
+
+    def interrupted_run(self, stop: int, **changes: Any) -> tuple[Learned, list[float]]:
+        """Return what a run learns that was interrupted at the end of step `stop`, and the steps it did."""
+        steps: list[float] = []
+
+        def report(metrics: dict[str, float]) -> None:
+            steps.append(metrics["step"])
+            if len(steps) == stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            self.run("broken", report, **changes)
+        return self.run("broken", report, **changes), steps
+
+
+def assert_same(first: Learned, second: Learned) -> None:
+    """To the bit."""
+    assert first.rounding == second.rounding
+    for name in ("gates", "z", "saliency", "routed"):
+        one, other = getattr(first, name), getattr(second, name)
+        assert one.keys() == other.keys() and all(torch.equal(one[kind], other[kind]) for kind in one), name
+
+
+def die_at(number: int, run: Callable[[], Result], trainer: Any = Trainer) -> Result:
+    """Run a command that is interrupted before the step of this number."""
+    step = trainer.step
+
+    def die(self: Any, at: int) -> dict[str, float]:
+        if at == number:
+            raise KeyboardInterrupt
+        return step(self, at)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "step", die)
+        result = run()
+    assert result.exit_code == 130, result.output
+    return result
+
+
+def out_of_memory(*_: object, **__: object) -> None:
+    """Stand in for what a GPU refuses: none runs in these tests."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def triton_kernels() -> tuple[Any, Any]:
+    """Return the modules of the kernels on gates and of the loss; Triton is imported only here."""
+    from ddp_prune.core import gate_kernels, loss_kernel
+
+    return gate_kernels, loss_kernel
