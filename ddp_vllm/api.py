@@ -33,9 +33,7 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
         TextError,
         TrainingError,
     )
-    from ddp_vllm.folder import read
-    from ddp_vllm.gguf.export import export
-    from ddp_vllm.pages.verbs import compare, inspect, push, report
+    from ddp_vllm.pages.verbs import compare, export, inspect, push, read, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
     "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "convert", "export", "read", "inspect",
@@ -47,10 +45,8 @@ __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
 FUNCTIONS = {  # module -> the public names it defines
     "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply", "recover", "quantize", "evaluate_text"),
     "ddp_benchmarks.verbs": ("profile", "bench", "bench_steps", "evaluate"),
-    "ddp_vllm.folder": ("read",),
-    "ddp_vllm.pages.verbs": ("inspect", "report", "compare", "push"),
+    "ddp_vllm.pages.verbs": ("read", "inspect", "report", "compare", "push", "export"),
     "ddp_vllm.conversion.verb": ("convert",),
-    "ddp_vllm.gguf.export": ("export",),
     "ddp_prune.recipe": ("Recipe",),
     "ddp_vllm.checkpoint": ("Checkpoint",),
     "ddp_vllm.errors": (
@@ -64,8 +60,8 @@ COMMANDS = {  # command -> (module that defines it, line in the list of commands
     "recover": ("ddp_prune.cli", "Train a pruned model on the dense model's outputs to recover quality."),
     "apply": ("ddp_prune.cli", "Prune a model by a published masks file, without training."),
     "quantize": ("ddp_prune.cli", "Quantize a pruned or dense model with llm-compressor."),
-    "convert": ("ddp_vllm.conversion.cli", "Write a model that another tool pruned as a folder that vLLM serves."),
-    "export": ("ddp_vllm.gguf.cli", "Write a model as one GGUF file for llama.cpp."),
+    "convert": ("ddp_vllm.pages.cli", "Write a model that another tool pruned as a folder that vLLM serves."),
+    "export": ("ddp_vllm.pages.cli", "Write a model as one GGUF file for llama.cpp."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "push": ("ddp_vllm.pages.cli", "Publish a pruned checkpoint on the Hugging Face hub."),
     "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint as one page, report.html."),

@@ -2,11 +2,10 @@
 reads."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import exp, inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,8 +25,7 @@ FIDELITY_FORMAT = "ddp-vllm eval text 1"
 LEVEL = 0.02
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """How a task is reported."""
 
     heading: str
@@ -46,19 +44,19 @@ class Task:
 # known length-normalized accuracies (plain ones: about 57, 42, 75 and 34). So: acc_norm wherever
 # lm-eval reports it, acc for the other three.
 TASKS = {
-    "boolq": Task(heading="BoolQ", metric="acc"),
-    "openbookqa": Task(heading="OBQA", metric="acc_norm"),
-    "rte": Task(heading="RTE", metric="acc"),
-    "winogrande": Task(heading="WinoGrande", metric="acc"),
-    "hellaswag": Task(heading="HellaSwag", metric="acc_norm"),
-    "piqa": Task(heading="PIQA", metric="acc_norm"),
-    "mathqa": Task(heading="MathQA", metric="acc_norm"),
-    "arc_easy": Task(heading="ARC-e", metric="acc_norm"),
-    "arc_challenge": Task(heading="ARC-c", metric="acc_norm"),
-    "wikitext": Task(heading="WikiText-2", metric="word_perplexity", higher_is_better=False),
-    "c4": Task(heading="C4", metric="word_perplexity", higher_is_better=False),
-    "gsm8k": Task(heading="GSM8K", metric="exact_match", filter="flexible-extract", is_generated=True),
-    "ifeval": Task(heading="IFEval", metric="prompt_level_loose_acc", is_generated=True),
+    "boolq": Task("BoolQ", "acc"),
+    "openbookqa": Task("OBQA", "acc_norm"),
+    "rte": Task("RTE", "acc"),
+    "winogrande": Task("WinoGrande", "acc"),
+    "hellaswag": Task("HellaSwag", "acc_norm"),
+    "piqa": Task("PIQA", "acc_norm"),
+    "mathqa": Task("MathQA", "acc_norm"),
+    "arc_easy": Task("ARC-e", "acc_norm"),
+    "arc_challenge": Task("ARC-c", "acc_norm"),
+    "wikitext": Task("WikiText-2", "word_perplexity", higher_is_better=False),
+    "c4": Task("C4", "word_perplexity", higher_is_better=False),
+    "gsm8k": Task("GSM8K", "exact_match", filter="flexible-extract", is_generated=True),
+    "ifeval": Task("IFEval", "prompt_level_loose_acc", is_generated=True),
 }
 ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better and not task.is_generated)
 """The nine tasks whose unweighted mean is the paper's "mean accuracy" for MoE and Qwen3."""
@@ -103,7 +101,7 @@ class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
         metrics = [key.partition(",") for key in self.results.get(name, {}) if "," in key and "_stderr" not in key]
         metric, _, kept = min(metrics, key=lambda parts: parts[0] != "acc_norm", default=("", "", ""))
         higher = self.higher_is_better.get(name, {}).get(metric) is not False
-        return Task(heading=name, metric=metric, filter=kept, higher_is_better=higher)
+        return Task(name, metric, higher, kept)
 
     def score(self, name: str) -> Score | None:
         """Return the reported metric of one task, or None if it was not run."""

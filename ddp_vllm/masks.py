@@ -56,7 +56,6 @@ class _Recipe(TypedDict, total=False):
     tokens: Count
     scope: str
     budget: str
-    method: str
 
 
 class _Rounding(TypedDict):

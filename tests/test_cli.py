@@ -115,7 +115,7 @@ def test_what_a_file_or_a_name_causes_is_one_line(error: Exception, monkeypatch:
     def read(_: Path) -> None:
         raise error
 
-    monkeypatch.setattr("ddp_vllm.folder.read_checkpoint", read)
+    monkeypatch.setattr("ddp_vllm.pages.verbs.read_checkpoint", read)
     assert_refused(invoke("inspect", "x"), 1, "--debug")
     assert invoke("--debug", "inspect", "x").exception is error
 

@@ -1,5 +1,5 @@
-"""The commands inspect, report, compare and push. Libraries that draw are imported when one of them
-runs."""
+"""The commands inspect, report, compare, push, convert and export. Libraries that draw are imported
+when one of them runs."""
 
 import json
 from pathlib import Path
@@ -9,28 +9,29 @@ import click
 
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import LimitError
-from ddp_vllm.folder import read
-from ddp_vllm.options import json_option, list_option
+from ddp_vllm.options import default_option, json_option, list_option
 from ddp_vllm.pages import verbs
+
+PATH = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print widths, sizes, quality and recipe as JSON instead.")
 def inspect(folder: Path, as_json: bool) -> None:
     """Check a pruned checkpoint and show the kept units of each layer."""
     if as_json:
         echo(json.dumps(verbs.inspect(folder)))
         return
-    checkpoint = read(folder)
+    checkpoint = verbs.read(folder)
     from ddp_vllm.pages.terminal import SafeConsole, print_checkpoint
 
     print_checkpoint(checkpoint, SafeConsole(soft_wrap=True))
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), show_default="FOLDER itself", help="Where to write.")
+@click.argument("folder", type=PATH)
+@click.option("-o", "--output", type=PATH, show_default="FOLDER itself", help="Where to write.")
 def report(folder: Path, output: Path | None) -> None:
     """Draw the removed units as one page, report.html.
 
@@ -40,10 +41,8 @@ def report(folder: Path, output: Path | None) -> None:
 
 
 @click.command()
-@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True, help="The page."
-)
+@click.argument("folders", nargs=-1, required=True, type=PATH)
+@default_option("--output", "-o", type=PATH, default="compare.html", help="The page.")
 @list_option("--results", of=Path, help="Results files outside the folders, or folders that eval -o wrote.")
 @click.option("--dense", metavar="MODEL", show_default="that of the recipe", help="The dense model.")
 @click.option(
@@ -85,7 +84,7 @@ def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, as
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=PATH)
 @click.argument("repository")
 @click.option("--private", is_flag=True, help="Make a new repository private.")
 @click.option("--revision", show_default="main", help="Branch to push to; a new one is made.")
@@ -103,3 +102,41 @@ def push(folder: Path, repository: str, **options: Any) -> None:
     written for the hub. Log in first with `hf auth login`, or set HF_TOKEN.
     """
     echo(f"published: {verbs.push(folder, repository, **options)}")
+
+
+@click.command()
+@click.argument("folder", type=PATH)
+@click.option("-o", "--output", required=True, type=PATH, help="Folder to write.")
+@click.option("--dense", metavar="MODEL", help="The model that was pruned, for its sizes: a folder, or a hub name.")
+@click.option("--overwrite", is_flag=True, help="Replace the folder.")
+def convert(folder: Path, output: Path, dense: str | None, overwrite: bool) -> None:
+    """Write the model in FOLDER, which another tool pruned, as a folder that vLLM with ddp-vllm
+    serves.
+
+    \b
+    ddp-vllm convert ./pruned-by-others -o ./pruned
+    vllm serve ./pruned
+
+    Widths are read from the tensors, and from per_layer_config, block_configs, drop_attn_list
+    and drop_mlp_list where config.json has them. Tensors are copied, none is changed.
+    """
+    from ddp_vllm.conversion.verb import convert as convert_folder
+
+    checkpoint = convert_folder(folder, output=output, dense=dense, overwrite=overwrite, verbose=True)
+    echo(f"written: {output} ({checkpoint.num_parameters:,} parameters)")
+
+
+@click.command()
+@click.argument("folder", type=PATH)
+@click.option("-o", "--output", required=True, type=PATH, help="The file to write.")
+@default_option("--outtype", default="f16", help="f32, f16, bf16 or q8_0.")
+@click.option("--overwrite", is_flag=True, help="Replace the file.")
+def export(folder: Path, output: Path, outtype: str, overwrite: bool) -> None:
+    """Write the pruned or dense model in FOLDER as one GGUF file that stock llama.cpp runs.
+
+    \b
+    ddp-vllm export ./pruned --outtype q8_0 -o pruned.gguf
+    llama-server -m pruned.gguf
+    """
+    verbs.export(folder, output=output, outtype=outtype, overwrite=overwrite, verbose=True)
+    echo(f"written: {output} ({output.stat().st_size / 1e6:,.0f} MB)")

@@ -2,7 +2,7 @@
 was measured."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ddp_vllm.output import atomic_file, sync, writing
 from ddp_vllm.pages.measurements import Comparison, Model, difference, engine_fact
 from ddp_vllm.pages.page import REPORT_FILE, Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import Point, draw_points, render
-from ddp_vllm.results import Bench
+from ddp_vllm.results import Bench, main_metric
 
 PICTURE_HEIGHT = 3.6  # inches
 # a model can do a task with generated answers if its accuracy is two standard errors above this
@@ -90,106 +90,99 @@ def headline(model: Model, comparison: Comparison) -> str:
 def comparison_table(comparison: Comparison) -> Table:
     """Return everything that is known, one column per model; rows without any value are left
     out."""
-    rows = []
-    for heading, value_of, write in _rows(comparison):
-        compares = comparison.dense is not None and write is _ratio
-        others = comparison.pruned if compares else comparison.models
-        values = [value_of(model) for model in others]
-        if any(value is not None for value in values):
-            cells = ["–" if value is None else write(value) for value in values]
-            rows.append([heading, "1", *cells] if compares else [heading, *cells])
+    rows = [
+        [heading, *(cell or "–" for cell in cells)]
+        for heading, cells in (*_facts(comparison), *_speeds(comparison), *_qualities(comparison))
+        if any(cells)
+    ]
     return Table(headings=["", *(model.name for model in comparison.models)], rows=rows)
 
 
-Row = tuple[str, Callable[[Model], Any], Callable[[Any], str]]
-"""A heading, the value of a model (None if unknown), and how the value is written."""
+Row = tuple[str, list[str]]
+"""A heading and a cell for each model, "" where it is unknown."""
 
 
-def _ratio(bounds: tuple[float, float | None, float | None]) -> str:
-    """Write a ratio to the dense model's value, which is 1."""
-    return with_interval(*bounds)
+def _row(heading: str, write: Callable[[Any], str], values: Iterable[Any]) -> Row:
+    return heading, ["" if value is None else write(value) for value in values]
 
 
-def _rows(comparison: Comparison) -> Iterator[Row]:
-    """Yield all rows: sizes, speeds, quality, tasks, texts."""
-    dense, models = comparison.dense, comparison.models
-    engine = partial(engine_fact, comparison=comparison)
+def _ratios(comparison: Comparison, heading: str, bounds: Iterable[Any]) -> Row:
+    """Return a row of ratios of each pruned model to the dense model, which is 1."""
+    heading, cells = _row(heading, lambda ratio: with_interval(*ratio), bounds)
+    return heading, ["1"] * bool(comparison.dense) + cells if any(cells) else []
+
+
+def _facts(comparison: Comparison) -> Iterator[Row]:
+    """Yield the rows of sizes and memory."""
+    models = comparison.models
+    yield _row("units removed", lambda share: f"{100 * share:g} %", (model.sparsity for model in models))
+    yield _row("parameters", _millions, (model.facts.parameters for model in models))
+    yield _row("KV-cache bytes per token", "{:,}".format, (model.facts.kv_bytes_per_token for model in models))
+    for heading, fact, write in (
+        ("peak memory, GiB", "peak_memory_bytes", lambda size: f"{size / 2**30:,.2f}"),
+        ("weights in memory, GiB", "weights_gib", "{:,.2f}".format),
+        ("tokens the KV cache holds", "kv_cache_tokens", "{:,.0f}".format),
+    ):
+        yield _row(heading, write, (engine_fact(model, comparison, fact) for model in models))
+
+
+def _speeds(comparison: Comparison) -> Iterator[Row]:
+    """Yield a row per load and metric, and the predicted speed."""
+    by_model = [{speed.verdict.load: speed.verdict for speed in model.speeds} for model in comparison.pruned]
+    for load in dict.fromkeys(load for verdicts in by_model for load in verdicts):
+        metrics = [verdicts[load].metrics if load in verdicts else {} for verdicts in by_model]
+        main = main_metric(load)
+        others = (metric for of_model in metrics for metric in of_model if metric.startswith(OTHER_SPEEDS))
+        for metric in dict.fromkeys((main, *others)):
+            name = SPEEDS[main] if metric == main else metric.removesuffix("_ms").replace("_", " ")
+            bounds = (of_model[metric].bounds if metric in of_model else None for of_model in metrics)
+            yield _ratios(comparison, f"{name}, {load}", bounds)
+    yield _ratios(comparison, "speed of a step, predicted", (model.predicted for model in comparison.pruned))
+
+
+def _qualities(comparison: Comparison) -> Iterator[Row]:
+    """Yield the rows of held-out text, tasks and texts."""
+    dense, models, pruned = comparison.dense, comparison.models, comparison.pruned
+    perplexities = ((quality := model.quality) and _before_and_after(quality) for model in models)
+    yield _row("held-out perplexity, dense → pruned", str, perplexities)
+    yield _ratios(comparison, "… times the dense model's", (model.heldout for model in pruned))
     counts = {model.accuracy[2] for model in models if model.accuracy}
-    tasks = f", {min(counts)} tasks" if len(counts) == 1 else ""
-    yield "units removed", lambda model: model.sparsity, lambda share: f"{100 * share:g} %"
-    yield "parameters", lambda model: model.facts.parameters, _millions
-    yield "KV-cache bytes per token", lambda model: model.facts.kv_bytes_per_token, "{:,}".format
-    yield "peak memory, GiB", partial(engine, fact="peak_memory_bytes"), lambda size: f"{size / 2**30:,.2f}"
-    yield "weights in memory, GiB", partial(engine, fact="weights_gib"), "{:,.2f}".format
-    yield "tokens the KV cache holds", partial(engine, fact="kv_cache_tokens"), "{:,.0f}".format
-    yield from _speeds(models)
-    yield "speed of a step, predicted", lambda model: model.predicted, _ratio
-    yield "held-out perplexity, dense → pruned", _perplexities, " → ".join
-    yield "… times the dense model's", lambda model: model.heldout, _ratio
-    yield f"mean accuracy{tasks}", lambda model: model.accuracy, partial(_mean, with_count=not tasks)
-    yield "points, same questions, 95 %", partial(difference, dense=dense), lambda change: points(*change)
+    alike = len(counts) == 1
+    means = (
+        (mean := model.accuracy)
+        and f"{100 * mean[0]:.2f} ± {100 * mean[1]:.2f}" + ("" if alike else f" ({mean[2]} tasks)")
+        for model in models
+    )
+    yield _row(f"mean accuracy, {min(counts)} tasks" if alike else "mean accuracy", str, means)
+    changes = (difference(model, dense) for model in models)
+    yield _row("points, same questions, 95 %", lambda change: points(*change), changes)
     for name, task in TASKS.items():
-        value, error = _score_of(name, models[0]) or (1.0, None)
+        scores = [model.evaluation.score(name) if model.evaluation else None for model in models]
+        value, error = scores[0] or (1.0, None)
         # nothing to lose on it
         cannot = dense and task.is_generated and value < CAN + 2 * (error or 0)
-        heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
-        if cannot:
-            heading += ", which the dense model cannot do"
-        yield heading, partial(_score_of, name), partial(_score, name)
+        heading = f"{task.heading} ({task.metric.replace('_', ' ')})" + ", which the dense model cannot do" * bool(
+            cannot
+        )
+        yield _row(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
     for text in dict.fromkeys(text for model in models for text in model.texts):
-        yield f"perplexity on {text}, × dense", partial(_on_text, text, perplexity_ratio), _ratio
-        yield f"KL on {text}, nats", partial(_on_text, text, _agreement), lambda near: f"{near['kl']:.3f}"
-        yield f"top-1 agreement on {text}", partial(_on_text, text, _agreement), lambda near: f"{near['top1']:.1%}"
+        ratios = (perplexity_ratio(model.texts[text]) if text in model.texts else None for model in pruned)
+        yield _ratios(comparison, f"perplexity on {text}, × dense", ratios)
+        near = [
+            model.texts[text].get("agreement", {}).get("pruned") if text in model.texts else None for model in models
+        ]
+        yield _row(f"KL on {text}, nats", lambda agreement: f"{agreement['kl']:.3f}", near)
+        yield _row(f"top-1 agreement on {text}", lambda agreement: f"{agreement['top1']:.1%}", near)
 
 
-def _speeds(models: Sequence[Model]) -> Iterator[Row]:
-    """Yield a row per load and metric."""
-    verdicts = [speed.verdict for model in models for speed in model.speeds]
-    for load in dict.fromkeys(verdict.load for verdict in verdicts):
-        of_load = [verdict for verdict in verdicts if verdict.load == load]
-        main = of_load[0].metric
-        yield f"{SPEEDS[main]}, {load}", partial(_bounds, load, main), _ratio
-        for metric in dict.fromkeys(metric for verdict in of_load for metric in verdict.metrics):
-            if metric != main and metric.startswith(OTHER_SPEEDS):
-                heading = f"{metric.removesuffix('_ms').replace('_', ' ')}, {load}"
-                yield heading, partial(_bounds, load, metric), _ratio
-
-
-def _bounds(load: str, metric: str, model: Model) -> Any:
-    found = (speed.verdict.metrics.get(metric) for speed in model.speeds if speed.verdict.load == load)
-    verdict = next(found, None)
-    return verdict and verdict.bounds
-
-
-def _perplexities(model: Model) -> tuple[str, str] | None:
+def _before_and_after(quality: Quality) -> str:
     """Return the dense model's perplexity and this model's, on held-out text."""
-    quality = model.quality
-    if not quality:
-        return None
-    return f"{quality['dense']:.2f}", f"{quality.get('recovered', quality['pruned']):.2f}"
+    return f"{quality['dense']:.2f} → {quality.get('recovered', quality['pruned']):.2f}"
 
 
-def _mean(accuracy: tuple[float, float, int], *, with_count: bool) -> str:
-    mean, error, count = accuracy
-    return f"{100 * mean:.2f} ± {100 * error:.2f}" + (f" ({count} tasks)" if with_count else "")
-
-
-def _score_of(name: str, model: Model) -> Score | None:
-    return model.evaluation.score(name) if model.evaluation else None
-
-
-def _score(name: str, result: Score) -> str:
-    value, error = result
-    scale = 100 if TASKS[name].higher_is_better else 1
+def _score(scale: int, score: Score) -> str:
+    value, error = score
     return f"{scale * value:.2f}" + (f" ± {scale * error:.2f}" if error is not None else "")
-
-
-def _on_text(text: str, read: Callable[[Quality], Any], model: Model) -> Any:
-    return read(model.texts[text]) if text in model.texts else None
-
-
-def _agreement(quality: Quality) -> Any:
-    return quality.get("agreement", {}).get("pruned")
 
 
 def _millions(value: int) -> str:

@@ -1,6 +1,6 @@
-"""The verbs of a written checkpoint as functions: inspect, report, compare and push.
+"""The verbs of a written checkpoint as functions: read, inspect, report, compare, push and export.
 
-Libraries that draw are imported when they are called.
+Libraries that draw, and the package gguf, are imported when they are called.
 """
 
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_vllm.errors import OutputError, SettingError
-from ddp_vllm.folder import read
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.errors import OutputError, SettingError, line_printer
 from ddp_vllm.output import check_file
 
 if TYPE_CHECKING:
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 CARD = "README.md"
 RESULTS = ("eval/*", "sharegpt-*")  # of eval and bench, which name folders of this machine
+
+
+def read(folder: str | Path) -> Checkpoint:
+    """Read and check a pruned checkpoint without loading a weight: widths, number of parameters,
+    provenance."""
+    return read_checkpoint(Path(folder))
 
 
 def inspect(folder: str | Path) -> dict[str, Any]:
@@ -102,3 +108,17 @@ def push(
     except Exception as error:  # errors of the hub, of the network and of three libraries
         reason = " ".join(str(error).split())[:300]
         raise OutputError(f"{repository} was not published ({type(error).__name__}: {reason})") from error
+
+
+def export(
+    folder: str | Path, *, output: str | Path, outtype: str = "f16", overwrite: bool = False, verbose: bool = False
+) -> Path:
+    """Write a pruned or dense model as one GGUF file for stock llama.cpp, and return its path.
+
+    outtype: f32, f16, bf16 or q8_0. verbose: print which tensors were zero-padded.
+    """
+    from ddp_vllm.gguf.file import write_gguf
+
+    for note in write_gguf(Path(folder), Path(output), outtype.upper(), overwrite=overwrite):
+        line_printer(verbose)(note)
+    return Path(output)
