@@ -14,7 +14,8 @@ from ddp_benchmarks.profile import ProfileSettings, run_profile
 from ddp_benchmarks.side_by_side import is_narrow
 from ddp_vllm import machine
 from ddp_vllm.errors import SettingError
-from ddp_vllm.latency import shapes_of
+from ddp_vllm.latency import Workload, read_profile, shapes_of
+from ddp_vllm.remote_code.widths import LayerWidths
 
 COUNT_OUTPUTS = """
 import json, sys
@@ -39,6 +40,7 @@ for _ in range(2):
     print("COUNTED", json.dumps([prefill, [len(each) for each in counts[-WARM_UP - 24:]]]))
     timed.end()
 """
+ROOT = Path(__file__).parents[2]
 
 
 class KnownEngine:
@@ -189,3 +191,13 @@ def test_a_processor_without_bfloat16_serves_in_float32(
     monkeypatch.setattr(engine, "runs_on_cpu", lambda: True)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert engine.number_format(words) == expected
+
+
+@pytest.mark.parametrize("dtype", ["avx2-float32", "avx512-bfloat16"])
+def test_the_demo_has_a_profile_of_each_class_of_processor(dtype: str) -> None:
+    """A step gets faster with every head and channel that is left out, to a speed that the demo asks for."""
+    profile = read_profile(ROOT / "benchmarks/profiles" / f"{dtype}.json")
+    workload = Workload(phase="decode", batch=8, context=512)
+    layers = [LayerWidths(query_heads_per_kv_head=(3,) * heads, intermediate_size=512 * heads) for heads in (3, 2, 1)]
+    thirds = [profile.speedup([layer] * 30, workload)[0] for layer in layers]
+    assert thirds == sorted(thirds) and thirds[0] == pytest.approx(1.0) and thirds[2] > 1.25
