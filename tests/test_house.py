@@ -116,6 +116,15 @@ def test_benchmarks_read_texts_as_pruning_does_and_nothing_else_of_it() -> None:
         assert not {module for module in ours if not module.startswith("ddp_prune.text")}, file
 
 
+def test_one_file_of_the_tests_names_the_inside_of_prune() -> None:
+    """Tests of `recover`, on a GPU and of the night name it too."""
+    tests, others = ROOT / "tests", ("seams.py", "recover", "gpu", "nightly", "test_house.py")
+    for file in tests.rglob("*.py"):
+        named = [*(module for _, module in _imports(file)), *_strings(file)]
+        if file.relative_to(tests).parts[0] not in others:
+            assert not [name for name in named if name.startswith("ddp_prune.")], file
+
+
 @pytest.mark.parametrize("room", ABOVE)
 def test_what_lies_below_imports_nothing_above(room: str) -> None:
     pattern, above = ABOVE[room]

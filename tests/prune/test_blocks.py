@@ -60,6 +60,7 @@ GOLDEN = {  # data, other sizes -> training blocks, loss mask, held-out blocks
     "book.txt": ("dcb04a64a444", "7b9e7b8c3c5f", "b97c3aee7a8c"),
     "chats.jsonl": ("830a086c742d", "50e1dcedfee3", "6396c8b9020f"),
     "plain.jsonl:2,chats.jsonl": ("33c05cb6f43b", "443e0da2ec94", "716b803246c8"),
+    "long.jsonl": ("81fa9ae26318", "7b9e7b8c3c5f", "d03b7fa8b0d5"),
 }
 
 
@@ -75,9 +76,10 @@ def write_golden_texts(folder: Path) -> None:
         chats.append({"messages": [question, answer, *again[: 2 * (i % 2)]]})
     for name, rows in (("plain.jsonl", [{"text": text} for text in plain]), ("chats.jsonl", chats)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "book.txt").write_text(
-        " ".join(f"rain fell on the {WORDS[i % 10]} while {i} boats waited." for i in range(200))
-    )
+    book = " ".join(f"rain fell on the {WORDS[i % 10]} while {i} boats waited." for i in range(200))
+    (folder / "book.txt").write_text(book)
+    chapters = [{"text": f"{WORDS[i % 10]} {i}: {book[:1500]}"} for i in range(90)]  # of several excerpts each
+    (folder / "long.jsonl").write_text("".join(json.dumps(chapter) + "\n" for chapter in chapters))
 
 
 def digest(values: torch.Tensor) -> str:
@@ -105,7 +107,8 @@ def test_texts_become_the_same_tokens_loss_masks_and_held_out_excerpts_as_ever(
     blocks = load_blocks(
         data, tokenizer, seq_len=32, train_blocks=40, heldout_blocks=4, min_train_blocks=2, seed=int(seed or 0)
     )
-    assert tuple(map(digest, (blocks.train, blocks.loss_mask, blocks.heldout))) == GOLDEN[case]
+    found = tuple(map(digest, (blocks.train, blocks.loss_mask, blocks.heldout)))
+    assert found == GOLDEN[case], found
 
 
 def pieces(tokens_BT: torch.Tensor, eos: int) -> set[tuple[int, ...]]:

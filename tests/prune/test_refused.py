@@ -101,18 +101,13 @@ BROKEN: dict[str, tuple[Edit, list[str]]] = {  # an edit of the tiny model, word
     "no language model": (config(model_type="clip"), ["no language model", "'clip'"]),
     "pruned already": (config(model_type="ddp_llama"), ["pruned already", "its dense model"]),
     "quantized": (config(quantization_config={"quant_method": "gptq"}), ["quantized", "unquantized"]),
-    "no width": (config(intermediate_size=None), ["intermediate_size", "None"]),
     "too many layers": (config(num_hidden_layers=5 * 10**8), ["num_hidden_layers", str(5 * 10**8), "10,000"]),
     "fewer layers than there are": (
         config(num_hidden_layers=2, layer_types=None), ["layers.2.", "config.json has 2 "]
     ),
     "odd activation": (config(hidden_act="nope"), []),
-    "odd positions": (config(rope_parameters={"rope_type": "nope", "rope_theta": 1e4}), []),
-    "an odd norm": (config(rms_norm_eps="x"), []),
-    "an odd model type": (config(model_type=["llama"]), []),
     "layer types of no list": (config(layer_types=5), []),
     "no safetensors": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), [".safetensors"]),
-    "no config": (lambda f: (f / "config.json").unlink(), ["config.json is missing"]),
     "shard missing": (replace_by_index('{"weight_map": {"a": "model-2.safetensors"}}'), ["model-2.safetensors"]),
     "index outside the folder": (  # masks would be learned on one file, and the other cut
         replace_by_index('{"weight_map": {"model.norm.weight": "../model-1.safetensors"}}'),
