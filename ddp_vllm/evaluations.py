@@ -144,8 +144,8 @@ def _folder_name(model: str) -> str:
 
 
 def _score(scores: Mapping[str, Any], task: Task) -> Score | None:
-    found = (scores.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
-    value, error = (float(number) if isinstance(number, int | float) else nan for number in found)
+    numbers = (scores.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
+    value, error = (float(number) if isinstance(number, int | float) else nan for number in numbers)
     return None if isnan(value) else (value, error if isfinite(error) else None)
 
 

@@ -121,7 +121,7 @@ def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     Throughput ratios are pruned over dense; latency ratios are dense over pruned. Above 1 is better
     in both.
     """
-    bench, found = msgspec.convert({**results, "verdicts": []}, Bench), list[LoadVerdict]()
+    bench, judged = msgspec.convert({**results, "verdicts": []}, Bench), list[LoadVerdict]()
     for model in bench.models[1:]:
         for load in bench.loads:
             dense, pruned = (
@@ -135,13 +135,13 @@ def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
                     metrics[metric] = judge(after, before) if metric.endswith("_ms") else judge(before, after)
             if main in metrics:
                 sentence = "time per output token: " * main.endswith("_ms") + metrics[main].sentence
-                found.append(
+                judged.append(
                     LoadVerdict(
                         label=model.label, load=load, pairs=len(rounds), metrics=metrics, metric=main,
                         sentence=sentence,
                     )
                 )  # fmt: skip
-    return list(msgspec.to_builtins(found))
+    return list(msgspec.to_builtins(judged))
 
 
 def main_metric(load: str) -> Literal["requests_per_second", "p50_tpot_ms"]:

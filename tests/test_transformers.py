@@ -68,6 +68,7 @@ def test_the_kv_cache_of_uneven_groups_is_as_compact_as_the_weights(model: Any, 
     assert cache.layers[3].keys.shape[1] == 3  # not 6, the query heads
 
 
+@pytest.mark.nightly
 def test_peft_needs_no_patch(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-I", str(PLAIN), str(folder), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)

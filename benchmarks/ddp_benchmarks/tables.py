@@ -70,8 +70,8 @@ def print_report(bench: Bench, console: Console) -> None:
             table.add_column(label, justify="right")
         for metric, heading, decimals in _METRICS:
             values = [[run.metrics[metric] for run in of_model if metric in run.metrics] for of_model in runs]
-            found = [verdict.metrics.get(metric) for verdict in verdicts]
-            _add_row(table, heading, values, decimals, [with_interval(*one.bounds) if one else "–" for one in found])
+            compared = [verdict.metrics.get(metric) for verdict in verdicts]
+            _add_row(table, heading, values, decimals, [with_interval(*one.bounds) if one else "–" for one in compared])
         for fact, heading, divisor, decimals in _FACTS:
             if fact != "peak_memory_bytes" or not bench.on_gpu:
                 values = [[run.engine[fact] / divisor for run in of_model if fact in run.engine] for of_model in runs]

@@ -261,13 +261,13 @@ def _removed(layers: Sequence[LayerWidths], *, stated: bool, has_table: bool) ->
             yield f"removed: {block} of layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}, {why}"
 
 
-def _check_stated(stated: Sequence[LayerWidths] | None, found: Sequence[LayerWidths]) -> None:
+def _check_stated(stated: Sequence[LayerWidths] | None, measured: Sequence[LayerWidths]) -> None:
     """Refuse a config that states other widths than the tensors have. Raises: ModelError."""
-    for index, (said, has) in enumerate(zip(stated or found, found, strict=True)):
-        if said != has:
+    for index, (by_config, by_tensors) in enumerate(zip(stated or measured, measured, strict=True)):
+        if by_config != by_tensors:
             raise ModelError(
-                f"layer {index} has {short(json.dumps(has.to_json()))} by its tensors, but config.json states "
-                f"{short(json.dumps(said.to_json()))}; {AGAIN}"
+                f"layer {index} has {short(json.dumps(by_tensors.to_json()))} by its tensors, but config.json states "
+                f"{short(json.dumps(by_config.to_json()))}; {AGAIN}"
             )
 
 
@@ -283,20 +283,20 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     elif not (paths := sorted((folder / SUBBLOCKS).glob("*.safetensors"))):
         raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained, because pickles are not opened")
     _check_shards([path.name for path in paths])
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for path in paths:
         for name, stored in _positions(path):
-            if name in found and path.parent != folder:
-                raise ModelError(f"tensor {short(name)} is in {found[name].file.name} and {path.name}; remove one")
-            found[name] = stored  # of several copies the last one counts, which the index names
+            if name in tensors and path.parent != folder:
+                raise ModelError(f"tensor {short(name)} is in {tensors[name].file.name} and {path.name}; remove one")
+            tensors[name] = stored  # of several copies the last one counts, which the index names
     if (index := folder / INDEX_FILE).exists():
         try:
             names = read_json(index)["weight_map"].keys()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ModelError(f"{INDEX_FILE} cannot be read ({error}); {AGAIN}") from error
-        if other := names ^ found.keys():
+        if other := names ^ tensors.keys():
             raise ModelError(f"tensor {short(min(other))} is in {INDEX_FILE} or in a file, but not in both; {AGAIN}")
-    return found
+    return tensors
 
 
 def _check_shards(names: Sequence[str]) -> None:

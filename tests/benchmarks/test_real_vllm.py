@@ -39,6 +39,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
+@pytest.mark.nightly
 def test_a_server_answers_over_http_and_leaves_nothing(halved: Path) -> None:
     """Without `--trust-remote-code`, and as transformers answers."""
     tokenizer = AutoTokenizer.from_pretrained(halved)

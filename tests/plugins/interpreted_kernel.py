@@ -54,14 +54,22 @@ def test_few_and_sorted_pairs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch
             assert torch.equal(run(problem, SMALL), few)
 
 
-@pytest.mark.parametrize("tiles", [NARROW, SOME_IN_REGISTERS, None], ids=str)
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    "tiles", [pytest.param(NARROW, marks=NIGHTLY), pytest.param(SOME_IN_REGISTERS, marks=NIGHTLY), None], ids=str
+)
 def test_every_tile_size(tiles: Tiles | None) -> None:
     """None: as they are chosen by the numbers of pairs and experts."""
     problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16)
     problem.check(run(problem, tiles))
 
 
-@pytest.mark.parametrize(("tiles", "fp8"), [(FOR_FP8[FEW], "channel"), (None, "tensor")], ids=str)
+FORMATS = [(FOR_FP8[FEW], "channel"), pytest.param(None, "tensor", marks=NIGHTLY)]
+
+
+@pytest.mark.parametrize(("tiles", "fp8"), FORMATS, ids=str)
 def test_tile_sizes_of_fp8_weights(tiles: Tiles | None, fp8: str) -> None:
     problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16, fp8=fp8)
     problem.check(run(problem, tiles))

@@ -34,11 +34,25 @@ LOADABLE = ("config", "tokenizer", "generation")
 ATTACKS = (*LOADABLE, "tokenizer class", "chat template", "index")
 
 
+TASK = """task: piqa_local
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{goal}}}}"
+doc_to_choice: "{{{{[sol1, sol2]}}}}"
+doc_to_target: label
+metric_list: [{{metric: acc_norm}}]
+"""
+
+
 def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list[Any]]:
     """Return a command line of each verb that reads a model, but `bench` and `profile`, which start vLLM."""
-    rows = output.parent / "piqa_val.jsonl"
-    rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
-    lm_eval = ["--tasks", "piqa", "--rows", rows, "--limit", "1", "--max-length", "64", "-o", output]
+    tasks = output.parent / "tasks"
+    tasks.mkdir(parents=True, exist_ok=True)
+    (tasks / "rows.jsonl").write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}))
+    (tasks / "piqa_local.yaml").write_text(TASK.format(rows=tasks / "rows.jsonl"))
+    lm_eval = ["--tasks", "piqa_local", "--include-path", tasks, "--limit", "1", "--max-length", "64", "-o", output]
     return {
         "prune": ["prune", dense, "--sparsity", "0.4", "--data", text, "-o", output, *SMALL],
         "apply": ["apply", dense, "--masks", pruned / MASKS_FILE, "-o", output],
