@@ -230,8 +230,8 @@ def test_an_mlp_of_another_form_is_left_alone(dense: Callable[[str], Path], tmp_
     assert "layers 2, where no MLP or experts of that form were recognized" in found.left_alone
 
 
-def test_mixtures_are_checked_by_their_headers(dense: Callable[[str], Path], tmp_path: Path) -> None:
-    """Experts of another width than stated, a missing tensor, and a folder that is pruned already."""
+def test_models_without_a_row_are_checked_by_their_headers(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    """Experts of another width than stated, a missing tensor, eight bits, and a folder that is pruned already."""
     folder = Path(shutil.copytree(dense("qwen3_moe"), tmp_path / "dense"))
     edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.experts.3.down_proj.weight"))
     with pytest.raises(ModelError, match=r"layer 2 lacks the tensors of mlp\.experts\.3\.down_proj"):
@@ -239,6 +239,10 @@ def test_mixtures_are_checked_by_their_headers(dense: Callable[[str], Path], tmp
     edit_json(folder / "config.json", moe_intermediate_size=32)
     with pytest.raises(ModelError, match=r"shape \[64, 64\].*require 32 along axis"):
         open_source(str(folder))
+    eight = Path(shutil.copytree(dense("olmo2"), tmp_path / "eight"))
+    edit_weights(eight, lambda weights: weights.update({UP: weights[UP].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ModelError, match=r"is F8_E4M3, but only .* prune the unquantized checkpoint"):
+        open_source(str(eight))
     pruned = export_whole(open_source(str(dense("olmo2"))), tmp_path / "pruned")
     with pytest.raises(ModelError, match="pruned already"):
         open_source(str(pruned))
