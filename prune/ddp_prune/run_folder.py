@@ -292,6 +292,17 @@ def run_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.run")
 
 
+def clear_run(output: Path) -> None:
+    """Remove the empty folder of a command that was killed when it had removed all else of its
+    run. Raises: OutputError if another process works on it."""
+    folder = run_folder(output)
+    with suppress(OSError):
+        if set(os.listdir(folder)) <= {LOCK}:
+            with _locked(folder):
+                pass
+            folder.rmdir()
+
+
 def interrupted_run(output: Path, recipes: Sequence[TrainingSettings], *, overwrite: bool) -> bool:
     """Tell whether there is an interrupted run of a command, before anything expensive.
 

@@ -16,7 +16,7 @@ from ddp_prune.models.source import check_model
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.recovery_recipe import RecoveryRecipe, load_recovery
 from ddp_prune.run import schedule
-from ddp_prune.run_folder import RECORD, interrupted_run, run_folder
+from ddp_prune.run_folder import RECORD, clear_run, interrupted_run, run_folder
 from ddp_prune.settings import FidelitySettings, TrainingSettings
 from ddp_prune.text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
@@ -78,6 +78,7 @@ def prune_sizes(
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
+    clear_run(output)
     if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
         check_output(output, overwrite=overwrite, reads=[model])
     _check_model(recipes[0])
@@ -188,6 +189,7 @@ def recover(
     """
     folder, output = Path(model), Path(output)
     clear(output)
+    clear_run(output)
     if not (run_folder(output) / RECORD).exists():  # an interrupted run decides later
         check_output(output, overwrite=overwrite, reads=[folder])
     read_checkpoint(folder)

@@ -167,6 +167,13 @@ def test_a_run_that_was_committed_is_removed(work: Path, monkeypatch: pytest.Mon
     written = (work / "out" / "model.safetensors").stat().st_mtime_ns
     assert "out was written before" in passed(run_in(work)).stdout
     assert (work / "out" / "model.safetensors").stat().st_mtime_ns == written and not (work / "out.run").exists()
+    # killed after the deletion: nothing says any more whose output it is
+    for left in ([], ["lock"]):
+        (work / "out.run").mkdir()
+        for name in left:
+            (work / "out.run" / name).touch()
+        assert_refused(run_in(work), 5, "out exists", "--overwrite")
+        assert not (work / "out.run").exists()
 
 
 def test_inputs_are_text_weights_config_and_tokenizer(tmp_path: Path) -> None:
