@@ -85,12 +85,8 @@ def print_line(text: str) -> None:
 def command(*arguments: object) -> None:
     """Run a command as a user would and show its output; a failure ends the demo."""
     words = [str(argument) for argument in arguments]
-    print(
-        textwrap.indent(
-            " \\\n".join(textwrap.wrap("$ ddp-vllm " + " ".join(words), 100, break_on_hyphens=False)), "     "
-        ),
-        flush=True,
-    )
+    lines = textwrap.wrap("$ ddp-vllm " + " ".join(words), 100, break_on_hyphens=False)
+    print(textwrap.indent(" \\\n".join(lines), "     "), flush=True)
     process = subprocess.Popen([sys.executable, "-m", "ddp_vllm", *words])
     with ExitStack() as stack:
         try:

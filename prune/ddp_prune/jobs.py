@@ -68,7 +68,7 @@ def begin_job(
 ) -> Iterator[Job]:
     """Begin or resume the run of a command, and remove it when the block has written every output.
 
-    recipes: one per size. output: the command's; the run is beside it. folders: one per recipe.
+    recipes: one per size. output: of the command. folders: of the written models, one per recipe.
     reads: models that must not be overwritten.
     Raises: as `RunFolder.open`; OutputError if a folder must not be replaced.
     """

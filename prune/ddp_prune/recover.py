@@ -70,7 +70,7 @@ def _recover(recipe: RecoveryRecipe, job: Job) -> None:
     set_seed(recipe.seed)
     devices, tokenizer = Devices.here(recipe, accelerator), load_tokenizer(str(pruned.folder))
     mode = resolve_training_mode(recipe, dense, run.resolved, devices, accelerator, print_line)
-    found = fit(recipe, dense, devices, mode)
+    fitted = fit(recipe, dense, devices, mode)
     with explained(too_large(recipe)):
         model, teacher = load(pruned, recipe, accelerator), load(dense, recipe, accelerator)
         sizes = teacher.config.get_text_config()
@@ -81,12 +81,12 @@ def _recover(recipe: RecoveryRecipe, job: Job) -> None:
         chosen = {**mode._asdict(), "learn_from": learn_from, "learning_rate": rate}
         resolved = dataclasses.replace(recipe, **run.resolved or chosen)
         weights = TrainedWeights(model, accelerator, resolved.train, resolved.rank, resolved.optimizer)
-        checkpoint_layers(model, found.checkpointed)
+        checkpoint_layers(model, fitted.checkpointed)
         for each_model in (model, teacher):
             fit_attention(each_model, recipe.seq_len, accelerator.device)
 
         def trainer_on(blocks: torch.Tensor, loss_mask: torch.Tensor | None = None) -> WeightTrainer:
-            batches = Batches(blocks, resolved, accelerator, loss_mask, found.num_sequences)
+            batches = Batches(blocks, resolved, accelerator, loss_mask, fitted.num_sequences)
             return WeightTrainer(model, teacher, weights, batches, resolved)
 
         if not resolved.tokens:  # as many as fit into the minutes

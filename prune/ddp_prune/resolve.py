@@ -129,7 +129,9 @@ def resolve_training_mode(
         return modes[0]
     itemsize = loading_options(source, recipe.dtype, accelerator.device)["dtype"].itemsize
     needed = {mode: held_bytes(recipe, source, mode, itemsize, devices.num_shards) for mode in suited_modes(recipe)}
-    needs = {mode: f"{mode} requires {gigabytes(number)}" for mode, number in needed.items()}
+    is_recovery = isinstance(recipe, RecoveryRecipe)  # which trains no masks
+    trained = {mode: str(mode).removeprefix("masks and ") if is_recovery else str(mode) for mode in needed}
+    needs = {mode: f"{trained[mode]} requires {gigabytes(number)}" for mode, number in needed.items()}
     usable = list[Mode]()
     for mode in modes:
         if mode.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):

@@ -100,7 +100,7 @@ class TrainingSettings(Settings):
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
 
     def holds_teacher(self, train: str) -> bool:
-        """Tell whether a run in this training mode holds the dense model beside the trained one."""
+        """Tell whether a run in this training mode loads the dense model a second time, as the teacher."""
         return train == "weights" and self.distillation > 0
 
 

@@ -46,6 +46,8 @@ def test_the_written_model_is_the_evaluated_one_and_better(
     """Plain transformers finds the stated perplexity; every weight but the embedding has moved."""
     result = passed(recover(pruned, tmp_path / "out", "--train", method, "--dtype", "float32"))
     assert "recovered" in result.output
+    named = {"weights": "weights with adamw", "lora": "low-rank additions"}[method]
+    assert f"training mode: {named} requires " in result.output
     before, after = read_checkpoint(pruned), read_checkpoint(tmp_path / "out")
     assert after.layers == before.layers and after.shapes == before.shapes
     quality, recovery = after.provenance["perplexity"], after.provenance["recovery"]
@@ -216,6 +218,15 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_before_recovery(
     assert not {"recovery", "perplexity"} & read_checkpoint(tmp_path / "again").provenance.keys()
     passed(recover(tmp_path / "again", tmp_path / "recovered", "--tokens", "64"))
     assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == "copy"
+
+
+def test_a_mode_that_memory_does_not_hold_is_refused(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_prune.resolve.held_bytes", lambda _, __, mode, *___: 1e18 * (mode.train == "weights"))
+    result = recover(pruned, tmp_path / "out", "--train", "weights")
+    assert_refused(result, 2, "adamw-8bit requires", "what fits: low-rank additions requires")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.nightly
