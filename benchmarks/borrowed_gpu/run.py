@@ -13,7 +13,6 @@ seconds of a call.
 
 import argparse
 import json
-import lzma
 import os
 import shutil
 import signal
@@ -22,28 +21,31 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from page import write_page
-
 HERE = Path(__file__).resolve().parent
 REPO, KERNELS = HERE.parents[1], HERE.parent / "kernels"
-STEP_COST = HERE / "step_cost.py"
 DRY = bool(os.environ.get("LEASE_DRY"))
 CALL_SECONDS = {"1": 150, "2": 230, "3": 270, "gpu": 10**6}
 STOPPING = 3.0  # seconds to end a step that ran out of time
+LOADING = 40.0  # seconds of `prune` besides its training: tokens, evaluation, writing
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PLAIN = ("--no-header", "-p", "no:cacheprovider", "-o", "filterwarnings=default")
+PRODUCT = [sys.executable, "-m", "ddp_vllm"]
 IMPORTS = "import torch, vllm; from vllm import LLM; import ddp_plugins.register as r; r.register_models()"
+TESTS, SERVING, TRAINING = "tests", "tests/gpu/test_serving.py", "tests/gpu/test_training_kernels.py"
+TINY_RUN = ["--seq-len", 64, "--batch-size", 2, "--steps", 4] if DRY else []
+HIDDEN = ("trace", "tail", "answers", "operators_ms", "metrics", "rounding", "widths", "huge_page_bytes")
+MOST_ROWS, LONGEST = 60, 90  # rows of a table on the page, characters of a cell
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A command with its limit. `{out}` in a word is the file of its results."""
+    """A command with its limit. `{out}` in a word is the file of its results, `{minutes}` the time to
+    train."""
 
     name: str
     words: Sequence[object]
@@ -51,8 +53,8 @@ class Step:
     """Seconds."""
     share: float = 1.0
     """Of the call's seconds that are left."""
-    is_early: bool = False
-    """It starts with the call, imports, and waits for the file $LEASE_GO until its turn."""
+    folder: Path | None = None
+    """The model that it prunes; the masks come home."""
 
 
 def script(name: str, *words: object) -> list[object]:
@@ -67,77 +69,91 @@ def kernel_speed(*words: object) -> list[object]:
 
 def pytest(*words: object) -> list[object]:
     """Run tests marked `gpu`, with what they print in the log."""
-    return [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "gpu", *PLAIN, *words]
+    plain = ["--no-header", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    return [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "gpu", *plain, *words]
 
 
 def bench_steps(model: str, batch: int, work: Path) -> list[object]:
     """Compare decode steps and prefill of the dense and the pruned model, with dummy weights."""
-    dense, pruned = (work / f"{model}-{removed}" for removed in (0, 40))
     sizes = ["--concurrency", batch, "--context-length", 512, "--rounds", 3]
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [batch]}
     engine = ["--compilation-config", json.dumps(graphs)]
     if DRY:
         sizes = ["--concurrency", 2, "--context-length", 48, "--rounds", 1, "--steps", 12]
         engine = ["--enforce-eager"]
-    command = [sys.executable, "-m", "ddp_vllm", "bench", "steps", "--dense", dense, "--pruned", pruned]
-    return [*command, *sizes, "--overwrite", "-o", "{out}", "--", "--load-format", "dummy", *engine]
+    models = ["--dense", work / f"{model}-0", "--pruned", work / f"{model}-40"]
+    return [
+        *PRODUCT,
+        "bench",
+        "steps",
+        *models,
+        *sizes,
+        "--overwrite",
+        "-o",
+        "{out}",
+        "--",
+        "--load-format",
+        "dummy",
+        *engine,
+    ]
 
 
-def first_call() -> list[Step]:
-    parallel = [] if DRY else ["-n", "8"]
-    tests = pytest("--noconftest", *parallel, *["--collect-only"] * DRY, "tests/plugins/test_moe_kernel.py")
+def first_call(home: Path) -> list[Step]:
+    cases = ["--noconftest", *(["--collect-only"] if DRY else ["-n", "8"]), "tests/plugins/test_moe_kernel.py"]
     return [
         Step(name="probe", words=script("machine.py", "{out}"), limit=40),
-        Step(name="kernel-tests", words=tests, limit=60),
-        Step(name="training", words=pytest("tests/gpu/test_training_kernels.py"), limit=60, share=0.6),
+        Step(name="kernel-tests", words=pytest(*cases), limit=60),
+        Step(name="training", words=pytest(TRAINING), limit=60, share=0.6),
         Step(name="tiles", words=script("tiles.py", "{out}")),
     ]
 
 
-def second_call(work: Path) -> list[Step]:
-    kernel = kernel_speed(
-        "--shape", "qwen3-30b-a3b", "--tokens", "1,32,128,512,4096", "--sparsity", "40,0", "--rounds", 5
-    )
-    serving = pytest("tests/gpu/test_serving.py")
+def second_call(home: Path) -> list[Step]:
+    work, tokens = home / "work", "1,32,128,512,4096"
+    kernel = kernel_speed("--shape", "qwen3-30b-a3b", "--tokens", tokens, "--sparsity", "40,0", "--rounds", 5)
     # half of the mixture's layers, since both engines share the GPU
     models = {"qwen3-30b-a3b": 2 if DRY else 24, "qwen3-8b": 0}
+    configs = [word for model, layers in models.items() for word in (model, layers)]
     return [
         Step(name="import", words=[sys.executable, "-c", IMPORTS], limit=60),
         Step(name="kernel", words=kernel, limit=60),
-        Step(name="correct", words=serving, share=0.5, is_early=True),
-        *(Step(name=f"{model}-configs", words=script("machine.py", model, n), limit=60) for model, n in models.items()),
+        Step(name="correct", words=pytest(SERVING), share=0.5),
+        Step(name="configs", words=script("machine.py", work, *configs), limit=60),
         *(Step(name=model, words=bench_steps(model, 32, work), share=0.6) for model in models),
     ]
 
 
 def third_call(home: Path) -> list[Step]:
-    model, tokens = home / "smollm2-135m", home / "tokens.xz"
-    train = [*script("train.py", model, tokens), "--out", "{out}"]
+    model, texts = home / "smollm2-135m", ",".join(map(str, sorted((home / "texts").glob("*"))))
+    prune = [*PRODUCT, "prune", model, "--data", texts, "--sparsity", 0.35, "--overwrite"]
+    prune += TINY_RUN or ["--minutes", "{minutes}"]
+    paper, joint = home / "paper", home / "joint"
     return [
-        Step(name="weights", words=script("weights.py", home / "smol.codes", model), limit=60),
-        Step(name="table8", words=[sys.executable, STEP_COST, "{out}"], limit=75),
-        Step(name="paper", words=[*train, home / "paper", "--recipe", REPO / "docs/paper.toml"], share=0.55),
-        Step(name="joint", words=[*train, home / "joint", "--set", "train=weights"]),
+        Step(name="weights", words=script("weights.py", home / "model.gguf", model), limit=60),
+        Step(name="table8", words=script("step_cost.py", "{out}"), limit=75),
+        Step(name="paper", words=[*prune, "--recipe", REPO / "docs/paper.toml", "-o", paper], share=0.55, folder=paper),
+        Step(name="joint", words=[*prune, "--train", "weights", "-o", joint], folder=joint),
     ]
 
 
 def all_of_a_gpu(model: str, data: str, out: Path) -> list[Step]:
     """Return the steps of `make gpu`, without limits."""
-    vllm = [sys.executable, "-m", "ddp_vllm"]
     pruned = out / "pruned"
     text = ["--data", data] if data else []
     talks = ["--dataset-path", data] if data else []  # else ShareGPT of the Hub
-    few = ["--seq-len", 64, "--batch-size", 2, "--steps", 4, "--train", "masks"] if DRY else []
+    few = [*TINY_RUN, "--train", "masks"] if DRY else []
     fewer = ["--num-prompts", 4, "--pairs", 2, "--", "--enforce-eager", "--dtype", "float32"] if DRY else []
-    bench = [*vllm, "bench", "sharegpt", "--overwrite", "-o", "{out}"]
+    bench = [*PRODUCT, "bench", "sharegpt", "--overwrite", "-o", "{out}"]
     return [
         Step(name="probe", words=script("machine.py", "{out}")),
-        Step(name="tests", words=pytest("tests", "--ignore=tests/gpu", *["--collect-only"] * DRY)),
-        Step(name="correct", words=pytest("tests/gpu/test_serving.py")),
-        Step(name="training", words=pytest("tests/gpu/test_training_kernels.py")),
+        Step(name="tests", words=pytest(TESTS, "--ignore=tests/gpu", *["--collect-only"] * DRY)),
+        Step(name="correct", words=pytest(SERVING)),
+        Step(name="training", words=pytest(TRAINING)),
         Step(name="kernel", words=kernel_speed("--shape", "all")),
-        Step(name="step", words=[sys.executable, STEP_COST, "{out}"]),
-        Step(name="prune", words=[*vllm, "prune", model, "--sparsity", 0.5, *text, "--overwrite", "-o", pruned, *few]),
+        Step(name="step", words=script("step_cost.py", "{out}")),
+        Step(
+            name="prune", words=[*PRODUCT, "prune", model, "--sparsity", 0.5, *text, "--overwrite", "-o", pruned, *few]
+        ),
         Step(name="sharegpt", words=[*bench, "--dense", model, "--pruned", pruned, *talks, *fewer]),
     ]
 
@@ -148,8 +164,7 @@ class Runner:
     def __init__(self, call: str, home: Path, out: Path, seconds: float) -> None:
         self.call, self.home, self.out = call, home, out
         self.ends = time.monotonic() + seconds
-        self.carried = REPO / ".gpu" / call
-        for folder in (out, home / "results", home / "logs", home / "work"):
+        for folder in (out, home / "results", home / "logs", home / "work", home / "pieces"):
             folder.mkdir(parents=True, exist_ok=True)
         self.state_file = home / f"{call}.json"
         self.state: dict[str, Any] = {"call": call, "dry": DRY, "steps": {}}
@@ -159,76 +174,69 @@ class Runner:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True)
         self.commit = commit.stdout.strip()
 
-    def environment(self, ends: float) -> dict[str, str]:
-        """Return the environment of a step that should end at `ends`, in seconds of the wall
-        clock."""
-        packages = [REPO, REPO / "prune", REPO / "plugins", REPO / "benchmarks", KERNELS]
-        packages += [self.home / name for name in ("site", "vllm", "vllm_site") if (self.home / name).exists()]
-        before = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
-        facts = {"LEASE_WORK": str(self.home / "work"), "LEASE_ENDS": str(ends), "PYTHONUNBUFFERED": "1"}
-        return os.environ | facts | {"PYTHONPATH": os.pathsep.join([*map(str, packages), *before])} | self.isolated()
-
-    def isolated(self) -> dict[str, str]:
-        """Return what keeps a borrowed machine's steps away from the network and in one folder."""
+    def environment(self, seconds: float) -> dict[str, str]:
+        """Return the environment of a step that should end within `seconds`."""
+        paths = [REPO, REPO / "prune", REPO / "plugins", REPO / "benchmarks", KERNELS, HERE]
+        paths += [self.home / name for name in ("site", "vllm", "vllm_site") if (self.home / name).exists()]
+        path = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])])
+        facts = {"LEASE_ENDS": str(time.time() + seconds), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
         if self.call == "gpu":
-            return {}
+            return os.environ | facts
+        # keeps a borrowed machine's steps away from the network and in one folder
         caches = {"DDP_VLLM_CACHE": "cache", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm_cache"}
-        return {name: str(self.home / folder) for name, folder in caches.items()} | {
+        return os.environ | facts | {name: str(self.home / folder) for name, folder in caches.items()} | {
             "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "MPLBACKEND": "Agg",
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         }  # fmt: skip
 
-    def left(self) -> float:
-        return self.ends - time.monotonic() - STOPPING
-
-    def result_file(self, step: Step) -> Path:
-        return self.home / "results" / f"{step.name}.json"
-
-    def start(self, step: Step, seconds: float) -> subprocess.Popen:
-        words = [str(word).replace("{out}", str(self.result_file(step))) for word in step.words]
-        go = {"LEASE_GO": str(self.home / f"go-{step.name}")} if step.is_early else {}
-        with open(self.home / "logs" / f"{step.name}.log", "w") as log:
-            environment = self.environment(time.time() + seconds - STOPPING) | go
-            return subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=REPO, start_new_session=True
-            )
-
     def run(self, steps: Sequence[Step]) -> None:
         """Run the steps that have not ended well yet."""
-        open_steps = [step for step in steps if step.name not in self.state["steps"]]
-        for step in open_steps:
-            (self.home / f"go-{step.name}").unlink(missing_ok=True)
-        early = {step.name: self.start(step, self.left()) for step in open_steps if step.is_early}
-        try:
-            for step in open_steps:
-                # a busy CPU is slow
-                limit = min(step.limit, self.left() * step.share) if not DRY else self.left()
-                if limit < 5:
-                    self.note(step, "no time left", 0.0)
-                    continue
-                began, process = time.monotonic(), early.pop(step.name, None) or self.start(step, limit)
-                (self.home / f"go-{step.name}").touch()
-                try:
-                    code: int | str = process.wait(limit)
-                except subprocess.TimeoutExpired:
-                    stop(process)
-                    code = "out of time"
-                self.note(step, code, time.monotonic() - began)
-        finally:
-            for process in early.values():
-                stop(process)
+        for step in steps:
+            if step.name in self.state["steps"]:
+                continue
+            left = self.ends - time.monotonic() - STOPPING
+            limit = left if DRY else min(step.limit, left * step.share)  # a busy CPU is slow
+            if limit < 5:
+                self.note(step, "no time left", 0.0)
+                continue
+            began, code = time.monotonic(), self.wait(step, limit)
+            self.note(step, code, time.monotonic() - began)
+
+    def wait(self, step: Step, limit: float) -> int | str:
+        """Run a step and return its exit code. One that is out of time is interrupted, so that it
+        saves what it has, then killed."""
+        known = {"{out}": self.home / "results" / f"{step.name}.json", "{minutes}": max(1.0, limit - LOADING) / 60}
+        words = [str(known.get(str(word), word)) for word in step.words]
+        with open(self.home / "logs" / f"{step.name}.log", "w") as log:
+            process = subprocess.Popen(
+                words, stdout=log, stderr=log, env=self.environment(limit - STOPPING), cwd=REPO, start_new_session=True
+            )
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(limit)
+        for number in (signal.SIGINT, signal.SIGKILL):
+            with suppress(OSError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(STOPPING)
+        return "out of time"
 
     def note(self, step: Step, code: int | str, seconds: float) -> None:
         """Save how a step ended, with its results: its file, else the last line of its log if that
         is JSON."""
-        log, file = self.home / "logs" / f"{step.name}.log", self.result_file(step)
+        log, file = (
+            self.home / folder / f"{step.name}.{end}" for folder, end in (("logs", "log"), ("results", "json"))
+        )
         text = log.read_text(errors="replace") if log.exists() else ""
         noted = {"code": code, "seconds": round(seconds, 1), "commit": self.commit, "tail": text[-1200:]}
         for source in (file.read_text() if file.exists() else "", (text.strip().splitlines() or [""])[-1]):
-            try:
+            with suppress(ValueError):
                 noted.setdefault("result", json.loads(source))
-            except ValueError:
-                continue
+        if step.folder:
+            if (masks := step.folder / "ddp_masks.safetensors").exists():
+                shutil.copy(masks, self.out / f"{step.name}.masks.safetensors")
+            interrupted = step.folder.with_name(f"{step.folder.name}.run") / "metrics.jsonl"
+            for metrics in filter(Path.exists, (step.folder / "ddp_metrics.jsonl", interrupted)):
+                rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+                noted["result"] = rows[-1] | {"metrics": rows[:: len(rows) // 100 + 1]} if rows else {}
         self.state["steps"][step.name] = noted
         self.state_file.write_text(json.dumps(self.state, indent=1))
         print(f"== {step.name}: {'done' if code == 0 else code}, {seconds:.1f} s", flush=True)
@@ -240,47 +248,64 @@ class Runner:
         logs = sorted((self.home / "logs").glob("*.log"))
         parts = [f"\n===== {log.name}\n{log.read_text(errors='replace')[-60_000:]}" for log in logs]
         (self.out / f"{self.call}.log").write_text("".join(parts))
-        for masks in (self.home / "results").glob("*.safetensors"):
-            shutil.copy(masks, self.out / masks.name)
-        write_page(self.state, self.out / "README.md")
+        (self.out / "README.md").write_text("\n".join(page(self.state)))
 
     def unpack(self) -> None:
-        """Put the parts that travelled in this call where the steps expect them; lzma releases the
-        lock."""
-        jobs: list[tuple[Path, Path]] = []
-        for part in self.carried.glob("*.so.xz"):
-            library = "vllm/vllm/vllm_flash_attn" if "vllm_fa" in part.name else "vllm/vllm"
-            jobs.append((part, self.home / library / part.name.removesuffix(".xz")))
-        jobs += [(part, self.home / part.name.removesuffix(".tar.xz")) for part in self.carried.glob("*.tar.xz")]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(unpack_part, *zip(*jobs, strict=True)) if jobs else [])
-        (self.home / "pieces").mkdir(exist_ok=True)
-        for piece in self.carried.glob("*.piece"):
-            shutil.copy(piece, self.home / "pieces" / piece.name)
-        plan = self.carried / "plan.json"
-        for name, expected in (json.loads(plan.read_text())["pieces"] if plan.exists() else {}).items():
-            pieces = [self.home / "pieces" / f"{name}.{number}.piece" for number in range(expected)]
-            if all(piece.exists() for piece in pieces):  # the last call has them all
-                (self.home / name).write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+        """Extract every archive whose last piece travelled in this call."""
+        carried = REPO / ".gpu" / self.call
+        for piece in carried.glob("*.piece"):
+            shutil.copy(piece, self.home / "pieces")
+        plan = json.loads((carried / "plan.json").read_text()) if carried.exists() else {}
+        for name, number in plan.items():
+            pieces = [self.home / "pieces" / f"{name}.{i}.piece" for i in range(number)]
+            if all(piece.exists() for piece in pieces):
+                joined = self.home / name
+                joined.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+                with tarfile.open(joined) as archive:
+                    archive.extractall(self.home, filter="data")
 
 
-def unpack_part(part: Path, target: Path) -> None:
-    if part.name.endswith(".tar.xz"):
-        with tarfile.open(part) as archive:
-            return archive.extractall(target, filter="data")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(lzma.decompress(part.read_bytes()))
-    return None
+def page(state: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a page in Markdown: how each step ended, and its rows as tables."""
+    where = "on a CPU, in tiny sizes: a dry run, whose times mean nothing" if state["dry"] else "on a GPU"
+    lines = [f"# Results of `{state['call']}`, {where}", "", "Written by `benchmarks/borrowed_gpu/run.py`.", ""]
+    ended = {name: "well" if step["code"] == 0 else f"badly: {step['code']}" for name, step in state["steps"].items()}
+    lines += table([
+        {"step": name, "ended": ended[name], "seconds": step["seconds"], "commit": step["commit"]}
+        for name, step in state["steps"].items()
+    ])  # fmt: skip
+    for name, step in state["steps"].items():
+        result = step.get("result")
+        if isinstance(result, dict):
+            rows = result.get("rows") or result.get("verdicts") or []
+            lines += [f"## {name}", "", *table([{"value of": key, "": value} for key, value in flat(result).items()])]
+            lines += table([flat(row) for row in rows[:MOST_ROWS]])
+        elif step["code"] != 0:
+            lines += [f"## {name}", "", "```", step["tail"][-600:].strip(), "```", ""]
+    return lines
 
 
-def stop(process: subprocess.Popen) -> None:
-    """End a step's processes, first by an interrupt, at which it saves what it has."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(STOPPING)
-        except (OSError, subprocess.TimeoutExpired):
-            continue
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the plain values, also those in mappings, by names such as `decode_ms.32`."""
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in HIDDEN and isinstance(value, Mapping):
+            plain |= flat(value, f"{prefix}{name}.")
+        elif name not in HIDDEN and not isinstance(value, list):
+            plain[prefix + name] = value
+    return plain
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a table with a column for every name that a row has."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+
+    def cell(value: Any) -> str:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        return text.replace("|", "/").replace("\n", " ")[:LONGEST]
+
+    lines = [names, ["---"] * len(names), *([cell(row.get(name, "")) for name in names] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines if rows] + [""]
 
 
 def main() -> None:
@@ -298,14 +323,13 @@ def main() -> None:
     unpacking.start()
     if args.call != "1":  # whose steps do not need what it carries for the next call
         unpacking.join()
-    plans = {"1": first_call, "2": lambda: second_call(home / "work"), "3": lambda: third_call(home)}
-    plan = plans.get(args.call, lambda: all_of_a_gpu(args.model, args.data, out))
-    steps = [step for step in plan() if not args.only or step.name in args.only.split(",")]
+    plans = {"1": first_call, "2": second_call, "3": third_call}
+    plan = plans[args.call](home) if args.call in plans else all_of_a_gpu(args.model, args.data, out)
+    steps = [step for step in plan if not args.only or step.name in args.only.split(",")]
     if not steps:
-        parser.error(f"--only {args.only}: choose from {', '.join(step.name for step in plan())}")
+        parser.error(f"--only {args.only}: choose from {', '.join(step.name for step in plan)}")
     runner.run(steps)
     unpacking.join()
-    runner.bring_home()
     sys.exit(any(runner.state["steps"][step.name]["code"] != 0 for step in steps))
 
 

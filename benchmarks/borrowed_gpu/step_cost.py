@@ -1,7 +1,7 @@
 """How long does a training step take, and in how much memory? The paper's table 8, on one GPU with
 random weights.
 
-    python benchmarks/borrowed_gpu/step_cost.py OUT.json [--rounds 3]
+    python benchmarks/borrowed_gpu/step_cost.py OUT.json
 
 Paper (LLaMA-2-7B, 4 GPUs, 16 x 2,048 tokens): masks 2.1 s and 18 GB, with distillation 2.5 and 19,
 LoRA 2.4 and 18, full fine-tuning 2.9 and 83. A step here is one micro-batch of 4 x 2,048 tokens; 4
@@ -9,9 +9,9 @@ of them are the paper's batch on one GPU. The profiler's most expensive operator
 its name.
 """
 
-import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,7 +31,7 @@ from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_vllm.families import dimensions_of, family_of
-from lease import DEVICE, DRY, Results, is_over, synchronize
+from lease import DEVICE, DRY, Results, synchronize
 from machine import build, config_of
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [  # the paper's rows first
@@ -45,7 +45,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [  # the paper's rows first
     ("masks, distilled, 2 sequences, nothing checkpointed", "llama-2-7b", {"checkpointing": "off", "sequences": 2}),
     ("masks, distilled", "qwen3-8b", {}),
 ]
-SEQUENCES, SEQ_LEN = (2, 64) if DRY else (4, 2048)
+SEQUENCES, SEQ_LEN, ROUNDS = (2, 64, 1) if DRY else (4, 2048, 3)
 
 
 def lora_step(model: Any, tokens: torch.Tensor) -> Callable[[], Any]:
@@ -87,24 +87,12 @@ def mask_step(
     trainer = Trainer(gated, batches, run, pools, accelerator)
     if share := options.get("open_share"):
         support = trainer.gates.support
-        trainer.gates.support = {
-            kind: torch.rand_like(mask, dtype=torch.float) < share for kind, mask in support.items()
-        }
+        trainer.gates.support = {kind: torch.rand(mask.shape, device=DEVICE) < share for kind, mask in support.items()}
     numbers = iter(range(1000, 100_000))
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    facts = {
-        "checkpointed": checkpointed,
-        "micro_batch": batches.micro_batch_size,
-        "narrow": trainer.narrow is not None,
-    }
+    narrow, micro_batch = trainer.narrow is not None, batches.micro_batch_size
+    facts = {"checkpointed": checkpointed, "micro_batch": micro_batch, "narrow": narrow}
     return lambda: trainer.step(next(numbers)), facts
-
-
-def active_parameters(model: Any, config: dict[str, Any]) -> float:
-    """Return the parameters that a token's products read."""
-    sizes = {name: p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name}
-    share = config["num_experts_per_tok"] / config["num_experts"] if "num_experts" in config else 1.0
-    return sum(size * (share if ".experts." in name else 1.0) for name, size in sizes.items())
 
 
 def profiled(step: Callable[[], Any]) -> dict[str, Any]:
@@ -119,39 +107,30 @@ def profiled(step: Callable[[], Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out")
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
-    results = Results(args.out)
+    results = Results(sys.argv[1])
     for name, which, options in CASES:
-        if is_over():
-            results.finish(complete=False)
         with results.row(case=name, model=which) as row:
             sequences = options.get("sequences", SEQUENCES)
             blocks = torch.randint(3, config_of(which)["vocab_size"], (16 * sequences, SEQ_LEN))
             model, full = build(config_of(which), DEVICE, torch.bfloat16)
-            weights, active = sum(p.nbytes for p in model.parameters()), active_parameters(model, full)
-            step, facts = (
-                (lora_step(model, blocks[:sequences].to(DEVICE)), {})
-                if options.get("lora")
-                else mask_step(model, full, blocks, options)
-            )
+            weights = sum(p.nbytes for p in model.parameters())
+            facts = dict[str, Any]()
+            if options.get("lora"):
+                step = lora_step(model, blocks[:sequences].to(DEVICE))
+            else:
+                step, facts = mask_step(model, full, blocks, options)
             if not DRY:
                 torch.cuda.reset_peak_memory_stats()
             times = []
-            for _ in range(1 + args.rounds):
+            for _ in range(1 + ROUNDS):
                 synchronize()
                 began = time.perf_counter()
                 step()
                 synchronize()
                 times.append(time.perf_counter() - began)
             seconds = statistics.median(times[1:])
-            # teacher, student and gradients of inputs; without distillation no teacher
-            passes = 3 if options.get("distillation", 2.0) > 0 and not options.get("lora") else 2
             row |= facts | {
                 "seconds": seconds, "first_seconds": times[0], "tokens_per_second": sequences * SEQ_LEN / seconds,
-                "useful_tflops": 2 * active * passes * sequences * SEQ_LEN / seconds / 1e12,
                 "weights_gb": weights / 1e9,
             }  # fmt: skip
             if not DRY:

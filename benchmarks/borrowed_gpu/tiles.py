@@ -3,18 +3,20 @@ launches be faster?
 
     python tiles.py OUT.json
 
-Each row is first compared with float32. Tiles of the product and a few candidates; the most
-informative rows come first, until the time is over. `moe_traffic.py` predicts the same rows without
-a GPU.
+Each row is first compared with the plain reference. Tiles of the product and a few candidates; the
+most informative rows come first, until the time is over. `moe_traffic.py` predicts the same rows
+without a GPU.
 """
 
 import os
 import sys
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+from unittest.mock import patch
 
-from lease import DEVICE, DRY, Results, error_of, graph_seconds, is_over
+from lease import DEVICE, DRY, Results, error_of
 
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -22,10 +24,11 @@ if DRY:
 import torch
 
 from ddp_plugins import moe_kernel
-from ddp_plugins.moe_experts import ExpertLayout
+from ddp_plugins.moe_experts import ExpertLayout, pack_expert
 from ddp_plugins.moe_kernel import Tiles
-from expert_layers import SHAPES, Batch, draw_batch, draw_widths, work
-from kernel_speed import measure_ceilings
+from ddp_plugins.moe_reference import Expert, ragged_moe_reference
+from expert_layers import POPULARITY, SHAPES, Run, draw_batch, draw_widths, work
+from kernel_speed import measure_ceilings, time_interleaved
 
 FIELDS = ("pairs", "columns", "down_columns", "depth", "warps", "stages", "programs")
 CANDIDATES = {  # all compile for sm_90 without spilled registers
@@ -53,40 +56,6 @@ LAYERS = (  # shape, percent removed, batches
 )
 
 
-class Layer:
-    """The random packed experts of one layer."""
-
-    def __init__(self, name: str, removed: int) -> None:
-        self.shape = SHAPES[name].scaled(0.01, 8) if DRY else SHAPES[name]
-        self.widths = draw_widths(self.shape, removed, 0)
-        self.layout = layout = ExpertLayout.of(self.widths)
-        size = (layout.num_rows, self.shape.hidden_size)
-        self.w13 = torch.randn(2, *size, device=DEVICE, dtype=torch.bfloat16).mul_(size[1] ** -0.5)
-        self.w2 = torch.randn(size, device=DEVICE, dtype=torch.bfloat16).mul_(self.shape.intermediate_size**-0.5)
-        for start, width, padded in zip(layout.offsets, layout.widths, layout.padded, strict=True):
-            self.w13[:, start + width : start + padded] = 0
-            self.w2[start + width : start + padded] = 0
-        self.table = layout.table(torch.device(DEVICE))
-
-    def run(self, batch: Batch, tiles: Tiles) -> torch.Tensor:
-        x, weights, ids = batch
-        experts = self.w13, self.w2, self.table, self.layout.max_width
-        return moe_kernel.ragged_moe(x, *experts, weights, ids, None, tiles=tiles)
-
-    def expected(self, batch: Batch) -> torch.Tensor:
-        """Return the result in float32, expert by expert."""
-        x, weights, ids = batch
-        y = torch.zeros(x.shape, device=x.device)
-        for expert, (start, width) in enumerate(zip(self.layout.offsets, self.layout.padded, strict=True)):
-            token, slot = (ids == expert).nonzero(as_tuple=True)
-            if width and len(token):
-                rows, inputs = slice(start, start + width), x[token].float()
-                gate, up = (inputs @ self.w13[half, rows].float().t() for half in (0, 1))
-                terms = (torch.nn.functional.silu(gate) * up) @ self.w2[rows].float()
-                y.index_add_(0, token, terms * weights[token, slot, None])
-        return y
-
-
 def tried(tokens: int, today: Tiles, named: dict[str, Tiles]) -> Iterator[tuple[str, Tiles, int]]:
     """Yield names, tiles, and the most pairs that run in two launches: today's choice first."""
     name = next(name for name, tiles in named.items() if tiles == today)
@@ -97,6 +66,10 @@ def tried(tokens: int, today: Tiles, named: dict[str, Tiles]) -> Iterator[tuple[
             yield other, named[other], moe_kernel.MOST_PAIRS
 
 
+def run_with(tiles: Tiles, packed: Sequence[Any]) -> Run:
+    return lambda x, weights, ids: moe_kernel.ragged_moe(x, *packed, weights, ids, None, tiles=tiles)
+
+
 def main() -> None:
     named = {name: tiles for name, tiles in vars(moe_kernel).items() if isinstance(tiles, Tiles)}
     named |= {name: Tiles(**dict(zip(FIELDS, sizes, strict=True))) for name, sizes in CANDIDATES.items()}
@@ -105,34 +78,41 @@ def main() -> None:
         ceilings = measure_ceilings(DEVICE, torch.bfloat16, time.perf_counter)
     results = Results(sys.argv[1], tiles={name: vars(tiles) for name, tiles in named.items()}, ceilings=ceilings)
     major = 9 if DRY else torch.cuda.get_device_capability()[0]
-    layers = [("qwen3-30b-a3b", 40, (1,))] if DRY else LAYERS
-    for shape_name, removed, batch_sizes in layers:
-        layer = Layer(shape_name, removed)
-        shape = layer.shape
+    for shape_name, removed, batch_sizes in [("qwen3-30b-a3b", 40, (1,))] if DRY else LAYERS:
+        shape = SHAPES[shape_name].scaled(0.01, 8) if DRY else SHAPES[shape_name]
+        hidden, layout = shape.hidden_size, ExpertLayout.of(draw_widths(shape, removed, 0))
+        w13 = torch.zeros(2, layout.num_rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+        w2, experts = torch.zeros_like(w13[0]), list[Expert]()
+        for number, width in enumerate(layout.widths):
+            gate, up, down = (torch.randn(width, hidden, device=DEVICE, dtype=w2.dtype) for _ in range(3))
+            experts.append((gate * hidden**-0.5, up * hidden**-0.5, (down * shape.intermediate_size**-0.5).t()))
+            pack_expert(layout, w13, w2, number, *experts[-1])
+        packed = w13, w2, layout.table(torch.device(DEVICE)), layout.max_width
+
         for tokens in batch_sizes:
             generator = torch.Generator().manual_seed(tokens)
-            popularity = 0.5 * torch.randn(shape.num_experts, generator=generator)
+            popularity = POPULARITY * torch.randn(shape.num_experts, generator=generator)
             draws = range(4 if tokens <= 64 and not DRY else 1)
             batches = [draw_batch(shape, tokens, torch.bfloat16, DEVICE, generator, popularity) for _ in draws]
-            read, computed = work(batches, layer.widths, shape.hidden_size, 2)
+            read, computed = work(batches, list(layout.widths), hidden, 2)
             bound = max(read / ceilings["copy_gb_per_s"], computed / ceilings["matmul_gflop_per_s"]) / 1e9
-            num_pairs, expected = tokens * shape.num_experts_per_tok, layer.expected(batches[0])
+            x, weights, ids = batches[0]
+            expected, num_pairs = ragged_moe_reference(x, experts, weights, ids), tokens * shape.num_experts_per_tok
             today = moe_kernel.choose_tiles(num_pairs, shape.num_experts, torch.bfloat16, major)
-            most_pairs = moe_kernel.MOST_PAIRS
             for name, tiles, limit in tried(tokens, today, named):
-                if is_over():
-                    results.finish(complete=False)
-                if limit == 0 and num_pairs > most_pairs:
+                if limit == 0 and num_pairs > moe_kernel.MOST_PAIRS:
                     continue  # these run in four launches in any case
-                moe_kernel.MOST_PAIRS = limit
                 facts = {"shape": shape_name, "removed": removed, "tokens": tokens, "tiles": name}
-                with results.row(**facts, today=tiles == today and limit > 0) as row:
-                    row["error"] = error_of(layer.run(batches[0], tiles), expected)
+                with (
+                    patch.object(moe_kernel, "MOST_PAIRS", limit),
+                    results.row(**facts, today=tiles == today and limit > 0) as row,
+                ):
+                    run = run_with(tiles, packed)
+                    row["error"] = error_of(run(*batches[0]), expected)
                     row["right"] = row["error"] < 2e-2
-                    seconds = graph_seconds([partial(layer.run, batch, tiles) for batch in batches])
+                    seconds = median(time_interleaved({name: run}, batches, rounds=1 if DRY else 5)[name])
                     row |= {"us": 1e6 * seconds, "bound_us": 1e6 * bound, "over_bound": seconds / bound}
                     row |= {"gb_per_s": read / seconds / 1e9, "tflop_per_s": computed / seconds / 1e12}
-                moe_kernel.MOST_PAIRS = most_pairs
     results.finish()
 
 

@@ -1,42 +1,38 @@
-"""The kit for a borrowed GPU and `make gpu`: all steps run on a CPU in tiny sizes, and the runner keeps promises."""
+"""The kit for a borrowed GPU and `make gpu`: every step runs on a CPU in tiny sizes. The runner keeps its promises."""
 
 import json
-import lzma
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from commands import VLLM_SETTINGS
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "benchmarks" / "borrowed_gpu"
 sys.path.insert(0, str(KIT))  # the kit is scripts that import each other
+DRY = VLLM_SETTINGS | {"LEASE_DRY": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
-def run(call: str, out: Path, *options: object, code: int = 0, **environment: str) -> dict[str, Any]:
-    """Run steps of a call and return them by name."""
-    settings = {"LEASE_DRY": "1", "LEASE_HOME": str(out / "home"), "LEASE_SECONDS": "5000", "OUT": str(out)}
-    settings |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, str(KIT / "run.py"), call, *map(str, options)]
-    result = subprocess.run(command, env={**os.environ, **settings, **environment}, capture_output=True, text=True)
-    log = out / f"{call}.log"
-    assert result.returncode == code, result.stdout + result.stderr + (log.read_text()[-3000:] if log.exists() else "")
-    steps: dict[str, Any] = json.loads((out / f"{call}.json").read_text())["steps"]
-    return steps
+def run(out: Path, *command: object) -> tuple[dict[str, Any], str]:
+    """Run steps and return them by name, and the page. All must end well."""
+    environment = {"LEASE_HOME": str(out / "home"), "LEASE_SECONDS": "5000", "OUT": str(out)}
+    subprocess.run([*map(str, command)], cwd=ROOT, env=os.environ | DRY | environment, capture_output=True)
+    (results,) = out.glob("*.json")
+    steps = json.loads(results.read_text())["steps"]
+    failed = [step for step in steps.values() if step["code"]]
+    assert steps and not failed, failed
+    return steps, (out / "README.md").read_text()
 
 
-@pytest.mark.nightly
-def test_the_steps_without_vllm(tmp_path: Path) -> None:
-    steps = run("1", tmp_path, "--only", "probe,tiles")
-    assert steps["probe"]["result"]["copy_tb_s"] > 0
-    rows = steps["tiles"]["result"]["rows"]
-    assert [row["today"] for row in rows] == [True, False] and all(row["right"] for row in rows)
-    assert "NARROW, four launches" in (tmp_path / "README.md").read_text()
-    began = steps["probe"]["seconds"]
-    assert run("1", tmp_path, "--only", "probe")["probe"]["seconds"] == began, "a finished step ran again"
+def call(number: int, out: Path, *steps: str) -> tuple[dict[str, Any], str]:
+    return run(out, sys.executable, KIT / "run.py", number, "--only", ",".join(steps))
 
 
 def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,65 +41,86 @@ def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: 
     kit = runner.Runner("1", tmp_path / "home", tmp_path, seconds=500.0)
     monkeypatch.setattr(runner, "DRY", False)  # limits are for real runs
     (tmp_path / "home/results/slow.json").write_text('{"rows": [{"us": 1.5}]}')
-
-    def step(name: str, code: str, **options: Any) -> Any:
-        return runner.Step(name=name, words=[sys.executable, "-c", code], **options)
-
-    kit.run(
-        [
-            step("slow", "import time; time.sleep(600)", limit=5.5),
-            step("broken", "raise SystemExit('no such GPU')"),
-            step("early", "import sys; import os; assert 'LEASE_GO' in os.environ", is_early=True),
-        ]
-    )
-    steps = json.loads((tmp_path / "1.json").read_text())["steps"]
-    assert [steps[name]["code"] for name in ("slow", "broken", "early")] == ["out of time", 1, 0]
-    assert steps["slow"]["result"]["rows"] == [{"us": 1.5}]
+    codes = {"slow": "import time; time.sleep(600)", "broken": "raise SystemExit('no such GPU')", "good": ""}
+    steps = [runner.Step(name=name, words=[sys.executable, "-c", code], limit=5.5) for name, code in codes.items()]
+    kit.run(steps)
+    kit.run(steps[2:])
+    ended = json.loads((tmp_path / "1.json").read_text())["steps"]
+    assert [ended[name]["code"] for name in codes] == ["out of time", 1, 0]
+    assert ended["slow"]["result"]["rows"] == [{"us": 1.5}]
     page = (tmp_path / "README.md").read_text()
     assert "| slow | badly: out of time |" in page and "no such GPU" in page and "| 1.5 |" in page
 
 
-@pytest.mark.nightly
-def test_training_kernels_and_a_whole_third_call(tmp_path: Path, tiny: Path) -> None:
-    from safetensors.torch import load_file
+def test_an_archive_is_divided_and_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pack
+    import run as runner
+
+    for module in (pack, runner):
+        monkeypatch.setattr(module, "REPO", tmp_path)
+    (tmp_path / "file").write_bytes(os.urandom(5000))
+    with tarfile.open(tmp_path / "data.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "file", arcname="file")
+    for number in (1, 2, 3):
+        (tmp_path / f".gpu/{number}").mkdir(parents=True)
+    number = pack.place(tmp_path / "data.tar.xz", (3, 2, 1), {1: 9000, 2: 1000, 3: 2500})
+    for call in ("1", "2", "3"):
+        (tmp_path / f".gpu/{call}/plan.json").write_text(json.dumps({"data.tar.xz": number}))
+        assert not (tmp_path / "home/file").exists()
+        runner.Runner(call, tmp_path / "home", tmp_path / "out", seconds=9.0).unpack()
+    assert number == 3 and (tmp_path / "home/file").read_bytes() == (tmp_path / "file").read_bytes()
+    with pytest.raises(SystemExit, match="too large"):
+        pack.place(tmp_path / "data.tar.xz", (3, 2), {2: 1000, 3: 2500})
+
+
+def write_gguf(model: Path, file: Path) -> None:
+    """Write the weights of a Llama with heads of 32 numbers, without what else a GGUF file has."""
+    import gguf
 
     import weights
 
-    assert "9 passed" in run("1", tmp_path, "--only", "training,kernel-tests")["training"]["tail"]
-    home = tmp_path / "home"
-    tensors = {
-        name: ("F32", list(value.shape), value.float().numpy().tobytes())
-        for name, value in load_file(tiny / "model.safetensors").items()
-    }
-    files = {name: (tiny / name).read_bytes() for name in weights.FILES if (tiny / name).exists()}
-    weights.write_codes(home / "smol.codes", files, tensors)
-    ids = np.random.default_rng(0).integers(3, 280, 64 * 40).astype(np.uint16)
-    (home / "tokens.xz").write_bytes(lzma.compress(ids.tobytes()))
-    steps = run("3", tmp_path)
-    assert {step["code"] for step in steps.values()} == {0} and steps["table8"]["result"]["complete"]
+    names = {theirs: ours for ours, theirs in weights.NAMES.items()}
+    parts = {theirs: ours for ours, theirs in weights.PARTS.items()}
+    writer = gguf.GGUFWriter(file, "llama")
+    for name, value in load_file(model / "model.safetensors").items():
+        layer, _, part = name.removeprefix("model.layers.").removesuffix(".weight").partition(".")
+        if part in ("self_attn.q_proj", "self_attn.k_proj"):
+            value = value.unflatten(0, (-1, 2, 16)).transpose(1, 2).reshape(value.shape)
+        new_name = names.get(name) or f"blk.{layer}.{parts[part]}.weight"
+        writer.add_tensor(new_name, value.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.nightly
+def test_steps_without_vllm(tmp_path: Path, tiny: Path, talks: Path) -> None:
+    steps, page = call(1, tmp_path / "1", "probe", "tiles", "kernel-tests")
+    assert steps["probe"]["result"]["copy_gb_per_s"] > 0 and "NARROW, four launches" in page
+    home = tmp_path / "3/home"
+    (home / "texts").mkdir(parents=True)
+    (home / "texts/talks.jsonl").write_bytes(talks.read_bytes())
+    write_gguf(tiny, home / "model.gguf")
+    shutil.copytree(tiny, home / "smollm2-135m", ignore=shutil.ignore_patterns("*.safetensors"))
+    steps, _ = call(3, tmp_path / "3", "weights", "paper", "joint")
+    written, expected = (load_file(folder / "model.safetensors") for folder in (home / "smollm2-135m", tiny))
+    assert all(torch.equal(written[name], value.bfloat16()) for name, value in expected.items())
     for name in ("paper", "joint"):
-        assert (tmp_path / f"{name}.masks.safetensors").exists()
-        assert steps[name]["result"]["rows"][0]["perplexity"] and steps[name]["result"]["steps"] == 3
+        assert (tmp_path / f"3/{name}.masks.safetensors").exists() and steps[name]["result"]["metrics"]
 
 
 @pytest.mark.nightly
 @pytest.mark.vllm
-def test_a_whole_second_call_and_make_gpu(tmp_path: Path, tiny: Path, talks: Path) -> None:
-    steps = run("2", tmp_path)
-    assert {step["code"] for step in steps.values()} == {0}
+def test_steps_with_vllm(tmp_path: Path) -> None:
+    steps, _ = call(2, tmp_path, "import", "configs", "qwen3-30b-a3b")
     assert steps["qwen3-30b-a3b"]["result"]["verdicts"][0]["prefill"]["ratio"] > 0
-    command = [
-        "make",
-        "gpu",
-        "GPU=cpu",
-        f"PYTHON={sys.executable}",
-        f"MODEL={tiny}",
-        f"DATA={talks}",
-        f"OUT={tmp_path}/gpu",
-    ]
-    environment = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
-    page = (tmp_path / "gpu/README.md").read_text()
-    assert done.returncode == 0, done.stdout + page[-3000:]
-    assert "11 passed, 3 skipped" in json.loads((tmp_path / "gpu/gpu.json").read_text())["steps"]["correct"]["tail"]
-    assert "| sharegpt | well |" in page and "CPU" in page
+
+
+@pytest.mark.nightly
+@pytest.mark.vllm
+def test_make_gpu(tmp_path: Path, tiny: Path, talks: Path) -> None:
+    words = [f"PYTHON={sys.executable}", f"MODEL={tiny}", f"DATA={talks}", f"OUT={tmp_path}"]
+    steps, page = run(tmp_path, "make", "gpu", "GPU=cpu", *words)
+    assert "6 passed" in steps["correct"]["tail"] and "9 passed" in steps["training"]["tail"]
+    assert "| sharegpt | well |" in page and "CPU" in page and steps["step"]["result"]["complete"]

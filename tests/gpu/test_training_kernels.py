@@ -20,7 +20,7 @@ from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.loss_kernel import distill_chunk
 from ddp_vllm.families import choose_head_unit, dimensions_of, family_of
 from lease import DEVICE, DRY, error_of, seconds_of
-from machine import CONFIGS, TINY, build
+from machine import build, config_of
 
 ROUNDING = 1e-2  # of bfloat16 results, share of the norm
 TOKENS = 20 if DRY else 8192
@@ -120,7 +120,7 @@ def gate_gradients(config: dict[str, Any], device: str) -> Values:
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "qwen3-30b-a3b"])
 def test_gate_gradients_of_a_small_model(name: str) -> None:
-    config = CONFIGS[name] | {key: value for key, value in TINY.items() if key in CONFIGS[name]}
+    config = config_of(name, is_tiny=True) | {"num_key_value_heads": 4}
     on_cpu, on_gpu = gate_gradients(config, "cpu"), gate_gradients(config, DEVICE)
     assert max(error_of(value, expected) for value, expected in zip(on_gpu, on_cpu, strict=True)) < 1e-3
     print("grouped:", experts.can_group(torch.empty(1, 8, 8, device=DEVICE, dtype=torch.bfloat16)))
@@ -128,8 +128,8 @@ def test_gate_gradients_of_a_small_model(name: str) -> None:
 
 def test_fusion() -> None:
     """Forward and backward of two layers; the rotary function stays compiled, so this is the last test."""
-    config = CONFIGS["llama-2-7b"] | (TINY if DRY else {}) | {"num_hidden_layers": 2, "num_key_value_heads": 8}
-    model, _ = build({k: v for k, v in config.items() if "expert" not in k and "moe" not in k}, DEVICE, torch.bfloat16)
+    config = config_of("llama-2-7b") | {"num_hidden_layers": 2, "num_key_value_heads": 8}
+    model, _ = build(config, DEVICE, torch.bfloat16)
     tokens = torch.randint(3, config["vocab_size"], (2, 32) if DRY else (4, 2048), device=DEVICE)
 
     def run() -> Values:
