@@ -34,7 +34,7 @@ from ddp_prune.core.fusion import ROTARY, fuse_elementwise
 from ddp_prune.core.gates import GatedModel, GatedProjection, Masks, NarrowLayers, _Scale, block_losses
 from ddp_prune.core.learn import learn
 from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses, perplexity_of
-from ddp_prune.core.processes import local_part, raise_on_all_ranks
+from ddp_prune.core.processes import raise_on_all_ranks
 from ddp_prune.core.rate import RATES, change, find_rate
 from ddp_prune.core.saved import Unsaved
 from ddp_prune.core.selection import (
@@ -55,7 +55,7 @@ from ddp_prune.core.weights import (
     rate_of,
     step_seed,
 )
-from ddp_prune.devices import free_memory, peak_bytes, reset_peak
+from ddp_prune.devices import free_memory, peak_bytes
 from ddp_prune.export import apply_masks, export
 from ddp_prune.fidelity import open_model
 from ddp_prune.fit import CARDS, MODES, Devices, Fit, Mode, SizedModel, choose, fit, flops_per_token, held_bytes

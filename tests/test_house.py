@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_vllm import api
-
 ROOT = Path(__file__).parent.parent
 ROOMS = {  # package -> its folder
     "ddp_vllm": ROOT / "ddp_vllm",
@@ -23,10 +21,6 @@ ARROWS = {
     "ddp_benchmarks": {"ddp_prune"},  # its room `text` alone, so that both read the same chats
 }
 TABLE = ROOT / "ddp_vllm" / "api.py"  # the one file of the ground floor that names the packages above it
-BORROWED = {  # package -> the verbs of other packages that it calls through that table
-    "ddp_prune": {"profile"},  # a target speedup requires a profile of this machine
-    "ddp_benchmarks": {"evaluate_text"},  # eval --text
-}
 HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "lm_eval", "matplotlib", "rich", "numpy")
 LIGHT = {  # code -> the libraries that it must not load
     "from ddp_vllm.cli import main; main(['--help'], standalone_mode=False)": HEAVY,
@@ -70,20 +64,6 @@ def test_a_room_imports_itself_and_the_ground_floor_only(room: str) -> None:
             assert _named(file) <= {"ddp_vllm", room} | ARROWS.get(room, set()), f"{file.relative_to(ROOT)}"
     without_verbs = {"ddp_plugins"}
     assert _named(TABLE) == set(ROOMS) - without_verbs
-
-
-@pytest.mark.parametrize(
-    "arrow",
-    [
-        "def f():\n    from ddp_benchmarks import profile",
-        'importlib.import_module(f"ddp_benchmarks.{name}")',
-        'subprocess.run(["python", "-m ddp_benchmarks.profile"])',
-        "run('''\nfrom ddp_benchmarks import profile\n''')",
-    ],
-)
-def test_an_arrow_is_seen(arrow: str, tmp_path: Path) -> None:
-    (tmp_path / "file.py").write_text(f'"""Not ddp_prune: this is a docstring."""\n{arrow}\n')
-    assert _named(tmp_path / "file.py") == {"ddp_benchmarks"}
 
 
 ABOVE = {  # package -> its files, all or those of its top folder, and the modules of ours that they do not import
@@ -130,41 +110,6 @@ def test_what_lies_below_imports_nothing_above(room: str) -> None:
     pattern, above = ABOVE[room]
     for file in set(ROOMS[room].glob(pattern)) - {TABLE}:
         assert not [module for _, module in _imports(file) if module.startswith(above)], file
-
-
-def test_rooms_call_no_other_verbs_of_each_other_than_these() -> None:
-    for room, folder in ROOMS.items():
-        nodes = [
-            node
-            for file in set(folder.rglob("*.py")) - {TABLE}
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        ]
-        used = {
-            alias.name
-            for node in nodes
-            if isinstance(node, ast.ImportFrom) and node.module in ("ddp_vllm", "ddp_vllm.api")
-            for alias in node.names
-        } | {
-            node.attr
-            for node in nodes
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ddp_vllm"
-        }
-        assert used & {*api.__all__} == BORROWED.get(room, set()), room
-
-
-def test_scripts_use_what_is_public() -> None:
-    """They may use the whole product, but neither its private names nor each other's; and no room uses them."""
-    scripts = sorted((ROOT / "benchmarks").glob("*.py"))
-    names = {file.stem for file in scripts}
-    assert "demo" in names
-    for file in scripts:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in {*ROOMS, *names}:
-                private = [alias.name for alias in node.names if alias.name.startswith("_")]
-                assert not private, f"{file.name} imports {private} of {node.module}"
-    for room in ROOMS.values():
-        for file in room.rglob("*.py"):
-            assert not {module for level, module in _imports(file) if level == 0} & names, file
 
 
 def test_travelling_files_import_nothing_of_ours_but_each_other() -> None:

@@ -53,7 +53,6 @@ def test_malformed_files_name_line_and_reason(tmp_path: Path, text: str, where: 
 
 
 TALK = [("human", "a question of five words"), ("gpt", "an answer of five words")]
-MESSAGES = [{"role": {"human": "user", "gpt": "assistant"}[speaker], "content": words} for speaker, words in TALK]
 
 
 def test_files_without_a_conversation_are_refused(tmp_path: Path) -> None:

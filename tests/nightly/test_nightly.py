@@ -1,11 +1,10 @@
-"""Damaged files, kills, a busy server, a vLLM wheel. `DDP_SEEDS=20000 DDP_KILLS=400` asks for as many; the scripts
+"""Damaged files, kills, a busy server. `DDP_SEEDS=20000 DDP_KILLS=400` asks for as many; the scripts
 also run by hand."""
 
 import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 from soak import OPTIONS, soak, tiny_model
 
 from ddp_benchmarks.engine import Server
-from vllm_versions import Sources, differences
 
 pytestmark = pytest.mark.nightly
 SEEDS, KILLS = (int(os.environ.get(name, few)) for name, few in (("DDP_SEEDS", 300), ("DDP_KILLS", 12)))
@@ -50,18 +48,3 @@ def test_answers_of_a_busy_server_equal_those_to_single_requests(
         assert server.process.poll() is None
     assert report.wrong == []
     assert report.counts == {"whole": 100, "stream": 60, "cut": 20, "invalid": 20}
-
-
-@pytest.mark.vllm
-def test_what_a_wheel_lacks_is_named(tmp_path: Path) -> None:
-    """The installed vLLM packed as a wheel, and one of its functions renamed there."""
-    installed, name = Sources().folder, "get_max_concurrency_for_kv_cache_config"
-    for wheel, damaged in (("same", False), ("damaged", True)):
-        with zipfile.ZipFile(tmp_path / f"{wheel}.whl", "w") as archive:
-            for file in (installed / "vllm").rglob("*.py"):
-                text = file.read_text()
-                archive.writestr(
-                    str(file.relative_to(installed)), text.replace(f"def {name}", "def x") if damaged else text
-                )
-    assert differences(Sources(tmp_path / "same.whl")) == []
-    assert f"vllm.v1.core.kv_cache_utils:{name} was removed" in differences(Sources(tmp_path / "damaged.whl"))

@@ -24,8 +24,6 @@ from tiny_models import PROMPTS, edit_config, generate, score
 
 from ddp_plugins import moe_cpu_rows
 from ddp_plugins.moe_reference import round_to_fp8
-from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
@@ -142,16 +140,6 @@ def test_transformers_without_our_package(pruned: dict[str, Any], tmp_path: Path
     assert done.returncode == 0, done.stderr
     for folder, _, logits in pruned.values():
         torch.testing.assert_close(torch.load(folder / "logits.pt"), logits, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_with_our_package(name: str, pruned: dict[str, Any]) -> None:
-    folder, _, logits = pruned[name]
-    checkpoint = read_checkpoint(folder)
-    assert checkpoint.config["model_type"] == name and checkpoint.has_experts and checkpoint.removed > 0.1
-    register_pruned(checkpoint.config)
-    with torch.no_grad():
-        torch.testing.assert_close(load(folder)(torch.arange(5, 37)[None]).logits, logits, atol=1e-5, rtol=0)
 
 
 @served

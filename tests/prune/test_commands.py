@@ -41,7 +41,6 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
 from ddp_vllm.pages.report import write_report
-from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 RAIN = "Rain fell on the harbour while the boats waited. " * 200
@@ -349,16 +348,6 @@ def test_apply_aligns_by_the_saliency_of_the_masks(pruned: Path, tiny_model: Pat
     save_file({name: before[name] for name in ("attn.gates", "mlp.gates")}, tmp_path / "bare", {"ddp": provenance})
     assert_refused(apply("32", tmp_path / "bare"), 7, "no mlp.saliency", "prune again with --align")
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
-
-
-def test_widths_are_aligned_and_split_over_devices(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    result = passed(prune(tiny_model, tiny_text, tmp_path / "out", "--align", "16", "--tp", "2"))
-    assert "budget: keep 173 of 288 mlp units (60.1%), mlp in blocks of 32" in result.stdout
-    checkpoint = read_checkpoint(tmp_path / "out")
-    widths = [layer.intermediate_size for layer in checkpoint.layers]
-    assert sum(widths) == 160 and not any(width % 32 for width in widths)
-    assert 2 in tensor_parallel_sizes(checkpoint.config, checkpoint.layers)
-    assert re.search(r"--tensor-parallel-size 1, 2", (tmp_path / "out" / "README.md").read_text())
 
 
 @pytest.fixture

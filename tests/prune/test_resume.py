@@ -16,13 +16,12 @@ import torch
 from accelerate import Accelerator
 from click.testing import Result
 from commands import assert_refused, passed
-from runs import assert_same_weights, edit_json, edit_weights, prune, recover, small_files
+from runs import assert_same_weights, edit_json, edit_weights, prune, small_files
 from safetensors.torch import save_file
 from seams import (
     Recipe,
     RunFolder,
     Trainer,
-    WeightTrainer,
     check_run_folder,
     die_at,
     find_record,
@@ -80,30 +79,6 @@ def test_a_killed_run_resumes_to_the_bit(
     assert "[v2]" in result.stdout  # the text's name as it is
     assert_same_weights(work / "out", work / "anew")
     assert not (work / "out.run").exists()
-
-
-def test_a_recovery_by_low_rank_resumes_to_the_bit(
-    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
-    def run(name: str) -> Result:
-        options = [
-            "--train",
-            "lora",
-            "--save-every",
-            "1",
-            "--tokens",
-            "192",
-            "--teacher",
-            tiny_model,
-            "--data",
-            tiny_text,
-        ]
-        return recover(pruned, tmp_path / name, *options)
-
-    passed(run("anew"))
-    die_at(3, lambda: run("out"), WeightTrainer)
-    assert "resuming after step 3" in passed(run("out")).output
-    assert_same_weights(tmp_path / "anew", tmp_path / "out")
 
 
 @pytest.mark.parametrize(("controller", "share", "chosen"), [("gradual", 0.7, "weights"), ("alm", 0.7, "masks")])

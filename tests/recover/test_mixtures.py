@@ -37,16 +37,10 @@ def assert_written_as_evaluated(folder: Path, text: Path, stage: str) -> None:
         *(
             pytest.param(family, options, more, id=f"{family}-{name}{'-whole' * bool(more)}", marks=pytest.mark.nightly)
             for family, options, name, more in [
-                ("qwen3_moe", LORA, "lora", WHOLE),
                 ("qwen3_moe", IN_8_BITS, "8bit", WHOLE),
-                ("qwen2_moe", LORA, "lora", []),
                 ("qwen2_moe", IN_8_BITS, "8bit", []),
                 ("deepseek", LORA, "lora", []),
-                ("deepseek", IN_8_BITS, "8bit", []),
-                ("deepseek_v2", LORA, "lora", []),
-                ("deepseek_v2", IN_8_BITS, "8bit", []),
                 ("mixtral", LORA, "lora", WHOLE),
-                ("olmoe", IN_8_BITS, "8bit", []),
             ]
         ),
     ],

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from commands import assert_refused, invoke, passed
-from runs import assert_same_weights, die_at, prune, recover, weights
+from runs import assert_same_weights, die_at, recover, weights
 from transformers import AutoModelForCausalLM
 
 from ddp_prune.core.loss import losses
-from ddp_prune.core.trainer import Trainer
 from ddp_prune.recover import WeightTrainer
 from ddp_prune.run_folder import RunFolder
 from ddp_prune.text.blocks import load_blocks
@@ -70,7 +68,7 @@ def test_the_written_model_is_the_evaluated_one_and_better(
     assert {name for name in old if torch.equal(old[name], new[name])} == {"model.embed_tokens.weight"} | norms
 
 
-@pytest.mark.parametrize(("method", "steps"), [("weights", 7), pytest.param("lora", 3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("method", "steps"), [("weights", 7), ("lora", 3)])
 def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, tmp_path: Path) -> None:
     options = ["--train", method, "--save-every", "3"]
     passed(recover(pruned, tmp_path / "whole", *options))
@@ -140,17 +138,11 @@ def test_a_recovery_over_an_older_output_loses_nothing_whenever_it_was_killed(
     assert_same_weights(out, recovered)
 
 
-@pytest.mark.parametrize("command", ["prune", "recover"])
 def test_a_command_that_was_killed_before_it_deleted_its_run_resumes_after_the_last_step(
-    command: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same command writes the output again and deletes the run; afterwards the output exists."""
-
-    def run(*more: str) -> Result:
-        if command == "prune":
-            return prune(tiny_model, tiny_text, tmp_path / "out", *more)
-        return recover(pruned, tmp_path / "out", *more)
-
+    run = partial(recover, pruned, tmp_path / "out")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(RunFolder, "remove", _die)
         run()
@@ -164,14 +156,11 @@ def test_a_command_that_was_killed_before_it_deleted_its_run_resumes_after_the_l
     assert_refused(run(), 5, "exists")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("command", ["prune", "recover"])
 def test_an_output_that_appears_during_the_training_is_not_replaced(
-    command: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another command wrote it, and this one was started without --overwrite; its run is kept."""
-    trainer: Any = Trainer if command == "prune" else WeightTrainer
-    step = trainer.step
+    step = WeightTrainer.step
 
     def meet(self: Any, number: int) -> Any:
         if not (tmp_path / "out").exists():
@@ -179,9 +168,8 @@ def test_an_output_that_appears_during_the_training_is_not_replaced(
             (tmp_path / "out" / "mark").touch()
         return step(self, number)
 
-    monkeypatch.setattr(trainer, "step", meet)
-    result = prune(tiny_model, tiny_text, tmp_path / "out") if command == "prune" else recover(pruned, tmp_path / "out")
-    assert_refused(result, 5, "exists")
+    monkeypatch.setattr(WeightTrainer, "step", meet)
+    assert_refused(recover(pruned, tmp_path / "out", "--tokens", "64"), 5, "exists")
     assert (tmp_path / "out" / "mark").exists() and (tmp_path / "out.run" / "run.json").exists()
 
 
@@ -218,35 +206,3 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_before_recovery(
     assert not {"recovery", "perplexity"} & read_checkpoint(tmp_path / "again").provenance.keys()
     passed(recover(tmp_path / "again", tmp_path / "recovered", "--tokens", "64"))
     assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == "copy"
-
-
-def test_a_mode_that_memory_does_not_hold_is_refused(
-    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ddp_prune.resolve.held_bytes", lambda _, __, mode, *___: 1e18 * (mode.train == "weights"))
-    result = recover(pruned, tmp_path / "out", "--train", "weights")
-    assert_refused(result, 2, "adamw-8bit requires", "what fits: low-rank additions requires")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.nightly
-def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
-    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory holds 8-bit moments at first, and later everything; another optimizer that is asked for is refused."""
-    options = ["--tokens", "192", "--save-every", "1", "--train", "weights"]
-
-    def run(name: str, *more: str) -> Result:
-        with torch.compiler.set_stance("force_eager"):
-            return recover(pruned, tmp_path / name, *options, *more)
-
-    passed(run("whole", "--optimizer", "adamw-8bit"))
-    monkeypatch.setattr("ddp_prune.resolve.held_bytes", lambda _, __, mode, *___: 1e18 * (mode.optimizer == "adamw"))
-    die_at(3, lambda: run("out"), WeightTrainer)
-    monkeypatch.setattr("ddp_prune.resolve.held_bytes", lambda *_: 0.0)
-    shutil.copytree(tmp_path / "out.run", tmp_path / "other.run")
-    result = passed(run("out"))
-    assert "resuming after step 3" in result.output and "weights with adamw-8bit" in result.output
-    assert_same_weights(tmp_path / "out", tmp_path / "whole")
-    assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["optimizer"] == "adamw-8bit"
-    assert_refused(run("other", "--optimizer", "adamw"), 5, "optimizer 'adamw-8bit' instead of 'adamw'")
