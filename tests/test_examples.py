@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
+import byte_level
 import pytest
 import torch
 from commands import VLLM_SETTINGS
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, MixtralConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ddp_benchmarks.engine import CPU_DEFAULTS
@@ -53,17 +53,9 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save(folder: Path, config: LlamaConfig | MixtralConfig, text: Path) -> Path:
     """Write a random model with a tokenizer that llama.cpp knows and a chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special, alphabet = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train([str(text)], trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1], chat_template=CHATML
-    ).save_pretrained(folder)
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
+    byte_level.train(lines, special=[*special.values()], chat_template=CHATML, **special).save_pretrained(folder)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

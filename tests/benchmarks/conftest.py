@@ -21,36 +21,19 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Llama with 2 layers and a byte-level BPE of 300 tokens; context 256."""
-    tokenizers = pytest.importorskip("tokenizers")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    import byte_level
+
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(
-        folder
-    )
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = byte_level.train([" ".join(WORDS)] * 20, 300, [*special.values()], **special)
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import byte_level
 import pytest
 import torch
 from any_models import write_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} clouds drift by."
@@ -42,13 +42,8 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
     """Folder of a dense model: 3 layers, 8 query heads, 4 KV heads, 96 channels, tied embeddings, float32."""
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<eos>"], initial_alphabet=alphabet)
-    tokenizer.train([str(tiny_text)], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    lines = tiny_text.read_text().splitlines(keepends=True)
+    byte_level.train(lines, special=["<eos>"], spaced=True, eos_token="<eos>").save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,
