@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 import ddp_vllm
 from ddp_benchmarks.protocol import script_parser
-from ddp_vllm.families import dense_layers
+from ddp_vllm.dimensions import widths_of
 from ddp_vllm.latency import FORMAT, dimensions_in, shapes_of
 from ddp_vllm.machine import hardware
 from random_models import SENTENCES, write_models
@@ -145,7 +145,7 @@ def write_profile(dense: Path, path: Path) -> Path:
 
     shapes = shapes_of(config, 8)
     times = [
-        {"round": turn, "shape": name, "cells": cells(layers), "dense": cells(dense_layers(config))}
+        {"round": turn, "shape": name, "cells": cells(layers), "dense": cells(widths_of(config).dense_layers)}
         for turn in (0, 1)
         for name, layers in shapes.items()
     ]

@@ -7,22 +7,14 @@ A pruned checkpoint is a normal Hugging Face folder with three additions: `ddp_l
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.costs import prices
+from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
-from ddp_vllm.families import (
-    dense_layers,
-    described,
-    dimensions_of,
-    family_of,
-    pruned_config,
-    warn_of_foreign_code,
-)
-from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
@@ -71,14 +63,15 @@ class Checkpoint:
         speedup = self.provenance.get("latency", {}).get("speedup")
         return None if speedup is None else float(speedup)
 
+    @cached_property
+    def dense_shapes(self) -> Mapping[str, list[int]]:
+        """Shape of every weight before pruning."""
+        return dense_shapes(self.widths, self.shapes)
+
     @property
     def removed(self) -> float:
-        """Removed share of the dense model's parameters; norms and output biases of removed blocks
-        are not counted."""
-        pairs = zip(dense_layers(self.config), self.layers, strict=True)
-        costs = prices("params", self.config, self.shapes, 1)
-        removed = sum(price.of(dense) - price.of(kept) for price, (dense, kept) in zip(costs, pairs, strict=True))
-        return removed / (self.num_parameters + removed)
+        """Removed share of the dense model's parameters."""
+        return 1 - self.num_parameters / sum(map(prod, self.dense_shapes.values()))
 
     def __repr__(self) -> str:
         """Return one line; the fields would fill a screen for every layer."""
@@ -91,6 +84,11 @@ class Checkpoint:
     def has_experts(self) -> bool:
         """Whether routed experts were pruned."""
         return any(layer.expert_intermediate_sizes is not None for layer in self.layers)
+
+    @property
+    def times_chosen(self) -> dict[int, list[int]]:
+        """How often each expert was chosen on the training text, by layer; {} if unknown."""
+        return {int(layer): counts for layer, counts in self.provenance.get("routing", {}).get("chosen", {}).items()}
 
 
 def read_json(path: Path) -> Any:
@@ -161,10 +159,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
                     "it first"
                 )
             _check_dense(folder, config)
-            config = dict(described(config))
-            if METHOD not in config:
-                config = pruned_config(config, dense_layers(config))
-        widths, tensors = Widths.of(config), checked_tensors(folder)
+        widths, tensors = widths_of(config), checked_tensors(folder)
         widths.on_disk.check(tensors)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
@@ -183,12 +178,41 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
 def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a dense config that no verb can use, or that states the widths of a pruned model.
     Raises: ModelError."""
+    # a pruned checkpoint is read without these
+    from ddp_vllm.families import check_known, warn_of_foreign_code
+    from ddp_vllm.formats import check_states_no_widths
+
     try:
         check_states_no_widths(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
-    family_of(config), dimensions_of(config)
+    check_known(config)
     warn_of_foreign_code(folder, config)
+
+
+def dense_shapes(widths: Widths, shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Return the shapes of all tensors before pruning; those of a removed block, expert or router
+    row are as in other layers."""
+    dense = replace(widths, layers=widths.dense_layers, is_renumbered=False)
+    full, kinds = dict(shapes), dict[tuple[str, str], list[int]]()
+    for name, shape in shapes.items():
+        layer, module, kind = widths.split(name) or (len(widths.layers), "", "")
+        if widths.is_renumbered and module == widths.router:
+            full[name] = [widths.num_experts, *shape[1:]]
+        if place := dense.find(name):
+            module = place.projection.name
+            axis, length = dense.expected(name) or (0, shape[0])
+            shape = [*shape[:axis], length, *shape[axis + 1 :]]
+        if place or (widths.is_family and layer < len(widths.layers)):
+            kinds[module, kind] = shape
+    for index, layer_widths in enumerate(dense.layers):
+        for (module, kind), shape in kinds.items():
+            projection = dense.table.find(module)
+            if (projection and dense.states(projection.block, layer_widths)) or widths.is_family:
+                numbers = range(widths.num_experts if "{}" in module else 1)
+                names = (f"{widths.layers_module}.{index}.{module.format(number)}.{kind}" for number in numbers)
+                full |= dict.fromkeys(names, shape)
+    return full
 
 
 def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -7,14 +7,14 @@ widths: embeddings, norms, routers, shared experts. The totals of a whole model 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ddp_vllm.errors import CheckpointError, SettingError, reading
-from ddp_vllm.families import LAYER_TYPES, count_experts, described, text_config
-from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, TABLES, dense_type
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, split, stated_widths
+from ddp_vllm.dimensions import LAYER_TYPES, attended, count_experts, text_config, widths_of
+from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.tensors import BLOCK_OF
+from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
 KV_ELEMENT_BYTES = 2
 # one tensor per expert on disk, stacked in memory
@@ -44,20 +44,17 @@ class Prices:
 def prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], context: int) -> list[Prices]:
     """Return the prices of every layer of a dense config.
 
-    A table of tensors states how many rows or columns of each projection belong to a unit: the
-    family's, or that of the MLPs and experts that the config describes.
+    The table of the widths states how many rows or columns of each projection belong to a unit.
 
     budget: `params`, `flops` or `kv-bytes`.
     shapes: of the tensors of the model, which show which projections have a bias.
     context: the number of tokens attended to.
     """
-    widths = Widths.of(config) if stated_widths(config := described(config)) is not None else None
-    table, where = (widths.table, widths.layers_module) if widths else (TABLES[dense_type(config)], LAYERS)
-    size = 0 if widths else head_dim(config)
-    num_layers = len(widths.layers) if widths else config["num_hidden_layers"]
+    widths = widths_of(config)
+    table, size = widths.table, widths.head_dim if "attn" in widths.blocks else 0
     if budget == "kv-bytes":
-        return [Prices(kv_head=2.0 * size * KV_ELEMENT_BYTES)] * num_layers
-    shapes = {name: shape for name, shape in shapes.items() if name.startswith(where)}
+        return [Prices(kv_head=2.0 * size * KV_ELEMENT_BYTES)] * len(widths.layers)
+    shapes = {name: shape for name, shape in shapes.items() if name.startswith(widths.layers_module)}
     numbers = dict.fromkeys(BLOCK_OF, 0.0)  # weights and biases per unit
     for projection in table.projections:
         output, bias = f".{table.output(projection.block).name.format(0)}.weight", f".{projection.name}.bias"
@@ -67,15 +64,14 @@ def prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
         for unit in projection.units:
             numbers[unit] += projection.unit_size(size) * (hidden_size + has_bias)
     if budget == "params":
-        return [Prices(**numbers)] * num_layers
+        return [Prices(**numbers)] * len(widths.layers)
     # two per weight; a query head is also multiplied with each key and each value
     assert budget == "flops"
     flops = {unit: 2.0 * number for unit, number in numbers.items()}
-    if widths:
-        return [Prices(**flops | {"expert_channel": flops["expert_channel"] * _share_of_experts(config)})] * num_layers
+    flops["expert_channel"] *= _share_of_experts(config, widths)
     return [
         Prices(**flops | {"query_head": flops["query_head"] + 4.0 * size * num_keys})
-        for num_keys in attended(config, context)
+        for num_keys in (attended(config, context) if size else [0] * len(widths.layers))
     ]
 
 
@@ -93,19 +89,18 @@ def whole_model(
     """
     if budget == "params":
         return float(sum(map(prod, shapes.values())))
-    widths = Widths.of(config) if stated_widths(config := described(config)) is not None else None
-    if budget == "kv-bytes" and widths:
-        raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
+    widths, text = widths_of(config), text_config(config)
     if budget == "kv-bytes":
+        if not widths.is_family:
+            raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
         priced = zip(prices(budget, config, shapes, context), layers, strict=True)
         return sum(price.of(layer) for price, layer in priced)
-    text, where = (text_config(config), widths.layers_module) if widths else (config, LAYERS)
     heads = [name for name in shapes if name.endswith(("lm_head.weight", "embed_out.weight"))]
     heads = heads or [name for name in shapes if _EMBEDDING.search(name)]
     weights = float(sum(prod(shapes[name]) for name in heads))
-    share = _share_of_experts(config) if widths else 1.0
+    share = _share_of_experts(config, replace(widths, layers=tuple(layers)))
     for name, shape in shapes.items():
-        if len(shape) >= 2 and (place := split(name, where)) and place[0] < len(layers):
+        if len(shape) >= 2 and (place := widths.split(name)) and place[0] < len(layers):
             weights += prod(shape) * (share if _EXPERT.search(name) else 1.0)
     queries = int(text.get("num_attention_heads") or 0)
     size = 2 * int(text.get("head_dim") or (text.get("hidden_size") or 0) // max(queries, 1))
@@ -113,41 +108,13 @@ def whole_model(
         size = sum(text.get(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     keys = attended({**text, "num_hidden_layers": len(layers)}, context)
     kinds = text.get("layer_types") or ["full_attention"] * len(keys)
-    counts = [queries if widths else layer.num_query_heads for layer in layers]
+    counts = [layer.num_query_heads if widths.is_family else queries for layer in layers]
     rows = zip(keys, kinds, counts, strict=True)
     return 2.0 * (weights + size * sum(number * count for number, kind, count in rows if kind in LAYER_TYPES))
 
 
-def attended(config: Mapping[str, Any], context: int) -> list[int]:
-    """Return how many tokens each layer attends to: `context`, or its sliding window if that is
-    shorter."""
-    num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if not window:
-        return [context] * num_layers
-    if kinds is None:
-        from transformers import CONFIG_MAPPING
-
-        model_type = dense_type(config)
-        # in older config files only the class knows which layers have windows
-        if model_type in CONFIG_MAPPING:
-            with reading("config.json", CheckpointError, "download the model again"):
-                kinds = getattr(CONFIG_MAPPING[model_type].from_dict(_stock(config, model_type)), "layer_types", None)
-    if not isinstance(kinds, list):
-        kinds = ["sliding_attention"] * num_layers
-    return [min(window, context) if kind == "sliding_attention" else context for kind in kinds]
-
-
-def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    added = {
-        *("ddp_layers", "auto_map", "architectures"),
-        *("per_layer_config", "base_architecture", "quantization_config"),
-    }
-    return {key: value for key, value in config.items() if key not in added} | {"model_type": model_type}
-
-
-def _share_of_experts(config: Mapping[str, Any]) -> float:
+def _share_of_experts(config: Mapping[str, Any], widths: Widths) -> float:
     """Return the share of the routed experts of a layer that a token is sent to."""
     text = text_config(config)
-    number = Widths.of(config).on_disk.num_experts or count_experts(text)
+    number = widths.on_disk.num_experts or count_experts(text)
     return (text.get("num_experts_per_tok") or 1) / number if number else 0.0

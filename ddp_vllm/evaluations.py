@@ -208,16 +208,6 @@ def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] |
     return ratio, low, high
 
 
-def fidelity(quality: Mapping[str, Any]) -> str:
-    """Return a phrase on the agreement of a model with the dense one on the same text; "" if it was
-    not measured."""
-    agreement = quality.get("agreement", {})
-    last = agreement.get("recovered") or agreement.get("pruned")
-    if not last:
-        return ""
-    return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
-
-
 def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:
     """Return the fraction of the dense model's accuracy that a model retains: of the paper's mean,
     and of every other task, as those in which it writes, whose loss the mean would hide.

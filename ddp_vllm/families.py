@@ -1,5 +1,4 @@
-"""Lists the model families whose heads can be pruned, and the sizes of these and of any other
-model.
+"""Lists the model families whose heads can be pruned, and writes the config of a pruned model.
 
 A gate scales the contribution of one unit to the residual stream, at the input of the projection
 that writes it: `o_proj` for heads, `down_proj` for channels. Removing the unit removes its rows of
@@ -9,86 +8,28 @@ docs/dev/CONTRIBUTING.md.
 
 Of a model without a row here, the MLPs or routed experts are pruned, which
 `ddp_prune/models/structure.py` finds. Its config then describes them (`remote_code/widths.py`).
-For a few mixtures of experts `described` derives that description from the stock config alone.
 """
 
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypedDict
+from pathlib import Path
+from typing import Any
 
-from ddp_vllm.errors import ModelError, SettingError
-from ddp_vllm.remote_code import DEEPSEEK
-from ddp_vllm.remote_code.files import WidthsError, short
+from ddp_vllm.dimensions import DEEPSEEK, EXPERT_COUNT_KEYS, LAYER_TYPES, MIXTURES, count_experts, dimensions_of
+from ddp_vllm.errors import ModelError, SettingError, reading
+from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import FAMILIES as FAMILIES
-from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
-from ddp_vllm.remote_code.widths import (
-    METHOD,
-    LayerWidths,
-    Widths,
-    block_table,
-    check_sizes,
-    dense_kv_heads,
-    stated_widths,
-    states_widths,
-)
-from ddp_vllm.schema import SchemaError, checked
+from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, dense_type
+from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, states_widths
 
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-# transformers' module of routed experts in a decoder layer; names on disk differ
-EXPERTS = "mlp.experts"
-ROUTER = "mlp.gate"  # transformers' module of the router
-BLOCK_NAMES = {
-    "attn": "attention",
-    "mlp": "mlp",
-    "experts": "experts",
-}  # module type -> name in the setting `prune`
-# value of `head_unit` if the units are whole routed experts, which leave the router too
-WHOLE_EXPERT = "expert"
-# mixtures of experts that `described` knows: model_type -> the name of their stock classes
-MIXTURES = {
-    "qwen3_moe": "Qwen3Moe",
-    "qwen2_moe": "Qwen2Moe",
-    "mixtral": "Mixtral",
-    "olmoe": "Olmoe",
-    DEEPSEEK: "Deepseek",
-    "deepseek_v2": "DeepseekV2",
-}
 KNOWN = {**FAMILIES, **MIXTURES}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """A model family that can be pruned."""
-
-    name: str
-    """The name that its classes contain, such as Qwen3."""
-    tensors: TensorTable
-    """Projections by their names in transformers."""
-    experts: str = EXPERTS
-    """Module of routed experts in a decoder layer, in transformers."""
-    removes_blocks: bool = True
-    """Whether a block without units is removed with its norms and its output bias; otherwise these
-    stay."""
-
-    @property
-    def pruned_architecture(self) -> str:
-        """Class in `remote_code/modeling_ddp.py`, and in vLLM's plugin."""
-        return f"DDP{self.name}ForCausalLM"
-
-    @property
-    def pruned_decoder(self) -> str:
-        """Class in `remote_code/modeling_ddp.py`, without the output head."""
-        return f"DDP{self.name}Model"
-
-    @property
-    def pruned_config(self) -> str:
-        """Class in `remote_code/configuration_ddp.py`."""
-        return f"DDP{self.name}Config"
-
-
+# the code of a pruned model in `remote_code/`: of a family, and of a stock class
+FAMILY_CODE = ("tensors", "files", "widths", "configuration_ddp", "stock_vllm", "modeling_ddp")
+STOCK_CODE = ("tensors", "files", "widths", "ragged_experts", "configuration_ddp_widths")
 # key of a config that, if set, enables a feature the exported model lacks -> the feature's name
 FEATURES = {
     "dual_chunk_attention_config": "dual chunk attention",
@@ -97,24 +38,12 @@ FEATURES = {
     "use_bidirectional_attention": "bidirectional attention",
     "num_nextn_predict_layers": "layers that predict several tokens",
 }
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 # why an architecture cannot be pruned, where its checkpoints would be refused for another reason
 REFUSED = {"gpt_oss": "its experts have biases, and their gate and up rows alternate"}
 
 
-class _Types(TypedDict, total=False):
-    """Fields of a dense config that are read before its class is known."""
-
-    layer_types: list[str] | None
-    model_type: str
-
-
 def check_dense(config: Mapping[str, Any]) -> None:
     """Refuse a config that is not of a dense, unquantized model. Raises: ModelError."""
-    try:
-        checked(config, _Types, "config.json")
-    except SchemaError as error:
-        raise ModelError(f"{error}; download the model again") from error
     model_type = str(config.get("model_type"))
     if model_type.startswith(MODEL_TYPE_PREFIX) or states_widths(config):
         raise ModelError(f"the model is pruned already ({model_type}); prune its dense model")
@@ -128,16 +57,21 @@ def check_dense(config: Mapping[str, Any]) -> None:
         )
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the row of a dense config. Raises: ModelError, naming the families."""
+def check_known(config: Mapping[str, Any]) -> None:
+    """Refuse a config that is not of a dense model of a family or mixture in this file, or lacks its
+    sizes. Raises: ModelError."""
     check_dense(config)
     model_type = str(config.get("model_type"))
     if model_type not in KNOWN:
         raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(KNOWN)}")
-    _check_features(model_type, config)
-    if model_type in MIXTURES:
-        return Family(name=MIXTURES[model_type], tensors=TensorTable(projections=()), removes_blocks=False)
-    return Family(name=FAMILIES[model_type], tensors=TABLES[model_type])
+    with reading("config.json", ModelError, "download the model again"):
+        features = [name for key, name in FEATURES.items() if config.get(key)]
+        features += [f"layers of type {name}" for name in set(config.get("layer_types") or ()) - LAYER_TYPES]
+    if features:
+        raise ModelError(
+            f"this {model_type} model has {min(features)}, which is not supported; choose a variant without it"
+        )
+    dimensions_of(config)
 
 
 def foreign_code(config: Mapping[str, Any]) -> str:
@@ -171,84 +105,47 @@ def warn(line: str) -> None:
         logging.getLogger("ddp_vllm").warning("%s", line)
 
 
-def pruned_config(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> dict[str, Any]:
-    """Return the config of the pruned model: the dense config with widths, and of a family with
-    classes of ours with its model type and classes."""
-    if config.get("model_type") in MIXTURES:
-        stock = {"architectures": [f"{MIXTURES[config['model_type']]}ForCausalLM"]}
-        return described_config(stock | dict(config), replace(Widths.of(described(config)), layers=tuple(layers)))
-    family = family_of(config)
+def pruned_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
+    """Return the config of the pruned model: the dense config with widths, and the code that builds
+    them.
+
+    Of a family it has a model type and classes of ours, of any other architecture the stock ones.
+    """
+    if not widths.is_family:
+        dropped = ("auto_map", "_name_or_path", "quantization_config", METHOD)
+        stated = {key: value for key, value in config.items() if key not in dropped}
+        if (model_type := config["model_type"]) in MIXTURES:
+            stated.setdefault("architectures", [f"{MIXTURES[model_type]}ForCausalLM"])
+        # for transformers without ddp-vllm
+        place = (
+            "modeling_deepseek.AnyDeepseekConfig" if model_type == DEEPSEEK else "configuration_ddp_widths.AnyConfig"
+        )
+        copies = dict.fromkeys((METHOD, "quantization_config"), widths.to_json())
+        return stated | {"auto_map": {"AutoConfig": place}} | copies
+    name = FAMILIES[config["model_type"]]
     head = {
-        "architectures": [family.pruned_architecture],
-        "model_type": MODEL_TYPE_PREFIX + str(config["model_type"]),
+        "architectures": [f"DDP{name}ForCausalLM"],
+        "model_type": MODEL_TYPE_PREFIX + config["model_type"],
         "auto_map": {
-            "AutoConfig": f"configuration_ddp.{family.pruned_config}",
-            "AutoModel": f"modeling_ddp.{family.pruned_decoder}",
-            "AutoModelForCausalLM": f"modeling_ddp.{family.pruned_architecture}",
+            "AutoConfig": f"configuration_ddp.DDP{name}Config",
+            "AutoModel": f"modeling_ddp.DDP{name}Model",
+            "AutoModelForCausalLM": f"modeling_ddp.DDP{name}ForCausalLM",
         },
     }
-    dropped = (*head, "_name_or_path", "per_layer_config", "base_architecture")
-    rest = {key: value for key, value in config.items() if key not in dropped}
-    rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    own = per_layer_config(rest, layers)
-    upstream = {"base_architecture": f"{family.name}ForCausalLM", "per_layer_config": own} if own else {}
-    return head | rest | {"ddp_layers": [layer.to_json() for layer in layers]} | upstream
+    others = (*head, "_name_or_path", "per_layer_config", "base_architecture")
+    rest = {key: value for key, value in config.items() if key not in others}
+    rest.setdefault("head_dim", widths.head_dim)
+    own = per_layer_config(rest, widths.layers)
+    upstream = {"base_architecture": f"{name}ForCausalLM", "per_layer_config": own} if own else {}
+    return head | rest | {"ddp_layers": widths.to_json()} | upstream
 
 
-def described(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of one of `MIXTURES` with a description of its dense routed experts; any
-    other config as it is. Raises: ModelError."""
-    if config.get("model_type") not in MIXTURES or stated_widths(config) is not None:
-        return config
-    try:
-        check_sizes(config, "hidden_size")
-    except WidthsError as error:
-        raise ModelError(str(error)) from None
-    names = [f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")]
-    if config["model_type"] == "mixtral":
-        names = [f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")]
-    dense = LayerWidths(expert_intermediate_sizes=(dense_expert_size(config),) * count_experts(config))
-    widths = Widths(
-        table=TensorTable(projections=block_table("experts", names[:2], names[2])),
-        dense=dense,
-        layers=tuple(
-            dense if is_routed(config, index) else LayerWidths() for index in range(config["num_hidden_layers"])
-        ),
-        is_family=False,
-    )
-    return {**config, METHOD: widths.to_json()}
-
-
-def count_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
-    return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
-
-
-def dense_expert_size(config: Mapping[str, Any]) -> int:
-    """Return the number of channels of a dense routed expert."""
-    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
-
-
-def is_routed(config: Mapping[str, Any], index: int) -> bool:
-    """Return whether layer `index` has routed experts; each family uses some of these keys."""
-    return (
-        count_experts(config) > 0
-        and index not in (config.get("mlp_only_layers") or ())
-        and (index + 1) % (config.get("decoder_sparse_step") or 1) == 0
-        and index >= (config.get("first_k_dense_replace") or 0)
-        and index % (config.get("moe_layer_freq") or 1) == 0
-    )
-
-
-def described_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
-    """Return the config of a pruned model of the stock class: the dense config, and the widths of
-    its modules."""
-    dropped = ("auto_map", "_name_or_path", "quantization_config", METHOD)
-    rest = {key: value for key, value in config.items() if key not in dropped}
-    is_deepseek = config.get("model_type") == DEEPSEEK
-    place = "modeling_deepseek.AnyDeepseekConfig" if is_deepseek else "configuration_ddp_widths.AnyConfig"
-    code = {"auto_map": {"AutoConfig": place}}  # for transformers without ddp-vllm
-    return rest | code | {METHOD: widths.to_json(), "quantization_config": widths.to_json()}
+def code_of(config: Mapping[str, Any]) -> list[Path]:
+    """Return the files of `remote_code/` that a checkpoint with this config contains."""
+    names: tuple[str, ...] = FAMILY_CODE if "ddp_layers" in config else STOCK_CODE if states_widths(config) else ()
+    if names == STOCK_CODE and config.get("model_type") == DEEPSEEK:
+        names += ("modeling_deepseek",)
+    return [Path(__file__).with_name("remote_code") / f"{name}.py" for name in names]
 
 
 def per_layer_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
@@ -295,131 +192,11 @@ def register_pruned(config: Mapping[str, Any]) -> None:
         from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
         register_widths()
-        return
-    from transformers import AutoConfig, AutoModelForCausalLM
+    elif (dense := dense_type(config)) in FAMILIES:
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ddp_vllm.remote_code import configuration_ddp, modeling_ddp
+        from ddp_vllm.remote_code import configuration_ddp, modeling_ddp
 
-    dense = dense_type(config)
-    if dense not in FAMILIES:
-        return
-    family = Family(name=FAMILIES[dense], tensors=TABLES[dense])
-    kind = getattr(configuration_ddp, family.pruned_config)
-    AutoConfig.register(kind.model_type, kind, exist_ok=True)
-    AutoModelForCausalLM.register(kind, getattr(modeling_ddp, family.pruned_architecture), exist_ok=True)
-
-
-def _check_features(model_type: str, config: Mapping[str, Any]) -> None:
-    """Refuse a variant of a family with an unsupported feature. Raises: ModelError, naming the
-    feature."""
-    features = [name for key, name in FEATURES.items() if config.get(key)]
-    features += [f"layers of type {name}" for name in set(config.get("layer_types") or ()) - LAYER_TYPES]
-    if features:
-        raise ModelError(
-            f"this {model_type} model has {min(features)}, which is not supported; choose a variant without it"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dimensions:
-    """Sizes of a dense model, from its config."""
-
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    hidden_size: int
-    num_experts: int = 0
-    """Routed experts per layer; 0: a dense model."""
-    expert_intermediate_size: int = 0
-    routed_layers: tuple[int, ...] = ()
-    """Layers with routed experts."""
-    mlp_layers: tuple[int, ...] = ()
-    """Layers with an MLP that can be pruned."""
-    blocks: tuple[str, ...] = ("attn", "mlp")
-    """Module types with gates: `attn`, `mlp`, `experts`."""
-
-    @property
-    def queries_per_kv(self) -> int:
-        """Query heads per KV head."""
-        return self.num_query_heads // self.num_kv_heads
-
-    def layers_of(self, block: str) -> tuple[int, ...]:
-        """Return the layers that a module type has gates in, one row of its masks each."""
-        every = tuple(range(self.num_layers))
-        return {"attn": every, "mlp": self.mlp_layers, "experts": self.routed_layers}[block]
-
-    def units_in(self, unit: str) -> int:
-        """Return the number of units of a kind (key of `tensors.BLOCK_OF`) per dense layer."""
-        counts = {
-            "query_head": self.num_query_heads,
-            "kv_head": self.num_kv_heads,
-            "channel": self.intermediate_size,
-        }
-        return counts[unit]
-
-
-def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
-    """Read the sizes that pruning requires, of a family or from a description of MLPs and experts.
-    Raises: ModelError for missing or contradictory sizes."""
-    is_described = stated_widths(config := described(config)) is not None
-    text = text_config(config) if is_described else config
-    try:
-        if not is_described:
-            check_sizes(config, "hidden_size")
-        layers = dense_layers(config)
-        blocks = Widths.of(config).blocks if is_described else ("attn", "mlp")
-    except WidthsError as error:
-        raise ModelError(str(error)) from None
-    heads, hidden_size = int(text.get("num_attention_heads") or 1), int(text.get("hidden_size") or 0)
-    experts = [layer.expert_intermediate_sizes or () for layer in layers]
-    return Dimensions(
-        num_layers=len(layers),
-        num_query_heads=heads,
-        num_kv_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or hidden_size // heads),
-        intermediate_size=max(layer.intermediate_size for layer in layers) or int(text.get("intermediate_size") or 0),
-        hidden_size=hidden_size,
-        num_experts=max(map(len, experts)),
-        expert_intermediate_size=max(max(sizes, default=0) for sizes in experts),
-        routed_layers=tuple(index for index, sizes in enumerate(experts) if sizes),
-        mlp_layers=tuple(index for index, layer in enumerate(layers) if layer.intermediate_size),
-        blocks=blocks,
-    )
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model: that inside a multimodal model's config, or the
-    config itself."""
-    text = config.get("text_config")
-    return text if isinstance(text, Mapping) else config
-
-
-def choose_head_unit(requested: str, sizes: Dimensions) -> str:
-    """Resolve `auto`: KV groups where several query heads share a KV head, query heads
-    otherwise."""
-    if requested != "auto":
-        return requested
-    return "kv-group" if sizes.queries_per_kv > 1 else "query-head"
-
-
-def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of the gates per module type: [L, U], or [L, E, C] of routed experts."""
-    heads = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
-    units = {
-        "attn": (heads,),
-        "mlp": (sizes.intermediate_size,),
-        "experts": (sizes.num_experts, sizes.expert_intermediate_size),
-    }
-    return {block: (len(sizes.layers_of(block)), *units[block]) for block in sizes.blocks}
-
-
-def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
-    """Return the widths of the dense model from its config."""
-    if stated_widths(config := described(config)) is not None:
-        return list(Widths.of(config).dense_layers)
-    heads, kv_heads = config["num_attention_heads"], dense_kv_heads(config)
-    queries = (heads // kv_heads,) * kv_heads
-    dense = LayerWidths(query_heads_per_kv_head=queries, intermediate_size=config["intermediate_size"])
-    return [dense] * config["num_hidden_layers"]
+        kind = getattr(configuration_ddp, f"DDP{FAMILIES[dense]}Config")
+        AutoConfig.register(kind.model_type, kind, exist_ok=True)
+        AutoModelForCausalLM.register(kind, getattr(modeling_ddp, f"DDP{FAMILIES[dense]}ForCausalLM"), exist_ok=True)

@@ -17,21 +17,19 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
-from ddp_vllm.costs import attended
-from ddp_vllm.errors import ModelError
-from ddp_vllm.families import (
+from ddp_vllm.dimensions import (
     EXPERT_COUNT_KEYS,
-    KNOWN,
     MIXTURES,
+    attended,
     count_experts,
     dense_expert_size,
-    dense_layers,
-    family_of,
     is_routed,
-    pruned_config,
+    widths_of,
 )
-from ddp_vllm.remote_code.files import WidthsError, short
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, check_sizes, dense_kv_heads, head_dim
+from ddp_vllm.errors import ModelError
+from ddp_vllm.families import KNOWN, check_known, pruned_config
+from ddp_vllm.remote_code.files import short
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads, head_dim
 from ddp_vllm.schema import SchemaError, checked
 
 # LLM-Drop's keys -> the blocks that they remove
@@ -115,11 +113,7 @@ def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if any(config.get(key) for key in FORMATS):
         left_out = (WIDTH, KV_HEADS) if config.get("block_configs") else (WIDTH,)
         dense |= {key: 1 for key in left_out if config.get(key) is None}
-    family_of(dense)
-    try:
-        check_sizes(dense, "hidden_size")
-    except WidthsError as error:
-        raise ModelError(str(error)) from None
+    check_known(dense)
     return dense
 
 
@@ -230,7 +224,7 @@ def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dro
             f"config.json: layer {index} has {short(min(others))} of its own; supported are heads, MLP channels, the "
             "width of a layer's experts, and blocks that are left out"
         )
-    heads, kv_heads = stated.get(HEADS, dense[HEADS]), stated.get(KV_HEADS, dense_kv_heads(dense))
+    heads, kv_heads = stated.get(HEADS, dense[HEADS]), stated.get(KV_HEADS, len(dense_heads(dense)))
     width = stated.get(WIDTH, dense[WIDTH])
     of_experts = stated.get("moe_intermediate_size", width if WIDTH in stated else dense_expert_size(dense))
     if "attn" in skipped or not heads or not kv_heads:
@@ -239,7 +233,7 @@ def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dro
         queries = groups(heads, kv_heads, f"config.json: layer {index}")
     if not count_experts(dense):
         return LayerWidths(query_heads_per_kv_head=queries, intermediate_size=0 if "mlp" in skipped else width)
-    unpruned = dense_layers(dense)[index]
+    unpruned = widths_of(dense).dense_layers[index]
     if queries != unpruned.query_heads_per_kv_head:
         raise ModelError(f"config.json: layer {index} lacks attention heads, but {ONLY_EXPERTS}")
     if "mlp" in skipped or (not routed and width != dense[WIDTH]):
@@ -284,7 +278,7 @@ def enclosing(dense: Mapping[str, Any], layers: Sequence[LayerWidths]) -> dict[s
     if not dense.get("kv_lora_rank"):
         # before the number of heads, from which it may be derived, changes
         config["head_dim"] = head_dim(dense)
-        least = max([dense_kv_heads(dense), *(layer.num_kv_heads for layer in layers)])
+        least = max([len(dense_heads(dense)), *(layer.num_kv_heads for layer in layers)])
         most = max([dense[HEADS], *(layer.num_query_heads for layer in layers)])
         # transformers requires a divisor of the hidden size of some families
         if (heads := most) != dense[HEADS]:
@@ -320,11 +314,13 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     # vLLM's classes load them
     quantized = {key: config[key] for key in ("quantization_config",) if config.get(key)}
     dense = dense_config({key: value for key, value in config.items() if key not in quantized})
-    layers = stated_layers(config, dense) or dense_layers(dense)
-    enclosed = enclosing(dense, layers)
+    if not (layers := stated_layers(config, dense)):
+        return None
+    widths = widths_of(enclosed := enclosing(dense, layers))
     if quantized and dense["model_type"] in MIXTURES:
         raise ModelError("the mixture of experts is quantized; use the unquantized checkpoint")
-    return None if layers == dense_layers(enclosed) else pruned_config(enclosed, layers) | quantized | {IN_PLACE: True}
+    pruned = replace(widths, layers=tuple(layers))
+    return None if pruned.layers == widths.layers else pruned_config(enclosed, pruned) | quantized | {IN_PLACE: True}
 
 
 def is_leftover(widths: Widths, name: str, shape: Sequence[int]) -> bool:

@@ -21,8 +21,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ddp_vllm.dimensions import Dimensions, dimensions_of, widths_of
 from ddp_vllm.errors import DdpError, SettingError
-from ddp_vllm.families import Dimensions, dense_layers, dimensions_of
 from ddp_vllm.machine import Hardware, Workload
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.remote_code.tensors import dense_type
@@ -30,7 +30,6 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.schema import SchemaError, checked
 
 FORMAT = "ddp-vllm profile 2"
-PHASES = ("decode", "prefill")
 FRACTIONS = (0.25, 0.5, 0.75)  # timed widths of MLPs and experts, as fractions of the dense width
 EXPERT_BLOCK = 16  # the plugin packs experts in blocks of this many channels (`moe_experts.py`)
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -86,14 +85,10 @@ class StepTimes:
 
     dense: float
     """The whole step of the dense model."""
-    attention: Curve | None = None
-    """By the number of KV heads, each with all its query heads; None for a mixture of experts,
-    where none is pruned."""
-    mlp: Curve | None = None
-    """By the number of channels; None for a mixture of experts."""
-    experts: Curve | None = None
-    """By the mean width of the routed experts of a layer, as the plugin's kernel runs them; None
-    for a dense model."""
+    curves: Mapping[str, Curve]
+    """`attention` by the number of KV heads, each with all its query heads, and `mlp` by the number
+    of channels; of a mixture of experts only `experts`, by the mean width of the routed experts of a
+    layer, as the plugin's kernel runs them."""
     prunable: float
     """The part of the dense step spent in all prunable blocks."""
     sizes: Dimensions
@@ -102,7 +97,7 @@ class StepTimes:
     def unremovable(self) -> float:
         """The fixed cost of all routed layers, which remains however many of their channels are
         removed."""
-        return self.experts.fixed * len(self.sizes.routed_layers) if self.experts else 0.0
+        return self.curves["experts"].fixed * len(self.sizes.routed_layers) if "experts" in self.curves else 0.0
 
     @property
     def max_speedup(self) -> float:
@@ -111,15 +106,13 @@ class StepTimes:
 
     def of_layer(self, widths: LayerWidths) -> float:
         """Return the seconds that the prunable blocks of a layer add."""
-        seconds = 0.0
-        if self.attention:
-            seconds += self.attention.seconds(widths.num_query_heads / self.sizes.queries_per_kv)
-        if self.mlp:
-            seconds += self.mlp.seconds(widths.intermediate_size)
-        if self.experts and (sizes := widths.expert_intermediate_sizes):
-            packed = [-(-width // EXPERT_BLOCK) * EXPERT_BLOCK for width in sizes]
-            seconds += self.experts.seconds(sum(packed) / len(packed))
-        return seconds
+        packed = [-(-width // EXPERT_BLOCK) * EXPERT_BLOCK for width in widths.expert_intermediate_sizes or (0,)]
+        numbers = {
+            "attention": widths.num_query_heads / self.sizes.queries_per_kv,
+            "mlp": widths.intermediate_size,
+            "experts": sum(packed) / len(packed),
+        }
+        return sum(curve.seconds(numbers[kind]) for kind, curve in self.curves.items())
 
     def speedup(self, layers: Sequence[LayerWidths]) -> float:
         """Return how many times faster a step of a model of these widths is than one of the dense
@@ -135,7 +128,7 @@ def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerW
     Experts are also timed at their full width, because the dense model runs vLLM's kernel there,
     and every layer of a pruned model runs the plugin's.
     """
-    sizes, dense = dimensions_of(config), dense_layers(config)
+    sizes, dense = dimensions_of(config), widths_of(config).dense_layers
     shapes = {}
     if sizes.num_experts:
         full = sizes.expert_intermediate_size
@@ -257,29 +250,23 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
         for name, value in seconds.items():
             kind, width = name.split()
             by_width.setdefault(kind, {})[int(width)] = value
-
-        def curve_of(kind: str, full: int, layers: int, multiple: int = 1) -> tuple[Curve, float]:
-            """Return the curve of a kind of block and the seconds of a block of the dense model.
-
-            The curve rises to the widest pruned block: noise may make a wider block measure faster.
-            """
+        kinds = {"attention": (sizes.num_kv_heads, 1), "mlp": (sizes.intermediate_size, self.multiple)}
+        if sizes.num_experts:
+            kinds = {"experts": (sizes.expert_intermediate_size, 1)}
+        layers = len(sizes.routed_layers) or sizes.num_layers
+        curves, blocks = dict[str, Curve](), list[float]()
+        for kind, (full, multiple) in kinds.items():
             # a model without attention keeps it in one layer
             removed = max(1, layers - (kind == "attention"))
             block = max(0.0, (dense - by_width[kind].pop(0)) / removed)
-            points, highest = {}, 0.0
-            for width, value in sorted(by_width[kind].items()):
-                points[width] = highest = max(highest, block - (dense - value) / layers)
+            points, highest = dict[int, float](), 0.0
+            # rises to the widest pruned block: noise may make a wider block measure faster
+            for number, value in sorted(by_width[kind].items()):
+                points[number] = highest = max(highest, block - (dense - value) / layers)
             points.setdefault(full, block)
-            return Curve(points=tuple(points.items()), multiple=multiple), block
-
-        if sizes.num_experts:
-            layers = len(sizes.routed_layers)
-            experts, block = curve_of("experts", sizes.expert_intermediate_size, layers)
-            return StepTimes(dense=dense, experts=experts, prunable=layers * block, sizes=sizes)
-        attention, head = curve_of("attention", sizes.num_kv_heads, sizes.num_layers)
-        mlp, channel = curve_of("mlp", sizes.intermediate_size, sizes.num_layers, self.multiple)
-        prunable = sizes.num_layers * (head + channel)
-        return StepTimes(dense=dense, attention=attention, mlp=mlp, prunable=prunable, sizes=sizes)
+            curves[kind] = Curve(points=tuple(points.items()), multiple=multiple)
+            blocks.append(block)
+        return StepTimes(dense=dense, curves=curves, prunable=layers * sum(blocks), sizes=sizes)
 
 
 def _shares(runs: Sequence[ShapeRun], workload: Workload) -> dict[str, list[float]]:

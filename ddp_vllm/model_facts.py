@@ -8,19 +8,18 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
-
-from msgspec import Meta
+from typing import Any
 
 from ddp_vllm.checkpoint import read_checkpoint, read_config
-from ddp_vllm.errors import ModelError
+from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, is_leftover, opened_in_place
 from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
 from ddp_vllm.remote_code.widths import Widths, head_dim, stated_widths
-from ddp_vllm.schema import Count, SchemaError, checked
+from ddp_vllm.schema import Count
 
 # the last by Puzzletron
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", f"{SUBBLOCKS}/*.safetensors")
@@ -29,19 +28,6 @@ _TEXTS = (  # names by which transformers and vLLM find them
     *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "tekken.json", "vocab*", "merges*"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
 )
-
-
-class _Sizes(TypedDict, total=False):
-    """The sizes of a dense model of any family; some families lack some of them."""
-
-    num_hidden_layers: Annotated[int, Meta(ge=0, le=10_000)] | None
-    hidden_size: Count | None
-    head_dim: Count | None
-    num_attention_heads: Count | None
-    num_key_value_heads: Count | None
-    kv_lora_rank: Count | None
-    qk_rope_head_dim: Count | None
-    max_position_embeddings: Count | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,31 +69,27 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     if folder is None:
         return ModelFacts(model=model, name=model, pruned=False)
     name = folder.resolve().name if Path(model).is_dir() else model
-    config, files, opened = read_config(folder), _safetensors_files(folder), None
+    config, files, widths = read_config(folder), _safetensors_files(folder), None
     if is_pruned(folder):
         checkpoint = read_checkpoint(folder)
-        kv_heads = [layer.num_kv_heads for layer in checkpoint.layers]
-        parameters: int | None = checkpoint.num_parameters
+        widths, parameters = checkpoint.widths, checkpoint.num_parameters or None
     elif opened := _opened(config):
         warn(
             f"{model}: another tool pruned it; vLLM with ddp-vllm opens it as it is, for transformers convert it first"
         )
-        widths = Widths.of(opened)
-        kv_heads = [layer.num_kv_heads for layer in widths.layers]
-        parameters = _num_parameters(files, lambda name, shape: not is_leftover(widths, name, shape))
+        config, widths = opened, Widths.of(opened)
+        parameters = _num_parameters(files, partial(is_leftover, widths))
     else:
-        _check_sizes(folder, config)
         warn_of_foreign_code(model, config)
-        kv_heads = [_num_kv_heads(config)] * int(config.get("num_hidden_layers") or 0)
         parameters = _num_parameters(files)
     return ModelFacts(
         model=identify(model),
         name=name,
-        pruned=is_pruned(folder) or opened is not None,
+        pruned=widths is not None,
         id=model_id(folder),
         parameters=parameters,
         weight_bytes=sum(path.stat().st_size for path in files) or None,
-        kv_bytes_per_token=_kv_bytes(opened or config, kv_heads, size=4 if dtype in ("float32", "float") else 2),
+        kv_bytes_per_token=_kv_bytes(folder, config, widths, size=4 if dtype in ("float32", "float") else 2),
     )
 
 
@@ -118,10 +100,7 @@ def dense_kv_bytes(folder: Path, *, value_bytes: int) -> int | None:
     Raises: ModelError.
     """
     config = read_config(folder)
-    config = _opened(config) or config
-    _check_sizes(folder, config)
-    kv_heads = [_num_kv_heads(config)] * int(config.get("num_hidden_layers") or 0)
-    return _kv_bytes(config, kv_heads, size=value_bytes)
+    return _kv_bytes(folder, _opened(config) or config, None, size=value_bytes)
 
 
 def _opened(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -129,13 +108,6 @@ def _opened(config: Mapping[str, Any]) -> dict[str, Any] | None:
     with suppress(ModelError):
         return opened_in_place(config)
     return None
-
-
-def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
-    try:
-        checked(config, _Sizes, "config.json")
-    except SchemaError as error:
-        raise ModelError(f"{folder}: {error}; download the model again") from error
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
@@ -222,24 +194,25 @@ def known_folder(model: str) -> Path | None:
         return None
 
 
-def _num_kv_heads(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 0)
-
-
 def _num_parameters(
-    files: Sequence[Path], counts: Callable[[str, Sequence[int]], bool] = lambda name, shape: True
+    files: Sequence[Path], is_left_out: Callable[[str, Sequence[int]], bool] = lambda name, shape: False
 ) -> int | None:
     try:
         shapes = {name: shape for path in files for name, shape, _ in file_tensors(path)}
-        return sum(prod(shape) for name, shape in shapes.items() if counts(name, shape)) or None
+        return sum(prod(shape) for name, shape in shapes.items() if not is_left_out(name, shape)) or None
     except (WidthsError, OSError) as error:
         raise ModelError(str(error)) from error
 
 
-def _kv_bytes(config: Mapping[str, Any], kv_heads: list[int], *, size: int) -> int | None:
-    if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector per layer
-        return len(kv_heads) * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
-    stated = config.get("head_dim") or (config.get("hidden_size") and config.get("num_attention_heads"))
-    if not sum(kv_heads) or not stated:
-        return None
-    return 2 * size * head_dim(config) * sum(kv_heads)
+def _kv_bytes(folder: Path, config: Mapping[str, Any], widths: Widths | None, *, size: int) -> int | None:
+    """Return the bytes per token of the KV cache of all layers, None if the config does not state
+    them; widths: None for those of a dense model. Raises: ModelError."""
+    with reading(f"config.json of {folder}", ModelError, "download the model again"):
+        layers = int(config.get("num_hidden_layers") or 0)
+        if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector per layer
+            return layers * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
+        kv_heads = layers * int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 0)
+        if widths:
+            kv_heads = sum(layer.num_kv_heads for layer in widths.layers)
+        stated = config.get("head_dim") or (config.get("hidden_size") and config.get("num_attention_heads"))
+        return 2 * size * head_dim(config) * kv_heads if kv_heads and stated else None

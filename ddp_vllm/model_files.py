@@ -5,13 +5,14 @@ Nothing here imports torch.
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.remote_code import code_of
+from ddp_vllm.families import code_of
+from ddp_vllm.remote_code.files import INDEX_FILE
 
 LARGEST = 200_000_000  # bytes of a file that is copied along; tokenizers take up to 40 MB
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -63,6 +64,20 @@ def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> 
 def write_json(content: Mapping[str, Any], path: Path) -> None:
     """Write an object as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def finish_shards(folder: Path, shards: Sequence[tuple[Path, Iterable[str]]]) -> None:
+    """Give the weight files of a folder their names, and write their index.
+
+    shards: each file with the names of its tensors. Even a single file gets an index: without it
+    vLLM loads every safetensors file, the masks among them.
+    """
+    total, weight_map = 0, dict[str, str]()
+    for number, (path, names) in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        total += path.rename(folder / file).stat().st_size
+        weight_map |= dict.fromkeys(names, file)
+    write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX_FILE)
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -6,8 +6,6 @@ text again.
 """
 
 import json
-import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,47 +15,11 @@ from ddp_vllm import __version__
 from ddp_vllm.cache import cache_folder, sha256
 from ddp_vllm.errors import CheckpointError, OutputError
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_provenance
+from ddp_vllm.names import bare_name
 from ddp_vllm.output import write_text
 
 # settings that may hold paths; `data` and `watch` several
 PATHS = ("model", "teacher", "data", "watch", "profile")
-
-
-def identity_of(source: str) -> str:
-    """Return what two names of one text share: the real path of a file, or a hub dataset with its
-    split."""
-    if os.path.exists(source):
-        return os.path.realpath(source)
-    name, configuration, split = [*source.split(":", 2), "", ""][:3]
-    return f"{name}:{configuration}:{split or 'train'}"
-
-
-def split_sources(data: str) -> list[tuple[str, int]]:
-    """Return each name in a comma-separated list of texts with its number of turns: 3 for `NAME:3`,
-    1 for `NAME`.
-
-    The name of an existing file may itself contain commas and colons.
-    """
-    names = [data] if os.path.exists(data) else [name.strip() for name in data.split(",")]
-    sources = []
-    for name in names:
-        plain, _, turns = name.rpartition(":")
-        has_turns = plain and re.fullmatch("[1-9][0-9]?", turns) and not os.path.exists(name)
-        sources.append((plain, int(turns)) if has_turns else (name, 1))
-    return sources
-
-
-def is_hub_name(name: str) -> bool:
-    """Tell whether this is a name on the hub, OWNER/NAME, and not a path."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not os.path.exists(name)
-
-
-def bare_name(name: str) -> str:
-    """Return names as given, separated by commas, but paths without their folders."""
-    return ",".join(
-        (plain if is_hub_name(plain) else plain.rstrip("/").rpartition("/")[2]) + (f":{turns}" if turns > 1 else "")
-        for plain, turns in split_sources(name)
-    )
 
 
 def published_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +65,11 @@ def local_provenance(masks: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, OutputError):
         return provenance | json.loads(_paths_file(masks).read_text(encoding="utf-8"))
     return provenance
+
+
+def dense_model(provenance: Mapping[str, Any]) -> str | None:
+    """Return the path or hub name of the model that was pruned; None if it is unknown."""
+    return str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or "") or None
 
 
 def provenance_of(folder: Path) -> dict[str, Any]:

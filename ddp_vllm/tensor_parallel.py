@@ -4,8 +4,8 @@ sizes."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ddp_vllm.dimensions import dimensions_of
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import dimensions_of
 from ddp_vllm.remote_code.widths import LayerWidths
 
 Layers = Sequence[LayerWidths] | Callable[[int], Sequence[LayerWidths]]

@@ -17,7 +17,7 @@ from ddp_prune.fit import MODES, UTILIZATION, Devices, Fit
 from ddp_prune.models.source import Source
 from ddp_prune.plan import estimate
 from ddp_prune.recipe import Recipe
-from ddp_vllm.families import dimensions_of, family_of
+from ddp_vllm.dimensions import dimensions_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -74,7 +74,7 @@ def source_of(config: dict[str, Any], folder: Path) -> Source:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), trust_remote_code=False)
     shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
-    return Source(folder=folder, config=config, family=family_of(config), sizes=dimensions_of(config), shapes=shapes)
+    return Source(folder=folder, config=config, sizes=dimensions_of(config), shapes=shapes)
 
 
 def cell(found: Fit, seconds: float) -> str:

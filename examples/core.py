@@ -15,7 +15,7 @@ from ddp_prune.core.saved import Unsaved
 from ddp_prune.pools import make_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_vllm.families import dimensions_of, family_of
+from ddp_vllm.dimensions import dimensions_of, widths_of
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
 
     # 1. A gate on every KV group and every MLP channel.
     config = model.config.to_dict()
-    gated = GatedModel(model, family_of(config), dimensions_of(config), "kv-group")
+    gated = GatedModel(model, widths_of(config), dimensions_of(config), "kv-group")
 
     # 2. A budget: keep 60 % of the parameters behind these gates.
     recipe = Recipe(sparsity=0.4, budget="params", steps=40, batch_size=4, seq_len=32, train="masks")

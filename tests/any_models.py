@@ -66,7 +66,7 @@ def _wrapper(name: str, text: Any, **more: Any) -> Any:
     return kind(text_config=text.to_dict(), vision_config=VISION | more, eos_token_id=0)
 
 
-# mixtures that `families.described` knows
+# mixtures that `dimensions.widths_of` knows
 MIXTURES: dict[str, Callable[[], Any]] = {
     # the middle layer has a dense MLP: widths must find their layer
     "qwen3_moe": lambda: tiny_config(

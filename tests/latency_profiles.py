@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.families import dense_layers
+from ddp_vllm.dimensions import widths_of
 from ddp_vllm.latency import FORMAT, dimensions_in, shapes_of
 from ddp_vllm.remote_code.widths import LayerWidths
 
@@ -50,7 +50,7 @@ def written(
             measured.append({"batch": batch, "context": context} | times)
         return measured
 
-    shapes, dense = shapes_of(config, multiple), dense_layers(config)
+    shapes, dense = shapes_of(config, multiple), widths_of(config).dense_layers
     times = [
         {"round": turn, "shape": name, "cells": cells(widths, turn, kernel), "dense": cells(dense, turn, 1.0)}
         for turn in (0, 1)

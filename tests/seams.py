@@ -94,7 +94,7 @@ from ddp_prune.text.rows import Rows, open_rows, sources_of
 from ddp_prune.text.templates import ChatTemplate
 from ddp_prune.text.tokens import Tokens, leading_bos, load_tokenizer, tokenize
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.families import unit_shapes
+from ddp_vllm.dimensions import unit_shapes
 
 BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
 STEPS = 12  # 8 of search, 4 of polish
@@ -106,7 +106,7 @@ SETTINGS: dict[str, Any] = {
 
 def gated(source: Source, head_unit: str = "auto", dtype: str = "float32") -> GatedModel:
     """Load a model and put gates into it."""
-    return GatedModel(load_model(source, dtype), source.family, source.sizes, head_unit)
+    return GatedModel(load_model(source, dtype), source.widths, source.sizes, head_unit)
 
 
 def cut(source: Source, gates: Masks, folder: Path, head_unit: str = "auto") -> Checkpoint:

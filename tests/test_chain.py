@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ddp_vllm
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.families import unit_shapes
+from ddp_vllm.dimensions import unit_shapes
 
 pytestmark = [pytest.mark.real_model, pytest.mark.vllm]
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time there was a fox who")
@@ -61,7 +61,7 @@ def exported(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sou
 
 def _masked(source: Source, gates: Masks, ids: list[int]) -> torch.Tensor:
     """Return logits [tokens, V] of the stock dense model with the gates in its hooks."""
-    gated = GatedModel(load_model(source, "auto"), source.family, source.sizes, "kv-group")
+    gated = GatedModel(load_model(source, "auto"), source.widths, source.sizes, "kv-group")
     with torch.no_grad(), gated.masks(gates):
         return gated.model(torch.tensor([ids])).logits[0].float()
 

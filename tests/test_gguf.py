@@ -21,7 +21,7 @@ from seams import export, open_source
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ddp_vllm.families import unit_shapes
+from ddp_vllm.dimensions import unit_shapes
 from ddp_vllm.gguf.tokenizer import BYTE_LEVEL
 from ddp_vllm.remote_code import modeling_ddp
 

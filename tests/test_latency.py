@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from latency_profiles import CONFIG, EXPERTS, MIXTURE, seconds, written
 
+from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import Profile, read_profile
 from ddp_vllm.machine import Workload
 from ddp_vllm.remote_code.widths import LayerWidths
@@ -29,7 +29,7 @@ def layers(*widths: tuple[int, int]) -> list[LayerWidths]:
 def test_an_untimed_model_takes_as_long_as_its_blocks(profile: Profile, batch: int, context: int) -> None:
     """With widths between the measured ones, and with removed blocks."""
     pruned = layers((4, 900), (0, 513), (2, 0), (3, 128))
-    expected = seconds(dense_layers(CONFIG), batch, context) / seconds(pruned, batch, context)
+    expected = seconds(widths_of(CONFIG).dense_layers, batch, context) / seconds(pruned, batch, context)
     speedup, low, high = profile.speedup(pruned, Workload(phase="decode", batch=batch, context=context))
     assert speedup == pytest.approx(expected, rel=1e-6) and low - 1e-9 <= speedup <= high + 1e-9
 
@@ -38,7 +38,7 @@ def test_an_untimed_model_takes_as_long_as_its_blocks(profile: Profile, batch: i
 @pytest.mark.parametrize("width", [0, 192, 400, 576, 672, 768])
 def test_experts_are_predicted_by_the_kernel_that_runs_them(kernel: float, width: int, tmp_path: Path) -> None:
     """The dense model runs another kernel, so slightly narrower experts may be slower, and the prediction shows it."""
-    profile, dense = read_profile(written(tmp_path, MIXTURE, kernel=kernel)), dense_layers(MIXTURE)
+    profile, dense = read_profile(written(tmp_path, MIXTURE, kernel=kernel)), widths_of(MIXTURE).dense_layers
     pruned = [replace(layer, expert_intermediate_sizes=(width,) * 8) for layer in dense]
     expected = seconds(dense) / seconds(pruned, kernel=kernel)
     assert (expected < 0.75) == (kernel > 1.0 and width > 700)
@@ -62,7 +62,8 @@ def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp
         )
         assert middle == pytest.approx(speedup) and low <= middle <= high
     times = read_profile(path).times(profile_work)
-    assert times.mlp and times.mlp.unit > 0 and times.mlp.fixed >= 0
+    curve = times.curves["mlp"]
+    assert curve.unit > 0 and curve.fixed >= 0
 
 
 def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:

@@ -14,7 +14,7 @@ import torch
 from seams import export, open_source
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ddp_vllm.families import unit_shapes
+from ddp_vllm.dimensions import unit_shapes
 
 pytestmark = pytest.mark.real_model
 PROMPTS = ["Once upon a time there was a fox who", "def fibonacci(n):"]

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from ddp_vllm.families import dense_layers, pruned_config
+from ddp_vllm.dimensions import widths_of
+from ddp_vllm.families import pruned_config
 from expert_layers import Shape, draw_widths
 from kernel_speed import measure_ceilings, time_interleaved
 from lease import DEVICE, DRY, Results, seconds_of
@@ -77,7 +78,8 @@ def build(config: dict[str, Any], device: str, dtype: torch.dtype) -> tuple[Any,
 def prune_config(config: dict[str, Any], removed: int) -> dict[str, Any]:
     """Return the config without `removed` percent: KV groups and channels, or the experts' channels
     of a mixture. Widths are drawn as in `expert_layers`."""
-    layers = list(dense_layers(config))
+    dense = widths_of(config)
+    layers = dense.dense_layers
 
     def draw(size: int, number: int, seed: int = 0) -> list[int]:
         shape = Shape(hidden_size=1, intermediate_size=size, num_experts=number, num_experts_per_tok=1)
@@ -92,7 +94,7 @@ def prune_config(config: dict[str, Any], removed: int) -> dict[str, Any]:
             replace(layer, query_heads_per_kv_head=layer.query_heads_per_kv_head[:kept], intermediate_size=width)
             for layer, kept, width in zip(layers, groups, channels, strict=True)
         ]
-    return pruned_config(config, pruned)
+    return pruned_config(config, replace(dense, layers=tuple(pruned)))
 
 
 def write_configs(folder: Path, model: str, layers: int) -> None:

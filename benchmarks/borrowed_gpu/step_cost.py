@@ -30,7 +30,7 @@ from ddp_prune.core.trainer import Trainer
 from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_vllm.families import dimensions_of, family_of
+from ddp_vllm.dimensions import dimensions_of, widths_of
 from lease import DEVICE, DRY, Results, synchronize
 from machine import build, config_of
 
@@ -77,12 +77,12 @@ def mask_step(
     )  # fmt: skip
     accelerator, sizes = Accelerator(cpu=DRY), dimensions_of(full)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    source: Any = SimpleNamespace(config=full, text_config=full, sizes=sizes, family=family_of(full), shapes=shapes)
+    source: Any = SimpleNamespace(config=full, text_config=full, sizes=sizes, widths=widths_of(full), shapes=shapes)
     unit, pools = make_checked_pools(recipe, source, shapes)
     if not DRY and options.get("fused", True):
         with suppress(Exception):  # as `load_trained` does
             fuse_elementwise(model)
-    gated, run = GatedModel(model, source.family, sizes, unit), Run.alone(recipe)
+    gated, run = GatedModel(model, source.widths, sizes, unit), Run.alone(recipe)
     batches = prepare_passes(model, Batches(blocks, recipe, accelerator), run)
     trainer = Trainer(gated, batches, run, pools, accelerator)
     if share := options.get("open_share"):

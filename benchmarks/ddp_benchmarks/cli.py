@@ -17,8 +17,7 @@ from msgspec import convert
 from ddp_benchmarks import verbs
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import LimitError, SettingError
-from ddp_vllm.latency import PHASES
-from ddp_vllm.machine import Workload
+from ddp_vllm.machine import PHASES, Workload
 from ddp_vllm.options import (
     choice_option,
     default_option,
@@ -320,8 +319,9 @@ def _evaluate_text(
         raise SettingError(f"--max-ratio {max_ratio:g} is not a factor; give a number above 0, such as 1.1")
     from ddp_benchmarks.tables import plain_console
     from ddp_vllm import evaluate_text
-    from ddp_vllm.evaluations import default_output, fidelity, perplexity_ratio
+    from ddp_vllm.evaluations import default_output, perplexity_ratio
     from ddp_vllm.intervals import with_interval
+    from ddp_vllm.pages.summary import fidelity
 
     chosen = {name: options[name] for name in ("dtype", "max_length", "tokens")}
     console, missed = plain_console(as_json=as_json, quiet=quiet), list[str]()

@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from ddp_benchmarks.engine import vllm_command
 from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results
 from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_config
+from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import ModelError, SettingError
-from ddp_vllm.families import pruned_config
+from ddp_vllm.families import check_known, code_of, pruned_config
 from ddp_vllm.latency import FORMAT, dimensions_in, read_profile, shapes_of
 from ddp_vllm.machine import Workload
 from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
-from ddp_vllm.remote_code import code_of
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.results import write_results
 
@@ -67,6 +67,7 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, pri
     vllm_command()
     folder = local_folder(settings.model) or _downloaded(settings.model)
     config = read_config(folder)
+    check_known(config)
     shapes = shapes_of(config, NARROWEST if config.get("intermediate_size", 0) >= 4 * NARROWEST else 1)
     results = _resumed(settings, config, shapes, output, overwrite=overwrite)
     done = {run["shape"] for run in results["times"]}
@@ -127,7 +128,7 @@ def _resumed(
 def _without_weights(dense: Path, config: Mapping[str, Any], widths: Sequence[LayerWidths] | None, folder: Path) -> str:
     """Write a folder without weights from which vLLM can build a model of these widths."""
     folder.mkdir(exist_ok=True)
-    content = pruned_config(config, widths) if widths else config
+    content = pruned_config(config, replace(widths_of(config), layers=tuple(widths))) if widths else config
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     for file in code_of(content):
         shutil.copyfile(file, folder / file.name)
@@ -153,12 +154,11 @@ def describe(path: Path) -> list[str]:
         times = profile.times(work)
         rest = times.dense - times.prunable
         parts = [f"{rest / times.dense:.0%} outside the blocks"]
-        for name in ("attention", "mlp", "experts"):
-            if curve := getattr(times, name):
-                fixed = curve.fixed / curve.points[-1][1] if curve.points[-1][1] else 0.0
-                layers = len(times.sizes.routed_layers) or times.sizes.num_layers
-                share = layers * curve.points[-1][1] / times.dense
-                parts.append(f"{share:.0%} {name} (of it {fixed:.0%} at any width)")
+        for name, curve in times.curves.items():
+            fixed = curve.fixed / curve.points[-1][1] if curve.points[-1][1] else 0.0
+            layers = len(times.sizes.routed_layers) or times.sizes.num_layers
+            share = layers * curve.points[-1][1] / times.dense
+            parts.append(f"{share:.0%} {name} (of it {fixed:.0%} at any width)")
         rounds = [one_round.dense for one_round in profile.each_round(work)]
         spread = f" [{min(rounds) * 1e3:.2f}, {max(rounds) * 1e3:.2f}]" if len(rounds) > 1 else ""
         lines.append(

@@ -41,7 +41,7 @@ from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.text.blocks import load_blocks
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_vllm.families import choose_head_unit
+from ddp_vllm.dimensions import choose_head_unit
 from ddp_vllm.output import atomic_folder
 from fetch import fetch_conversations, fetch_model
 
@@ -283,7 +283,7 @@ def main() -> None:
 
 
 def gated_model(model: Any, source: Source) -> GatedModel:
-    return GatedModel(model, source.family, source.sizes, choose_head_unit("auto", source.sizes))
+    return GatedModel(model, source.widths, source.sizes, choose_head_unit("auto", source.sizes))
 
 
 @contextmanager

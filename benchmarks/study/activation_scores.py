@@ -76,7 +76,7 @@ def lorap(gated: GatedModel, blocks: torch.Tensor) -> Masks:
 def _input_norms(gated: GatedModel, squares: dict[Location, torch.Tensor]) -> torch.Tensor:
     """Return ‖W_gate[j]⊙x̂‖ + ‖W_up[j]⊙x̂‖ of every MLP channel, [L, U]."""
     sums = torch.zeros(gated.shapes["mlp"], device=next(iter(squares.values())).device)
-    for projection in gated.family.tensors.inputs("mlp"):
+    for projection in gated.widths.table.inputs("mlp"):
         for index, layer in enumerate(gated.layers):
             weight = layer.get_submodule(projection.name).weight.detach().float()  # type: ignore[operator]
             norms = (weight.square() @ squares[index, projection.name]).sqrt()
@@ -99,7 +99,7 @@ def slimllm(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     The 1 % of lowest score is kept as in LoRAP. Not implemented: swaps of heads, ratios per layer,
     and the regression of outputs after pruning.
     """
-    table, num_heads = gated.family.tensors, gated.shapes["attn"][1]
+    table, num_heads = gated.widths.table, gated.shapes["attn"][1]
     heads, mlp = table.output("attn").name, table.output("mlp").name
     squares: dict[Location, torch.Tensor] = {}
     moments: dict[Location, torch.Tensor] = {}  # per head, means of O, O², O_h, O_h², O_h·O
@@ -154,7 +154,7 @@ def tyr(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     and inverted. Not implemented: refitted weights, rounds of removal, and the search for the
     budget of each layer.
     """
-    table = gated.family.tensors
+    table = gated.widths.table
     units = {table.output(block).name: shape[1] for block, shape in gated.shapes.items()}
     hessians: dict[Location, torch.Tensor] = {}
 

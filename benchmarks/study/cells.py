@@ -41,8 +41,9 @@ from ddp_prune.run_folder import inputs_of
 from ddp_prune.text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.costs import prices
+from ddp_vllm.dimensions import MIXTURES
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import FAMILIES, MIXTURES, dense_layers
+from ddp_vllm.families import FAMILIES
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import locked, make_folder, write_text
 from findings import CELLS, STUDY_FILE
@@ -128,7 +129,7 @@ class Cells:
         """The dense model with gates, loaded for the first cell that is missing."""
         head_unit, _ = make_checked_pools(self.study.recipe, self.source, self.source.shapes)
         model = load(self.source, self.study.recipe, self.accelerator)
-        return GatedModel(model, self.source.family, self.source.sizes, head_unit)
+        return GatedModel(model, self.source.widths, self.source.sizes, head_unit)
 
     def cell(self, name: str, *parts: object) -> Path:
         """Return the file of a cell; a hash replaces names of rows that are long or contain a
@@ -286,7 +287,7 @@ def kept_shares(gates: Masks, gated: GatedModel, source: Source) -> dict[str, fl
     """Return the kept shares of the prunable parameters and of the KV cache per token."""
     if "experts" in gates:  # all channels cost the same, and there is no KV cache to prune
         return {"params left": float((gates["experts"] > 0).float().mean())}
-    kept, dense = layer_widths(gates, source.sizes), dense_layers(source.config)
+    kept, dense = layer_widths(gates, source.sizes, source.widths), source.widths.dense_layers
     shares = {}
     for budget in ("params", "kv-bytes"):
         layers = list(zip(prices(budget, source.config, source.shapes, 0), kept, dense, strict=True))

@@ -16,9 +16,9 @@ from torch.func import functional_call
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ddp_prune.core.experts import IMPLEMENTATION
-from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.gates import ROUTER, GatedModel
 from ddp_prune.core.loss import OutputHead, distill
-from ddp_vllm.families import ROUTER, WHOLE_EXPERT
+from ddp_vllm.dimensions import WHOLE_EXPERT
 from scores import Score, observe, routed_experts
 
 ALPHA = 0.9  # CAMERA-P's α
@@ -168,7 +168,9 @@ def nearest_layer(gated: GatedModel, blocks: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _removal_order(gated: GatedModel, index: int, blocks: torch.Tensor) -> torch.Tensor:
     """Return the positions of one layer's experts in the order of removal, [E]."""
-    router, experts = (gated.layers[index].get_submodule(name) for name in (ROUTER, gated.family.experts))
+    router, experts = (
+        gated.layers[index].get_submodule(name) for name in (ROUTER, gated.names[gated.widths.table.output("experts")])
+    )
     inputs: list[torch.Tensor] = []
     observe(gated, blocks, {index: router}, lambda _index, x_TH, _logits_TE: inputs.append(x_TH))
     x_TH = torch.cat(inputs).to(next(experts.parameters()).dtype)

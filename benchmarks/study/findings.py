@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ddp_vllm.names import bare_name
 from ddp_vllm.output import write_text
-from ddp_vllm.provenance import bare_name
 from tables import COLUMNS, TABLES, StudyTable, chains
 
 Cell = Mapping[str, Any]

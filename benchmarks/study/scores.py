@@ -23,7 +23,7 @@ from ddp_prune.core.gates import DENSE_BLOCKS, GatedModel, Masks
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.selection import exact_support
 from ddp_prune.core.trainer import Trainer
-from ddp_vllm.families import EXPERTS, Dimensions
+from ddp_vllm.dimensions import Dimensions
 
 Location = tuple[int, str]
 """Layer and name of a projection in it."""
@@ -101,12 +101,12 @@ def even_support(score: torch.Tensor, kept: int, scope: str, draws: torch.Genera
 
 def routed_experts(gated: GatedModel) -> list[Any]:
     """Return the module of stacked experts of every layer that has routed experts."""
-    return [gated.layers[index].get_submodule(EXPERTS) for index in gated.sizes.routed_layers]
+    return [experts for experts, *_ in gated.modules["experts"]]
 
 
 def projections(gated: GatedModel) -> dict[Location, Any]:
     """Return the projections of heads and MLP channels of every layer."""
-    names = [projection.name for projection in gated.family.tensors.projections]
+    names = [projection.name for projection in gated.widths.table.projections]
     return {(i, name): layer.get_submodule(name) for i, layer in enumerate(gated.layers) for name in names}
 
 
@@ -142,11 +142,11 @@ def _of_experts(experts: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> 
 def _of_block(layer: Any, gated: GatedModel, block: str, num_gates: int, value: Any) -> Iterator[torch.Tensor]:
     """Yield the sums [U] of each matrix of one layer's block; fused queries, keys and values are
     three matrices."""
-    table, sizes = gated.family.tensors, gated.sizes
+    table, sizes = gated.widths.table, gated.sizes
     yield value(layer.get_submodule(table.output(block).name).weight).sum(0).view(num_gates, -1).sum(1)
     for projection in table.inputs(block):
         rows = value(layer.get_submodule(projection.name).weight).sum(1)
-        counts = [sizes.units_in(unit) for unit in projection.units]
+        counts = [gated.widths.dense.num_units(unit) for unit in projection.units]
         size = projection.unit_size(sizes.head_dim)
         for part, count in zip(rows.split([size * count for count in counts]), counts, strict=True):
             gates_each = max(1, num_gates // count)
@@ -161,7 +161,7 @@ def by_columns(gated: GatedModel, value: Callable[[Location, torch.Tensor], torc
     """
     sums = {}
     for block, (num_layers, num_units) in ((kind, gated.shapes[kind]) for kind in DENSE_BLOCKS):
-        name = gated.family.tensors.output(block).name
+        name = gated.widths.table.output(block).name
         weights = (gated.layers[i].get_submodule(name).weight.detach().float() for i in range(num_layers))  # type: ignore[operator]
         sums[block] = torch.stack([value((i, name), w).view(num_units, -1).sum(1) for i, w in enumerate(weights)])
     return sums

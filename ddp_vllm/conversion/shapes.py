@@ -7,10 +7,11 @@ bias on all projections of a block or on none, so the others get zeros.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import dense_layers, pruned_config
 from ddp_vllm.formats import enclosing, groups
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable
@@ -39,7 +40,7 @@ class Reading(NamedTuple):
     """The dense config, with the sizes that no layer exceeds."""
     config: dict[str, Any]
     """The same with the flags of biases that are on disk."""
-    layers: list[LayerWidths]
+    widths: Widths
     zeros: dict[str, str]
     """Bias of zeros to add -> the weight whose rows and dtype it has."""
 
@@ -139,7 +140,7 @@ def _length(layer: Layer, projection: Projection) -> int | None:
 
 def _biases(
     enclosing: Mapping[str, Any], dense: Mapping[str, Any], layers: Sequence[Layer], widths: list[LayerWidths]
-) -> tuple[dict[str, Any], list[LayerWidths], dict[str, str]]:
+) -> tuple[dict[str, Any], Widths, dict[str, str]]:
     """Return the last three parts of a `Reading`.
 
     A block gets biases of zeros only if the pruner added some bias to such blocks; those of the
@@ -147,7 +148,7 @@ def _biases(
     without units has one on its output projection, which it would still add.
     """
     config, model_type = dict(enclosing), dense["model_type"]
-    stated = Widths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
+    stated = widths_of(dense).biased
     for layer in layers:
         for module in (module for module in layer.biases if module not in stated):
             flag, families = _BIASED["attn" if module.startswith("self_attn.") else "mlp"]
@@ -157,7 +158,7 @@ def _biases(
                     "transformers or vLLM; prune without added biases"
                 )
             config[flag] = True
-    pruned = Widths.of(pruned_config(config, widths))
+    pruned = replace(widths_of(config), layers=tuple(widths))
     for layer, kept in zip(layers, widths, strict=True):
         counts = {"attn": kept.num_kv_heads, "mlp": kept.intermediate_size}
         for module in (pruned.table.output(block).name for block in pruned.table.norms if not counts[block]):
@@ -174,4 +175,4 @@ def _biases(
         for module in added
         if module in layer.weights and module not in layer.biases
     }
-    return config, widths, zeros
+    return config, pruned, zeros

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from ddp_vllm.dimensions import text_config
 from ddp_vllm.errors import ModelError, reading
-from ddp_vllm.families import register_pruned, text_config
+from ddp_vllm.families import register_pruned
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import LAYERS, Projection, TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table
@@ -48,15 +49,14 @@ class Stock:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises: ModelError if transformers has no such class, or cannot build it."""
-        from transformers.conversion_mapping import WeightConverter, WeightRenaming, get_model_conversion_mapping
-        from transformers.core_model_loading import rename_source_key, revert_weight_conversion
+        from transformers.core_model_loading import revert_weight_conversion
+
+        from ddp_vllm.remote_code.configuration_ddp_widths import renaming
 
         model, other = _built(config, wider=False), _built(config, wider=True)
         self.name, state = type(model).__name__, model.state_dict()
         self.ignored = [*_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())]
-        rules = get_model_conversion_mapping(model)
-        kinds = [[rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter)]
-        self._rename = lambda name: rename_source_key(name, *kinds, model.base_model_prefix, state)
+        self._rename = renaming(model)
         saved, wider = (revert_weight_conversion(built, built.state_dict()) for built in (model, other))
         self.parts: dict[str, list[str]] = {name: [] for name in state}
         """Tensor in memory -> those that save_pretrained writes for it."""

@@ -17,18 +17,9 @@ from typing import Any
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.conversion.shapes import AGAIN, read_layers
 from ddp_vllm.conversion.stock import describe
+from ddp_vllm.dimensions import EXPERT_COUNT_KEYS, text_config, widths_of
 from ddp_vllm.errors import ModelError, line_printer
-from ddp_vllm.families import (
-    EXPERT_COUNT_KEYS,
-    FAMILIES,
-    KNOWN,
-    check_dense,
-    dense_layers,
-    described_config,
-    foreign_code,
-    pruned_config,
-    text_config,
-)
+from ddp_vllm.families import FAMILIES, KNOWN, check_dense, foreign_code, pruned_config
 from ddp_vllm.formats import (
     DROPPED,
     FORMATS,
@@ -42,10 +33,11 @@ from ddp_vllm.formats import (
 )
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import known_folder
-from ddp_vllm.model_files import has_tokenizer, state_tokenizer_class, write_json, write_model_files
+from ddp_vllm.model_files import finish_shards, has_tokenizer, state_tokenizer_class, write_model_files
+from ddp_vllm.names import is_hub_name
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.provenance import is_hub_name, write_provenance
+from ddp_vllm.provenance import write_provenance
 from ddp_vllm.remote_code.files import (
     INDEX_FILE,
     WEIGHTS,
@@ -137,18 +129,19 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     dense = _with_dense_sizes(plain, read_config(dense_folder), dense_folder) if dense_folder else plain
     stated = stated_layers(config, plain) if plain.get("model_type") in KNOWN else None
     if stated:  # tensors of blocks that it removes may still be there
-        stored = _kept(stored, Widths.of(pruned_config(enclosing(plain, stated), stated)))
+        stored = _kept(stored, replace(widths_of(enclosing(plain, stated)), layers=tuple(stated)))
     shapes, zeros = {name: tensor.shape for name, tensor in stored.items()}, dict[str, str]()
     if plain.get("model_type") in FAMILIES:
-        enclosed, biased, layers, zeros = read_layers(dense, shapes, sizes_known=dense_folder is not None)
-        pruned, is_dense = pruned_config(biased, layers), layers == dense_layers(dense) and biased == enclosed
+        enclosed, biased, widths, zeros = read_layers(dense, shapes, sizes_known=dense_folder is not None)
+        is_dense = widths.layers == widths_of(dense).layers and biased == enclosed
     else:
-        enclosed, described = describe(dense, shapes)
-        pruned, is_dense = described_config(enclosed, described), not described.blocks
-        layers = list(Widths.of(pruned).layers)
+        enclosed, widths = describe(dense, shapes)
+        biased, is_dense = enclosed, not widths.blocks
+    pruned = pruned_config(biased, widths)
+    widths = Widths.of(pruned)
+    layers = widths.layers
     if not is_dense:
         _check_stated(stated, layers)
-    widths = Widths.of(pruned)
     kept = _kept(stored, widths)
     is_copied = is_dense and all(tensor.file.parent == folder for tensor in kept.values())
     tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in kept.items()]
@@ -327,15 +320,10 @@ def write_weights(folder: Path, plan: Plan) -> None:
     of_file: dict[Path, dict[str, Stored]] = {}
     for name, stored in plan.stored.items():
         of_file.setdefault(stored.file, {})[name] = stored
-    weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(of_file.values(), 1):
-        file = "model.safetensors" if len(of_file) == 1 else f"model-{number:05}-of-{len(of_file):05}.safetensors"
-        _write_file(folder / file, tensors)
-        weight_map |= dict.fromkeys(tensors, file)
-    total = sum((folder / file).stat().st_size for file in {*weight_map.values()})
-    # even one file gets an index: without it vLLM loads every safetensors file, the masks among
-    # them
-    write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX_FILE)
+    paths = [folder / f"shard-{number}.tmp" for number in range(len(of_file))]
+    for path, tensors in zip(paths, of_file.values(), strict=True):
+        _write_file(path, tensors)
+    finish_shards(folder, list(zip(paths, of_file.values(), strict=True)))
 
 
 def _write_file(path: Path, tensors: Mapping[str, Stored]) -> None:

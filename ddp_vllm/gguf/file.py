@@ -22,7 +22,7 @@ from gguf.utility import LocalTensor, SafetensorsLocal
 from msgspec import Meta
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
-from ddp_vllm.costs import attended
+from ddp_vllm.dimensions import attended
 from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer

@@ -11,11 +11,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.families import dimensions_of
 from ddp_vllm.gguf.graphs import missing_parts
+from ddp_vllm.names import bare_name, is_hub_name
 from ddp_vllm.pages.page import Page, to_markdown
 from ddp_vllm.pages.summary import dense_name, lead, sections, texts_of
-from ddp_vllm.provenance import bare_name, is_hub_name
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import states_widths
 
@@ -153,5 +152,5 @@ def _removed_units(checkpoint: Checkpoint) -> str:
     """Return the kind of the removed units, in words."""
     if checkpoint.is_stock:
         return "whole experts, equally many of each layer,"
-    blocks = [_UNITS_OF[kind] for kind in dimensions_of(checkpoint.config).blocks]
+    blocks = [_UNITS_OF[kind] for kind in checkpoint.widths.blocks]
     return " and ".join(blocks)

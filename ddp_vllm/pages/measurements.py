@@ -26,7 +26,8 @@ from ddp_vllm.evaluations import (
 )
 from ddp_vllm.masks import MASKS_FILE, Latency, Quality
 from ddp_vllm.model_facts import ModelFacts, describe_model, identify
-from ddp_vllm.provenance import bare_name, local_provenance
+from ddp_vllm.names import bare_name
+from ddp_vllm.provenance import dense_model, local_provenance
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import FORMAT, Bench, LoadVerdict, undamaged
 from ddp_vllm.schema import Kind
@@ -147,8 +148,7 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
 def _dense_of(checkpoint: Checkpoint) -> str | None:
     """Return the folder or hub name of the model that a checkpoint was pruned from, if it is
     known."""
-    provenance = local_provenance(checkpoint.folder / MASKS_FILE)
-    return str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model", "")) or None
+    return dense_model(local_provenance(checkpoint.folder / MASKS_FILE))
 
 
 def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:

@@ -14,12 +14,10 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.dimensions import dimensions_of, unit_shapes
 from ddp_vllm.errors import CheckpointError
-from ddp_vllm.families import dimensions_of, unit_shapes
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, read_masks_file
-from ddp_vllm.pages.summary import times_chosen
 from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes, short
-from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.schema import Count, checked
 
 # lines of a metrics file, which take seconds to read; the paper's search has 1,000 steps
@@ -59,14 +57,14 @@ def gather(checkpoint: Checkpoint) -> Metrics:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
     _check_masks(metrics)
-    layers, sizes = checkpoint.layers, dimensions_of(checkpoint.config)
+    widths = checkpoint.widths
     kept = {
-        "mlp": [layers[index].intermediate_size for index in sizes.mlp_layers],
-        "experts": [list(row) for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes) is not None],
+        "mlp": [layer.intermediate_size for layer in widths.layers if widths.states("mlp", layer)],
+        "experts": [list(row) for layer in widths.layers if (row := layer.expert_intermediate_sizes) is not None],
     }
     gates = metrics.gates
     # the MLP of a stock class keeps a channel of zeros
-    least = int(states_widths(checkpoint.config))
+    least = int(not widths.is_family)
     left = {kind: (values > 0).sum(-1) for kind, values in gates.items()}
     left |= {"mlp": np.maximum(left["mlp"], least)} if "mlp" in left else {}
     if any(left[kind].tolist() != widths for kind, widths in kept.items() if kind in gates):
@@ -115,7 +113,7 @@ def expert_widths(checkpoint: Checkpoint) -> NDArray[np.float64]:
 def expert_use(checkpoint: Checkpoint) -> NDArray[np.float64] | None:
     """Return how often the router chose each expert [L, E], in multiples of an even share; None if
     unknown."""
-    if not (chosen := times_chosen(checkpoint.provenance)):
+    if not (chosen := checkpoint.times_chosen):
         return None
     use = np.full_like(expert_widths(checkpoint), np.nan)
     for layer, counts in chosen.items():

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.families import dimensions_of
+from ddp_vllm.names import bare_name
 from ddp_vllm.output import write_files
 from ddp_vllm.pages import pictures
 from ddp_vllm.pages.metrics import Metrics, expert_use, expert_widths, gather
 from ddp_vllm.pages.page import REPORT_FILE, Page, Picture, Section, Table, to_html
 from ddp_vllm.pages.summary import answers, dense_name, lead, sections
-from ddp_vllm.provenance import bare_name
-from ddp_vllm.remote_code.widths import dense_kv_heads
 
 SHOWN = 3  # answers that are not folded away
 
@@ -98,9 +96,9 @@ def draw(metrics: Metrics) -> list[Picture]:
 
 
 def _heads(metrics: Metrics) -> Picture:
-    config, gates_LU = metrics.checkpoint.config, metrics.gates["attn"].astype(np.float64)
-    units, heads = gates_LU.shape[1], config["num_attention_heads"]
-    queries_per_kv = heads // dense_kv_heads(config)
+    dense, gates_LU = metrics.checkpoint.widths.dense, metrics.gates["attn"].astype(np.float64)
+    units, heads = gates_LU.shape[1], dense.num_query_heads
+    queries_per_kv = heads // dense.num_kv_heads
     unit, title, lines = "KV group", f"Attention, KV groups of {queries_per_kv} query heads", ""
     if units == heads:
         unit, title = "query head", "Attention, query heads"
@@ -116,9 +114,9 @@ def _heads(metrics: Metrics) -> Picture:
 
 
 def _widths(metrics: Metrics) -> Picture:
-    sizes = dimensions_of(metrics.checkpoint.config)
-    kept_L = [metrics.checkpoint.layers[index].intermediate_size for index in sizes.mlp_layers]
-    dense = sizes.intermediate_size
+    widths = metrics.checkpoint.widths
+    kept_L = [layer.intermediate_size for layer in widths.layers if widths.states("mlp", layer)]
+    dense = widths.dense.intermediate_size
     return pictures.render(
         partial(pictures.draw_widths, kept_L=kept_L, dense=dense),
         name="widths",

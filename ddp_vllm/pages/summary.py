@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.costs import prices, whole_model
-from ddp_vllm.evaluations import fidelity
-from ddp_vllm.families import dense_layers, dimensions_of, text_config
+from ddp_vllm.costs import whole_model
+from ddp_vllm.dimensions import text_config
 from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.masks import Latency
+from ddp_vllm.names import bare_name
 from ddp_vllm.pages.page import Section, Table
-from ddp_vllm.provenance import bare_name
-from ddp_vllm.remote_code.widths import LayerWidths, dense_kv_heads
+from ddp_vllm.provenance import dense_model
+from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 Size = tuple[str, int, int]
@@ -68,8 +68,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def dense_name(checkpoint: Checkpoint) -> str:
     """Return the name of the model that the checkpoint was pruned from."""
-    provenance = checkpoint.provenance
-    return str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or "its dense model")
+    return dense_model(checkpoint.provenance) or "its dense model"
 
 
 def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
@@ -168,73 +167,37 @@ def sizes(checkpoint: Checkpoint) -> list[Size]:
 
 def units(checkpoint: Checkpoint) -> list[Size]:
     """Count each kind of unit that can be pruned in such a model, over all layers."""
-    dense = dense_layers(checkpoint.config)
-    kinds = {label: count for kind in dimensions_of(checkpoint.config).blocks for label, count in _UNITS[kind].items()}
+    dense = checkpoint.widths.dense_layers
+    kinds = {label: count for kind in checkpoint.widths.blocks for label, count in _UNITS[kind].items()}
     return [(label, sum(map(count, dense)), sum(map(count, checkpoint.layers))) for label, count in kinds.items()]
 
 
 def footprint(checkpoint: Checkpoint) -> list[Size]:
     """Count the whole model's parameters, and its FLOPs and bytes of KV cache (at 16 bits) per
     token."""
-    context = _context(checkpoint)
-    parameters = checkpoint.num_parameters
-    counts = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
-    config = checkpoint.config
-    # it differs by architecture
-    cache = [] if not checkpoint.widths.is_family else [("kv-bytes", "KV-cache bytes per token")]
-    for budget, label in [("flops", f"FLOPs per token at {context:,}"), *cache]:
-        left = whole_model(budget, config, checkpoint.layers, checkpoint.shapes, context)
-        counts.append((label, round(left + _removed(budget, checkpoint)), round(left)))
+    config, context = checkpoint.config, _context(checkpoint)
+    models = (checkpoint.widths.dense_layers, checkpoint.dense_shapes), (checkpoint.layers, checkpoint.shapes)
+    labels = {
+        "params": "parameters",
+        "flops": f"FLOPs per token at {context:,}",
+        "kv-bytes": "KV-cache bytes per token",
+    }
+    if not checkpoint.widths.is_family:  # its cache differs by architecture
+        del labels["kv-bytes"]
+    counts = list[Size]()
+    for budget, label in labels.items():
+        dense, left = (round(whole_model(budget, config, *model, context)) for model in models)
+        counts.append((label, dense, left))
     return counts
 
 
 def without_embeddings(checkpoint: Checkpoint) -> Size:
     """Count the parameters apart from embeddings."""
-    embeddings = sum(prod(shape) for name, shape in checkpoint.shapes.items() if "embed" in name or "lm_head" in name)
-    left = checkpoint.num_parameters - embeddings
-    return "… without embeddings", left + removed_parameters(checkpoint), left
-
-
-def removed_parameters(checkpoint: Checkpoint) -> int:
-    """Return how many parameters of the dense model were removed, from the widths alone.
-
-    Besides the parameters of its units, a removed block loses its norms and its output bias. Biases
-    are counted if the kept units have them.
-    """
-    priced = int(_removed("params", checkpoint))
-    if checkpoint.is_stock:  # each removed expert leaves the router too
-        _, dense, left = units(checkpoint)[0]
-        return priced + int(checkpoint.config["hidden_size"]) * (dense - left)
-    if not checkpoint.widths.is_family:  # nothing but channels was removed
-        return priced
-    without_attention = sum(not layer.num_kv_heads for layer in checkpoint.layers)
-    without_mlp = sum(not layer.intermediate_size for layer in checkpoint.layers)
-    of_heads = {
-        name.split(".")[-2]: prod(shape)
-        for name, shape in checkpoint.shapes.items()
-        if ".self_attn." in name and "_norm." in name
-    }
-    attention = _vectors("attn", checkpoint) + sum(of_heads.values())
-    return priced + attention * without_attention + _vectors("mlp", checkpoint) * without_mlp
-
-
-def _vectors(block: str, checkpoint: Checkpoint) -> int:
-    """Return the parameters in a block's norms and output bias."""
-    table = checkpoint.widths.table
-    bias = f".{table.output(block).name}.bias"
-    count = len(table.norms[block]) + any(name.endswith(bias) for name in checkpoint.shapes)
-    return int(checkpoint.config["hidden_size"]) * count
-
-
-def _removed(budget: str, checkpoint: Checkpoint) -> float:
-    """Return the cost of the removed units in the unit of `budget`. Removing whole experts saves no
-    FLOPs per token."""
-    if checkpoint.is_stock and budget == "flops":
-        return 0.0
-    config = checkpoint.config
-    layers = prices(budget, config, checkpoint.shapes, _context(checkpoint))
-    pairs = zip(layers, dense_layers(config), checkpoint.layers, strict=True)
-    return sum(price.of(dense) - price.of(kept) for price, dense, kept in pairs)
+    dense, left = (
+        sum(prod(shape) for name, shape in shapes.items() if "embed" not in name and "lm_head" not in name)
+        for shapes in (checkpoint.dense_shapes, checkpoint.shapes)
+    )
+    return "… without embeddings", dense, left
 
 
 def _context(checkpoint: Checkpoint) -> int:
@@ -252,8 +215,8 @@ def width_table(checkpoint: Checkpoint) -> Table:
     groups are listed."""
     if checkpoint.has_experts:
         return _expert_widths(checkpoint)
-    config = checkpoint.config
-    width = dimensions_of(config).intermediate_size
+    dense = checkpoint.widths.dense
+    width = dense.intermediate_size
     if not checkpoint.widths.is_family:
         sizes = [layer.intermediate_size for layer in checkpoint.layers]
         channels = [[index, f"{size:,}", f"{size / width:.0%}"] for index, size in enumerate(sizes) if size]
@@ -270,14 +233,14 @@ def width_table(checkpoint: Checkpoint) -> Table:
                 f"{layer.intermediate_size / width:.0%}",
             ]
         )
-    heads = [f"KV heads of {dense_kv_heads(config)}", f"query heads of {config['num_attention_heads']}"]
+    heads = [f"KV heads of {dense.num_kv_heads}", f"query heads of {dense.num_query_heads}"]
     return Table(headings=["layer", *heads, f"MLP channels of {width:,}", "MLP left"], rows=rows)
 
 
 def _expert_widths(checkpoint: Checkpoint) -> Table:
     """Return the number of kept experts of each layer and their widths."""
-    width = dimensions_of(checkpoint.config).expert_intermediate_size
-    chosen = times_chosen(checkpoint.provenance)
+    width = checkpoint.widths.dense.num_units("expert_channel")
+    chosen = checkpoint.times_chosen
     rows = []
     for index, layer in enumerate(checkpoint.layers):
         if (all_sizes := layer.expert_intermediate_sizes) is not None:
@@ -293,7 +256,7 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
 def routing_notes(checkpoint: Checkpoint) -> list[str]:
     """Return sentences on idle and on too few experts; none for a dense model."""
     notes, chosen = [], text_config(checkpoint.config).get("num_experts_per_tok", 0)
-    counts = times_chosen(checkpoint.provenance)
+    counts = checkpoint.times_chosen
     idle = {index: row.count(0) for index, row in counts.items() if 0 in row}
     if idle:
         layers = ", ".join(f"{index} ({number} of {len(counts[index])})" for index, number in idle.items())
@@ -312,12 +275,6 @@ def routing_notes(checkpoint: Checkpoint) -> list[str]:
             "scores the removed experts, which add nothing to tokens that it sends to them"
         )
     return notes
-
-
-def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
-    """Return how often each expert was chosen on the training text, layer -> counts; {} if
-    unknown."""
-    return {int(layer): counts for layer, counts in provenance.get("routing", {}).get("chosen", {}).items()}
 
 
 def trained_together(provenance: Mapping[str, Any]) -> bool:
@@ -364,6 +321,16 @@ def answers(provenance: Mapping[str, Any]) -> list[dict[str, str]]:
 def perplexities(quality: Mapping[str, Any]) -> str:
     """Return the held-out perplexity of the dense, the pruned and the recovered model."""
     return " → ".join(f"{who} {quality[who]:.2f}" for who in MODELS if who in quality)
+
+
+def fidelity(quality: Mapping[str, Any]) -> str:
+    """Return a phrase on the agreement of a model with the dense one on the same text; "" if it was
+    not measured."""
+    agreement = quality.get("agreement", {})
+    last = agreement.get("recovered") or agreement.get("pruned")
+    if not last:
+        return ""
+    return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
 
 
 def adaptation(quality: Mapping[str, Any]) -> list[str]:

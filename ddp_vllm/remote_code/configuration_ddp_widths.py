@@ -7,6 +7,8 @@ pruned by narrower ones. Nothing is quantized: transformers lets only a quantize
 that point. This file is part of every checkpoint of such a family.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -59,20 +61,12 @@ class WidthsQuantizer(HfQuantizer):
         files = (file_tensors(Path(path)) for path in checkpoint_files or ())
         # of an overlay, as transformers reads them, the last copy counts
         widths.check({tensor[0]: tensor for tensor in chain.from_iterable(files)}.values())
-        conversions, present = get_model_conversion_mapping(model), model.state_dict()
-        renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
-
-        def place(module: str) -> str:
-            """Return the name in the model of a module's weight on disk."""
-            shared = (renamings, converters, model.base_model_prefix, present)
-            name, pattern = rename_source_key(f"{module}.weight", *shared)
-            self.merging |= {pattern} if pattern else set()
-            return name
-
-        parts = widths.table.projections
+        rename, present, parts = renaming(model), model.state_dict(), widths.table.projections
         for index, layer in enumerate(widths.layers):
-            names = [place(f"{widths.layers_module}.{index}.{part.name.format(0)}") for part in parts]
+            weights = (f"{widths.layers_module}.{index}.{part.name.format(0)}.weight" for part in parts)
+            renamed = [rename(weight) for weight in weights]
+            self.merging |= {source for _, source in renamed if source}
+            names = [name for name, _ in renamed]
             for part, name in zip(parts, names, strict=True):
                 if part.block == "mlp" and layer.intermediate_size:
                     narrow(model, name, part, layer.intermediate_size, widths.dense.intermediate_size)
@@ -113,6 +107,17 @@ class WidthsQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+
+def renaming(model: Any) -> Callable[[str], tuple[str, str | None]]:
+    """Return transformers' rule for names: a tensor on disk -> its name in the model, and the
+    pattern of those that are merged with it."""
+    rules = get_model_conversion_mapping(model)
+    kinds = [[rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter)]
+    return partial(
+        rename_source_key, weight_renamings=kinds[0], weight_converters=kinds[1],
+        base_model_prefix=model.base_model_prefix, meta_state_dict=model.state_dict(),
+    )  # fmt: skip
 
 
 def narrow(model: Any, weight: str, projection: Projection, width: int, dense_width: int) -> None:

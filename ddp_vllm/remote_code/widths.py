@@ -7,7 +7,8 @@ Every stock field of `config.json` keeps its dense value. One more key states wh
 
 for the families of `tensors.py`, with one entry per layer and one number for each kept KV head: its
 kept query heads, which are adjacent in `q_proj`. An empty list means that the attention is removed,
-`intermediate_size` 0 that the MLP is. Any other architecture names its pruned blocks on disk:
+`intermediate_size` 0 that the MLP is. Without the key the model is dense. Any other architecture
+names its pruned blocks on disk:
 
     "ddp_widths": {
       "quant_method": "ddp_widths",
@@ -107,9 +108,11 @@ class Place:
         return 0 if self.is_bias else self.projection.axis
 
 
-def dense_kv_heads(config: Mapping[str, Any]) -> int:
-    """Return the number of KV heads of a dense layer."""
-    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+def dense_heads(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the query heads of each KV head of a dense layer."""
+    heads = int(config.get("num_attention_heads") or 1)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return (heads // kv_heads,) * kv_heads
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -165,18 +168,16 @@ class Widths:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Widths":
-        """Read the fields of a pruned `config.json`. Raises: WidthsError, naming the key, its value
-        and its limit."""
+        """Read the fields of a `config.json`, pruned or of a dense model of a family.
+        Raises: WidthsError, naming the key, its value and its limit."""
         if (stated := stated_widths(config)) is not None:
             return _described(stated, config)
         table = TABLES.get(dense_type(config))
         if table is None:
             raise WidthsError(f"config.json: model_type {config.get('model_type')!r} is unknown; update ddp-vllm")
-        check_sizes(config)
-        heads, kv_heads = config["num_attention_heads"], dense_kv_heads(config)
-        dense = LayerWidths(
-            query_heads_per_kv_head=(heads // kv_heads,) * kv_heads, intermediate_size=config["intermediate_size"]
-        )
+        is_dense = config.get("ddp_layers") is None and dense_type(config) == config["model_type"]
+        check_sizes(config, *["hidden_size"] * is_dense)
+        dense = LayerWidths(query_heads_per_kv_head=dense_heads(config), intermediate_size=config["intermediate_size"])
         number = config["num_hidden_layers"]
         flags = {"attn": config.get("attention_bias"), "mlp": config.get("mlp_bias")}
         biased = {part.name for part in table.projections if flags[part.block]}
@@ -184,7 +185,9 @@ class Widths:
             biased -= {table.output("attn").name}
         return cls(
             table=table,
-            layers=_layers(config.get("ddp_layers"), "ddp_layers", number, dense, is_family=True),
+            layers=(dense,) * number
+            if is_dense
+            else _layers(config.get("ddp_layers"), "ddp_layers", number, dense, is_family=True),
             dense=dense,
             head_dim=head_dim(config),
             hidden_size=config.get("hidden_size"),
@@ -264,6 +267,11 @@ class Widths:
             )
             for layer in self.layers
         )
+
+    @property
+    def router(self) -> str:
+        """The module that chooses among experts of which some may be removed whole."""
+        return f"{self.table.output('experts').name.partition('.experts.')[0]}.gate"
 
     def states(self, block: str, layer: LayerWidths) -> bool:
         """Return whether a layer states the units of a block, and does not leave it as it is."""
@@ -475,19 +483,17 @@ def check_sizes(config: Mapping[str, Any], *required: str) -> None:
                 f"config.json: {name} is {short(value)}, not a positive integer up to {most:,}; download the model "
                 "again"
             )
-    if config["num_attention_heads"] % dense_kv_heads(config):
+    if (heads := config["num_attention_heads"]) % (kv_heads := len(dense_heads(config))):
         raise WidthsError(
-            f"config.json: num_attention_heads {config['num_attention_heads']} is not a multiple of "
-            f"num_key_value_heads {dense_kv_heads(config)}; download the model again"
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; download "
+            "the model again"
         )
 
 
 def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
     """Read the description of a model's blocks. Raises: WidthsError."""
     text = text if isinstance(text := config.get("text_config"), Mapping) else config
-    heads = int(text.get("num_attention_heads") or 1)
-    kv_heads = int(text.get("num_key_value_heads") or heads)
-    dense = LayerWidths(query_heads_per_kv_head=(heads // kv_heads,) * kv_heads)
+    dense = LayerWidths(query_heads_per_kv_head=dense_heads(text))
     projections = list[Projection]()
     _check_keys(stated, METHOD, {"quant_method", "layers_module", *UNITS, "layers"})
     for block in UNITS:

@@ -15,10 +15,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, HFConfigParser
 
+from ddp_vllm.dimensions import DEEPSEEK
 from ddp_vllm.errors import DdpError
 from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import DROPPED, NEMOTRON_NAS, opened_in_place
-from ddp_vllm.remote_code import DEEPSEEK, configuration_ddp
+from ddp_vllm.remote_code import configuration_ddp
 
 logger = init_logger("vllm.ddp_plugins.in_place")
 

@@ -18,7 +18,7 @@ from vllm.version import __version__, __version_tuple__
 
 from ddp_plugins.padding import fit
 from ddp_vllm.errors import SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_kv_heads
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 TESTED = (0, 32)  # the newest version of vLLM that the tests ran on
@@ -62,7 +62,7 @@ class Limits(VerifyAndUpdateConfig):
             vllm_config.cache_config.enable_prefix_caching = False
         check_head_scales(config, widths)
         check_planning(vllm_config, config, layers)
-        check_connectors(vllm_config.kv_transfer_config, max(1, dense_kv_heads(config) // num_ranks), layers)
+        check_connectors(vllm_config.kv_transfer_config, max(1, len(dense_heads(config)) // num_ranks), layers)
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
             warn_of_padded_cache(config, layers)
         for present, what in ((model.quantization, "quantized weights"), (vllm_config.lora_config, "LoRA adapters")):
@@ -99,14 +99,13 @@ def check_head_scales(config: Mapping[str, Any], layers: Sequence[LayerWidths]) 
     Raises: SettingError, naming the layer and another strategy.
     """
     scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
-    num_kv_heads = dense_kv_heads(config)
-    dense = (config["num_attention_heads"] // num_kv_heads,) * num_kv_heads
+    dense = dense_heads(config)
     pruned = [index for index, layer in enumerate(layers) if layer.query_heads_per_kv_head not in ((), dense)]
     if scheme.get("strategy") == "attn_head" and pruned:
         raise SettingError(
             f"kv_cache_scheme has one scale per head, and layer {pruned[0]} has {layers[pruned[0]].num_query_heads} "
             f"query heads and {layers[pruned[0]].num_kv_heads} KV heads, the dense model {sum(dense)} and "
-            f"{num_kv_heads}; quantize the KV cache with the strategy tensor"
+            f"{len(dense)}; quantize the KV cache with the strategy tensor"
         )
 
 

@@ -4,8 +4,8 @@ import math
 
 from ddp_prune.models.source import Source
 from ddp_prune.recipe import Recipe
+from ddp_vllm.dimensions import MIXTURES
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import MIXTURES
 
 
 def check_suits(recipe: Recipe, source: Source) -> None:

@@ -18,26 +18,16 @@ from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.models.writing import stored_tensors, write_model
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
+from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.families import (
-    WHOLE_EXPERT,
-    Dimensions,
-    described_config,
-    fewer_experts,
-    pruned_config,
-    unit_shapes,
-)
+from ddp_vllm.families import fewer_experts, pruned_config
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_files import state_tokenizer_class
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.remote_code.widths import METHOD, UNITS, LayerWidths, Place, Widths
+from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
-
-Slice = Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]
-"""Takes the name and the value of a stored tensor, and returns its new name and kept part; None if
-none is kept."""
 
 
 def export(
@@ -67,25 +57,19 @@ def export(
     finish: writes the pages of the folder that will become `output`.
 
     Raises: OutputError if the output exists and `overwrite` is off; for whole experts as
-        `kept_experts`, and SettingError if too few are kept.
+        `WholeExpertSlicer`, and SettingError if too few are kept.
     """
     stock = read_config(source.folder)
-    if head_unit == WHOLE_EXPERT:
-        kept = kept_experts(gates, source)
-        slice_tensor: Slice = WholeExpertSlicer(gates, source, kept).slice
-        numbers = fewer_experts(source.config, len(next(iter(kept.values()))))
+    slicer = (WholeExpertSlicer if head_unit == WHOLE_EXPERT else UnitSlicer)(gates, source)
+    if isinstance(slicer, WholeExpertSlicer):
+        numbers = fewer_experts(source.config, slicer.num_kept)
         # the class of some families has another name for the key of the published config
         config = stock | ({key: number for key, number in numbers.items() if key in stock} or numbers)
-        config |= {METHOD: without_experts(source.widths, kept).to_json()}
+        config |= {METHOD: slicer.widths.to_json()}
     else:
-        slicer = UnitSlicer(gates, source)
-        slice_tensor = slicer.slice
-        if source.structure:
-            config = described_config(stock, slicer.widths)
-        else:
-            config = pruned_config(source.config, slicer.widths.layers)
+        config = pruned_config(stock, slicer.widths)
     with atomic_folder(output, overwrite=overwrite) as folder:
-        write_model(folder, source.folder, config, sliced_tensors(source, slice_tensor, transform))
+        write_model(folder, source.folder, config, sliced_tensors(source, slicer, transform))
         if "ddp_layers" in config:
             state_tokenizer_class(source.folder, folder)
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
@@ -95,14 +79,14 @@ def export(
 
 
 def sliced_tensors(
-    source: Source, slice_tensor: Slice, transform: UpdatedWeights | None
+    source: Source, slicer: "UnitSlicer", transform: UpdatedWeights | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was
     stored in."""
     for name, tensor in stored_tensors(source.folder):
         updated = transform(name, tensor) if transform else tensor
         for single, part in _singles(source, name, updated):
-            if (kept := slice_tensor(single, part)) is not None:
+            if (kept := slicer.slice(single, part)) is not None:
                 yield kept[0], kept[1].to(tensor.dtype)
     if transform:
         transform.check_complete()
@@ -117,37 +101,22 @@ def _singles(source: Source, name: str, tensor: torch.Tensor) -> Iterator[tuple[
         yield name, tensor
 
 
-def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
-    """Return the gates of heads and MLP channels of all layers by unit, float32 [L, U].
-
-    Key and value rows are not scaled: a KV head has scale 1 if a query head that reads it is kept,
-    else 0.
-    """
-    if len(gates) == 1:  # the other blocks are not pruned
-        every = unit_shapes(replace(sizes, blocks=("attn", "mlp")), "kv-group")
-        gates = {kind: torch.ones(shape) for kind, shape in every.items()} | dict(gates)
-    queries_LQ = gates["attn"].repeat_interleave(sizes.num_query_heads // gates["attn"].shape[1], dim=1)
-    kv_heads_LK = (queries_LQ > 0).unflatten(1, (sizes.num_kv_heads, -1)).any(-1).float()
-    return {"query_head": queries_LQ, "kv_head": kv_heads_LK, "channel": gates["mlp"]}
-
-
-def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
-    """Return the kept widths of each layer: the units whose gate is above 0."""
-    if "experts" in gates:
-        heads, rows = (sizes.queries_per_kv,) * sizes.num_kv_heads, (gates["experts"] > 0).sum(-1).tolist()
-        of_layer = dict(zip(sizes.routed_layers, map(tuple, rows), strict=True))
-        return [
-            LayerWidths(
-                query_heads_per_kv_head=heads, intermediate_size=0, expert_intermediate_sizes=of_layer.get(layer)
-            )
-            for layer in range(sizes.num_layers)
-        ]
-    kept = {unit: scales > 0 for unit, scales in unit_scales(gates, sizes).items()}
-    heads_LK = kept["query_head"].unflatten(1, (sizes.num_kv_heads, -1)).sum(-1).tolist()
-    return [
-        LayerWidths(query_heads_per_kv_head=tuple(filter(None, heads)), intermediate_size=width)
-        for heads, width in zip(heads_LK, kept["channel"].sum(-1).tolist(), strict=True)
-    ]
+def layer_widths(gates: Masks, sizes: Dimensions, dense: Widths) -> list[LayerWidths]:
+    """Return the kept widths of each layer: the units whose gate is above 0, and all units of the
+    blocks without gates."""
+    layers = list(dense.dense_layers)
+    for kind, rows in gates.items():
+        for layer, row in zip(sizes.layers_of(kind), rows > 0, strict=True):
+            if kind == "attn":
+                heads = row.repeat_interleave(sizes.num_query_heads // len(row)).unflatten(0, (sizes.num_kv_heads, -1))
+                counts = tuple(filter(None, heads.sum(-1).tolist()))
+                layers[layer] = replace(layers[layer], query_heads_per_kv_head=counts)
+            elif kind == "mlp":  # in a stock class, a linear layer without inputs is not portable
+                width = max(int(not dense.is_family), int(row.sum()))
+                layers[layer] = replace(layers[layer], intermediate_size=width)
+            else:
+                layers[layer] = replace(layers[layer], expert_intermediate_sizes=tuple(row.sum(-1).tolist()))
+    return layers
 
 
 class UnitSlicer:
@@ -155,31 +124,17 @@ class UnitSlicer:
     0, and emptied blocks of a family."""
 
     def __init__(self, gates: Masks, source: Source) -> None:
-        sizes, dense = source.sizes, source.widths
-        self.scales: dict[str, dict[int, torch.Tensor]] = {}
-        """Unit -> layer -> the gates of its units, float32 [U]; of experts [E, C]."""
-        if dense.is_family:
-            layers, blocks = layer_widths(gates, sizes), dense.blocks
-            self.scales = {unit: dict(enumerate(rows)) for unit, rows in unit_scales(gates, sizes).items()}
-        else:
-            kept, blocks = [LayerWidths()] * sizes.num_layers, tuple(kind for kind in dense.blocks if kind in gates)
-            for kind, scales in gates.items():
-                rows = self.scales[UNITS[kind]] = dict(zip(sizes.layers_of(kind), scales, strict=True))
-                for layer, row in rows.items():
-                    counts: Any = (row > 0).sum(-1).tolist()
-                    if kind == "mlp":  # a linear layer without inputs is not portable
-                        kept[layer] = replace(kept[layer], intermediate_size=max(1, counts))
-                    else:
-                        kept[layer] = replace(kept[layer], expert_intermediate_sizes=tuple(counts))
-            layers = kept
-        self.widths = replace(dense.only(blocks), layers=tuple(layers))
+        self.gates = {kind: dict(zip(source.sizes.layers_of(kind), rows, strict=True)) for kind, rows in gates.items()}
+        """Module type -> layer -> the gates of its units, float32 [U], or [E, C]."""
+        dense = source.widths if source.widths.is_family else source.widths.only(gates)
+        self.widths = replace(dense, layers=tuple(layer_widths(gates, source.sizes, dense)))
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the name and the kept part of a tensor, with gates folded in; None if nothing of
         it is kept."""
         if (place := self.widths.find(name)) is None:
             return None if self.widths.is_removed(name) else (name, tensor)
-        if (length := self.widths.length(place)) is None:
+        if place.projection.block not in self.gates or (length := self.widths.length(place)) is None:
             return name, tensor
         if not length:
             return None
@@ -193,61 +148,49 @@ class UnitSlicer:
         return name, tensor if place.is_bias else fold(tensor[:, keep], scale[keep])
 
     def _scale(self, place: Place) -> torch.Tensor:
-        """Return the gate of each row (axis 0) or column (axis 1) of a projection."""
-        scales = [self.scales[unit][place.layer] for unit in place.projection.units]
-        if place.projection.block == "experts":
-            scales = [scales_EC[place.expert] for scales_EC in scales]
-        return torch.cat(scales).repeat_interleave(place.projection.unit_size(self.widths.head_dim))
+        """Return the gate of each row (axis 0) or column (axis 1) of a projection.
+
+        Key and value rows are not scaled: a KV head has scale 1 if a query head that reads it is
+        kept, else 0.
+        """
+        gates, dense = self.gates[place.projection.block][place.layer], self.widths.dense
+        scales = {"channel": gates, "expert_channel": gates[place.expert]}
+        if place.projection.block == "attn":
+            queries = gates.repeat_interleave(dense.num_query_heads // len(gates))
+            is_kept = (queries > 0).unflatten(0, (dense.num_kv_heads, -1)).any(-1)
+            scales = {"query_head": queries, "kv_head": is_kept.float()}
+        rows = torch.cat([scales[unit] for unit in place.projection.units])
+        return rows.repeat_interleave(place.projection.unit_size(self.widths.head_dim))
 
 
-def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
-    """Return the numbers of the experts that each routed layer keeps, equally many in every layer.
-
-    Raises: CheckpointError for gates that keep a part of an expert, or more experts in one layer
-        than in another.
-    """
-    open_LEC = gates["experts"] > 0
-    kept_LE = open_LEC.any(-1)
-    if not torch.equal(kept_LE, open_LEC.all(-1)) or len(set(kept_LE.sum(1).tolist())) != 1:
-        raise CheckpointError("the masks do not keep whole experts, equally many in every layer; prune again")
-    rows = zip(source.sizes.routed_layers, kept_LE, strict=True)
-    return {layer: row.nonzero().flatten().tolist() for layer, row in rows}
-
-
-def without_experts(dense: Widths, kept: Mapping[int, list[int]]) -> Widths:
-    """Return the widths of a model with whole experts, 0 for the others."""
-    layers = list(dense.layers)
-    for layer, numbers in kept.items():
-        sizes = enumerate(layers[layer].expert_intermediate_sizes or ())
-        kept_sizes = tuple(size if expert in numbers else 0 for expert, size in sizes)
-        layers[layer] = replace(layers[layer], expert_intermediate_sizes=kept_sizes)
-    return replace(dense.only(("experts",)), layers=tuple(replace(layer, intermediate_size=0) for layer in layers))
-
-
-class WholeExpertSlicer:
+class WholeExpertSlicer(UnitSlicer):
     """Removes whole experts and their rows of the router, and renumbers the kept experts."""
 
-    def __init__(self, gates: Masks, source: Source, kept: Mapping[int, list[int]]) -> None:
-        """kept: the numbers of the experts to keep, per routed layer."""
-        self.widths, self.kept = source.widths, kept
-        self.router = f"{self.widths.table.output('experts').name.partition('.experts.')[0]}.gate"
-        self.gates = dict(zip(kept, gates["experts"], strict=True))  # layer -> [E, C]
+    def __init__(self, gates: Masks, source: Source) -> None:
+        """Raises: CheckpointError for gates that keep a part of an expert, or more experts in one
+        layer than in another."""
+        open_LEC = gates["experts"] > 0
+        kept_LE = open_LEC.any(-1)
+        if not torch.equal(kept_LE, open_LEC.all(-1)) or len(set(kept_LE.sum(1).tolist())) != 1:
+            raise CheckpointError("the masks do not keep whole experts, equally many in every layer; prune again")
+        super().__init__(gates, source)
+        self.kept = {
+            layer: row.nonzero().flatten().tolist()
+            for layer, row in zip(source.sizes.routed_layers, kept_LE, strict=True)
+        }
+        """Routed layer -> the numbers of the kept experts."""
+        self.num_kept = int(kept_LE[0].sum())
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the new name and the kept part of a tensor, as `UnitSlicer.slice`."""
         layer, module, kind = self.widths.split(name) or (0, "", "")
-        if (module, kind) == (self.router, "weight") and layer in self.kept:
+        if (module, kind) == (self.widths.router, "weight") and layer in self.kept:
             return name, tensor[self.kept[layer]]
-        place = self.widths.find(name)
-        if place is None or place.projection.block != "experts" or layer not in self.kept:
-            return name, tensor
-        kept = self.kept[layer]
-        if place.expert not in kept:
-            return None
-        if place.projection.axis == 1 and not place.is_bias:
-            tensor = fold(tensor, self.gates[layer][place.expert])
-        before, after = f".experts.{place.expert}.", f".experts.{kept.index(place.expert)}."
-        return name.replace(before, after), tensor
+        place, sliced = self.widths.find(name), super().slice(name, tensor)
+        if place is None or sliced is None or layer not in self.kept:
+            return sliced
+        number = self.kept[layer].index(place.expert)
+        return name.replace(f".experts.{place.expert}.", f".experts.{number}."), sliced[1]
 
 
 def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -283,7 +226,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     if align != 1:
         gates = _aligned(gates, scores, provenance, masks, align)
         outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}
-    layers = () if source.structure else layer_widths(gates, source.sizes)
+    layers = () if source.structure else layer_widths(gates, source.sizes, source.widths)
     if tp != 1 and "num_attention_heads" in source.text_config:
         check_tensor_parallel(tp, source.config, layers, remedy=f"or prune with --tp {tp}")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}

@@ -23,7 +23,8 @@ from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
-from ddp_vllm.provenance import bare_name, local_provenance
+from ddp_vllm.names import bare_name
+from ddp_vllm.provenance import dense_model, local_provenance
 from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.results import write_new_results
 
@@ -84,7 +85,7 @@ def dense_of(model: str) -> str:
     Raises: SettingError."""
     folder = local_folder(model)
     provenance = local_provenance(folder / MASKS_FILE) if folder and is_pruned(folder) else {}
-    if not (dense := provenance.get("applied_to") or provenance.get("recipe", {}).get("model")):
+    if not (dense := dense_model(provenance)):
         raise SettingError(f"{model} does not name the model it was pruned from; pass that model with --against")
     try:
         local_folder(dense)
@@ -92,7 +93,7 @@ def dense_of(model: str) -> str:
         raise SettingError(
             f"{model} was pruned from {dense}, which is not on this machine; pass it with --against"
         ) from None
-    return str(dense)
+    return dense
 
 
 def open_model(model: str, dense: Source) -> Source:
@@ -113,7 +114,7 @@ def open_model(model: str, dense: Source) -> Source:
         raise ModelError(
             f"{model} is quantized ({method}); supported is compressed-tensors, as ddp-vllm quantize writes"
         )
-    return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes, shapes=dense.shapes)
+    return Source(folder=folder, config=config, sizes=dense.sizes, shapes=dense.shapes)
 
 
 def _load_text(

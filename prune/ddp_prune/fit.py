@@ -27,7 +27,6 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.settings import TrainingSettings, optimizer_suits
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, reading
-from ddp_vllm.families import dense_layers
 
 FROZEN = ("model.embed_tokens.", "lm_head.")  # weights that are never trained
 USABLE = 0.8  # of free memory: the needs of a step are estimates, and memory fragments
@@ -285,7 +284,7 @@ def flops_per_token(recipe: Recipe, source: Source, found: Fit) -> float:
     """Return the FLOPs of training per token of a sequence: of the teacher's forward, forward,
     forward again of checkpointed layers, gradients of activations, and gradients of trained
     weights."""
-    fixed = "flops", source.config, dense_layers(source.config), source.shapes
+    fixed = "flops", source.config, source.widths.dense_layers, source.shapes
     products = whole_model(*fixed, 0)
     attention = whole_model(*fixed, recipe.seq_len // 2) - products  # a token attends to half of the others
     forwards = (recipe.distillation > 0) + 1 + found.checkpointed

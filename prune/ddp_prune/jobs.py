@@ -222,7 +222,7 @@ def _learn_size(
         if recipe.distillation > 0:
             dense = gated
             if joint.teacher is not None:
-                dense = GatedModel(joint.teacher, source.family, source.sizes, head_unit)
+                dense = GatedModel(joint.teacher, source.widths, source.sizes, head_unit)
             with dense.masks(gates), joint.weights.adapters_disabled():
                 untrained = evaluation.divergences(dense.model)
         transform = joint.weights.finish()
@@ -285,7 +285,7 @@ def _write(
         **learned.routing(source.sizes.routed_layers),
     }
     if size.profile:
-        widths = layer_widths(learned.gates, source.sizes)
+        widths = layer_widths(learned.gates, source.sizes, source.widths)
         provenance |= {"latency": predicted_latency(size.profile, widths, recipe.workload)}
     return export(
         source,

@@ -20,7 +20,6 @@ from ddp_prune.run import Run, schedule
 from ddp_prune.run_folder import find_record
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import Profile
 
 
@@ -149,7 +148,7 @@ def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
 def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> tuple[float | None, list[str]]:
     """Return which share of the whole model is removed, and lines about it and the option that
     removes that share."""
-    config, layers = source.config, dense_layers(source.config)
+    config, layers = source.config, source.widths.dense_layers
     if recipe.budget not in ("units", "params"):
         share: float | None = None
         lines: list[str] = []

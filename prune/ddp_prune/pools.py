@@ -13,19 +13,18 @@ from ddp_prune.models.source import Source, check_index, open_source
 from ddp_prune.recipe import Recipe
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.costs import prices, whole_model
-from ddp_vllm.errors import SettingError
-from ddp_vllm.families import (
-    FAMILIES,
-    MIXTURES,
+from ddp_vllm.dimensions import (
+    BLOCK_NAMES,
     WHOLE_EXPERT,
     Dimensions,
     choose_head_unit,
-    dense_layers,
     dimensions_of,
-    fewer_experts,
     text_config,
     unit_shapes,
+    widths_of,
 )
+from ddp_vllm.errors import SettingError
+from ddp_vllm.families import KNOWN, fewer_experts
 from ddp_vllm.latency import EXPERT_BLOCK, Profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.speed import Measure, find_profile
@@ -135,7 +134,7 @@ def _priced_pool(
         raise SettingError(f"budget is {budget!r}, which does not depend on what is pruned here; choose another")
     if not recipe.target:
         return replace(pool, kept=math.floor((1.0 - recipe.sparsity) * pool.total))
-    model_cost = whole_model(budget, config, dense_layers(config), shapes, recipe.context_length)
+    model_cost = whole_model(budget, config, widths_of(config).dense_layers, shapes, recipe.context_length)
     unprunable = model_cost - pool.total
     if not unprunable < recipe.target < model_cost:
         raise SettingError(
@@ -151,11 +150,9 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
     if layout["queries_per_kv"] > 1:
         raise SettingError("removing single query heads saves no measurable time; leave head_unit out")
     times = profile.times(recipe.workload)
-    curves = {"attn": times.attention, "mlp": times.mlp, "experts": times.experts}
     costs, fixed, tables, steps = {}, {}, {}, {}
     for kind, shape in layout["shapes"].items():
-        curve, align, is_routed = curves[kind], layout["blocks"].get(kind, 1), kind == "experts"
-        assert curve
+        curve, align, is_routed = times.curves[BLOCK_NAMES[kind]], layout["blocks"].get(kind, 1), kind == "experts"
         per_layer = torch.full((shape[0],), 1e6, dtype=torch.float64)
         # an expert has a share in its layer
         costs[kind] = per_layer * curve.unit / math.prod(shape[1:-1])
@@ -232,7 +229,7 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
     if recipe.budget != "latency":
         return None
     stock = read_config(source.folder)
-    has_times = stock["model_type"] in {*FAMILIES, *MIXTURES}
+    has_times = stock["model_type"] in KNOWN
     if not has_times or source.sizes.blocks != dimensions_of(stock).blocks:
         raise SettingError(
             "a speedup requires times by heads and channels, which ddp-vllm profile measures of models with a row in "

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.settings import TrainingSettings
+from ddp_vllm.dimensions import BLOCK_NAMES
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import BLOCK_NAMES
-from ddp_vllm.latency import PHASES
-from ddp_vllm.machine import Workload
+from ddp_vllm.machine import PHASES, Workload
 from ddp_vllm.settings import Settings, check_known, read_settings, setting
 
 SIZES = ("sparsity", "target", "speedup")

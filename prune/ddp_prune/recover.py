@@ -37,10 +37,11 @@ from ddp_prune.texts import read_text
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError, TrainingError
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
+from ddp_vllm.names import identity_of
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
-from ddp_vllm.provenance import identity_of, local_provenance
+from ddp_vllm.provenance import local_provenance
 
 RESOLVED = ("train", "optimizer", "learn_from", "learning_rate", "tokens")
 """Settings that are resolved before the first step; a resumed run keeps them."""

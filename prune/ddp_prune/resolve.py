@@ -251,7 +251,7 @@ def load_trained(
     if accelerator.device.type == "cuda":
         with suppress(Exception):  # without a C compiler, eager mode is slower and right
             fuse_elementwise(model)
-    return GatedModel(model, source.family, source.sizes, head_unit), weights
+    return GatedModel(model, source.widths, source.sizes, head_unit), weights
 
 
 def too_large(recipe: Recipe | RecoveryRecipe) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.provenance import bare_name, identity_of, split_sources
+from ddp_vllm.names import bare_name, identity_of, split_sources
 from ddp_vllm.settings import Settings, setting
 
 # settings that do not change the result, or whose resolved values are compared instead

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddp_vllm.families import dense_layers, pruned_config
+from ddp_vllm.dimensions import widths_of
+from ddp_vllm.families import pruned_config
 from ddp_vllm.remote_code.widths import Widths
 from lease import DEVICE, DRY
 
@@ -126,9 +127,9 @@ def narrow_experts(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     layers = [
         replace(layer, expert_intermediate_sizes=tuple(EXPERTS[turn:] + EXPERTS[:turn]))
-        for turn, layer in enumerate(dense_layers(config))
+        for turn, layer in enumerate(widths_of(config).dense_layers)
     ]
-    pruned = pruned_config(config, layers)
+    pruned = pruned_config(config, replace(widths_of(config), layers=tuple(layers)))
     widths, kept = Widths.of(pruned), {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         axis, length = widths.expected(name) or (0, tensor.shape[0])

@@ -18,7 +18,7 @@ from ddp_prune.core.gate_kernels import expert_gates_backward, gate_backward, sc
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.loss_kernel import distill_chunk
-from ddp_vllm.families import choose_head_unit, dimensions_of, family_of
+from ddp_vllm.dimensions import choose_head_unit, dimensions_of, widths_of
 from lease import DEVICE, DRY, error_of, seconds_of
 from machine import build, config_of
 
@@ -105,7 +105,7 @@ def gate_gradients(config: dict[str, Any], device: str) -> Values:
     torch.manual_seed(0)
     model, full = build(config, "cpu", torch.float32)
     model, sizes = model.to(device), dimensions_of(full)
-    gated = GatedModel(model, family_of(full), sizes, choose_head_unit("auto", sizes))
+    gated = GatedModel(model, widths_of(full), sizes, choose_head_unit("auto", sizes))
     tokens = torch.randint(3, config["vocab_size"], (2, 48)).to(device)
     masks = {kind: torch.rand(shape).add_(0.2).to(device).requires_grad_() for kind, shape in gated.shapes.items()}
     squares = {kind: torch.zeros_like(mask.detach()) for kind, mask in masks.items()}

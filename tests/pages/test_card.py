@@ -8,6 +8,7 @@ import pytest
 from written_folders import write_model, write_weights
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.dimensions import widths_of
 from ddp_vllm.families import pruned_config
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.remote_code.widths import LayerWidths
@@ -54,6 +55,7 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
     assert named(llama, model_type="ddp_qwen3") == [True, True, True, False]
     dense = {key: value for key, value in llama.config.items() if key != "ddp_layers"}
     widths = LayerWidths(query_heads_per_kv_head=(2, 2), intermediate_size=0, expert_intermediate_sizes=(8, 3))
-    config = pruned_config({**dense, **EXPERTS, "model_type": "qwen3_moe"}, [widths])
+    mixture = {**dense, **EXPERTS, "model_type": "qwen3_moe"}
+    config = pruned_config(mixture, dataclasses.replace(widths_of(mixture), layers=(widths,)))
     write_weights(tmp_path / "experts", config, [widths.to_json()])
     assert named(read_checkpoint(tmp_path / "experts")) == [True, False, True, False]

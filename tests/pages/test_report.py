@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 from written_folders import PageReader, write_masks, write_weights
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.families import dense_layers, pruned_config
+from ddp_vllm.dimensions import widths_of
+from ddp_vllm.families import pruned_config
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
 from ddp_vllm.pages.report import write_report
@@ -76,9 +77,12 @@ def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
     pruned_sizes = (tuple(sizes[0]), None, tuple(sizes[1]))
     widths = [
         replace(layer, expert_intermediate_sizes=row)
-        for layer, row in zip(dense_layers(config), pruned_sizes, strict=True)
+        for layer, row in zip(widths_of(config).dense_layers, pruned_sizes, strict=True)
     ]
-    config, layers = pruned_config(config, widths), [layer.to_json() for layer in widths]
+    config, layers = (
+        pruned_config(config, replace(widths_of(config), layers=tuple(widths))),
+        [layer.to_json() for layer in widths],
+    )
     write_weights(tmp_path / "out", config, layers)
     write_masks(tmp_path / "out", {"experts": gates}, {"routing": {"chosen": chosen}})
     (tmp_path / "out" / "ddp_metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "experts_sparsity": 0.1}\n' * 3)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from activation_scores import flap
-from ddp_vllm.families import dimensions_of, family_of
+from ddp_vllm.dimensions import dimensions_of, widths_of
 from scores import observe_projections
 
 SIZES: dict[str, Any] = {
@@ -76,7 +76,7 @@ def of_flap(folder: Path) -> Any:
     """Prune heads and channels by FLAP's scores, add its biases, and save with the config of the dense model."""
     model = llama(num_key_value_heads=12)
     config, text = model.config.to_dict(), torch.randint(1, 300, (4, 16), generator=torch.Generator().manual_seed(1))
-    gated = GatedModel(model.requires_grad_(False), family_of(config), dimensions_of(config), "query-head")
+    gated = GatedModel(model.requires_grad_(False), widths_of(config), dimensions_of(config), "query-head")
     sums: dict[Any, torch.Tensor] = {}
 
     def note(location: Any, x_TI: torch.Tensor, _y_TO: torch.Tensor) -> None:

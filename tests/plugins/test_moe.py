@@ -91,7 +91,7 @@ def pruned(
                 (dense / file.name).write_bytes(file.read_bytes())
             passed(invoke("prune", dense, *SHORT, "--data", tiny_text, "-o", folder))
             source, (gates, _) = open_source(str(dense)), read_masks(folder / MASKS_FILE)
-            gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, "auto")
+            gated = GatedModel(load_model(source, "float32"), source.widths, source.sizes, "auto")
             with gated.masks(gates), torch.no_grad():
                 logits = gated.model(torch.arange(5, 37)[None]).logits
                 folders[name] = folder, {"outputs": [generate(gated.model, prompt) for prompt in PROMPTS]}, logits

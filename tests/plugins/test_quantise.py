@@ -141,7 +141,7 @@ def test_the_plugin_computes_what_the_scheme_says(scheme: str, tolerance: float,
 @pytest.mark.parametrize(("scheme", "tolerance"), [("W8A8", 0.1), ("FP8", 1e-5), ("W4A16", 1e-5)])
 def test_eval_rounds_weights_and_activations(scheme: str, tolerance: float, made: Path) -> None:
     """compressed-tensors divides by 127.5 where vLLM's INT8 kernels divide by 127."""
-    dense = SimpleNamespace(family=None, sizes=None, shapes={})
+    dense = SimpleNamespace(sizes=None, shapes={})
     found = load_eval_model(open_model(str(made / scheme), dense), "float32")  # type: ignore[arg-type]
     wanted = reference(made, scheme)
     for prompt in PROMPTS:

@@ -13,7 +13,7 @@ from serving import Serve, assert_same, job
 from test_dense import CHECKPOINTS
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, generate, make_checkpoint
 
-from ddp_vllm.families import unit_shapes
+from ddp_vllm.dimensions import unit_shapes
 
 pytestmark = pytest.mark.vllm
 
@@ -51,7 +51,7 @@ def make_fewer_experts(folder: Path, dense: Path) -> dict[str, Any]:
     for row in gates:
         row[torch.randperm(NUM_EXPERTS)[5:]] = 0.0
     export(source, {"experts": gates}, folder, head_unit="expert", provenance={})
-    gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, "expert")
+    gated = GatedModel(load_model(source, "float32"), source.widths, source.sizes, "expert")
     with gated.masks({"experts": gates}):
         return {"outputs": [generate(gated.model, prompt) for prompt in PROMPTS]}
 

@@ -23,8 +23,7 @@ from serving import UPDATES, Serve, assert_same, assert_same_outputs, job
 from tiny_models import PROMPTS, edit_config, edit_weights, generate
 
 from ddp_vllm.checkpoint import read_config
-from ddp_vllm.families import described_config, register_pruned
-from ddp_vllm.remote_code import code_of
+from ddp_vllm.families import code_of, pruned_config, register_pruned
 from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.widths import Widths
@@ -70,7 +69,7 @@ def test_transformers_without_our_package(made: Callable[[str], Path], tmp_path:
     config = read_config(folder)
     for file in code_of(config):
         shutil.copy(file, folder)
-    (folder / "config.json").write_text(json.dumps(described_config(config, Widths.of(config))))
+    (folder / "config.json").write_text(json.dumps(pruned_config(config, Widths.of(config))))
     command = [sys.executable, "-c", ALONE + TRAINED, folder, tmp_path / "saved"]
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)

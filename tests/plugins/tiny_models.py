@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddp_vllm.families import pruned_config
-from ddp_vllm.remote_code import code_of, modeling_ddp
+from ddp_vllm.families import code_of, pruned_config
+from ddp_vllm.remote_code import modeling_ddp
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import Widths
 
@@ -58,7 +58,7 @@ def make_checkpoint(folder: Path, family: str, layers: list[dict[str, Any]], **s
 def add_remote_code(folder: Path) -> None:
     """Make a folder of `make_checkpoint` one that loads without ddp-vllm, as the export does."""
     config = json.loads((folder / "config.json").read_text())
-    whole = pruned_config({**config, "model_type": dense_type(config)}, Widths.of(config).layers)
+    whole = pruned_config({**config, "model_type": dense_type(config)}, Widths.of(config))
     (folder / "config.json").write_text(json.dumps(whole))
     for file in code_of(whole):
         shutil.copyfile(file, folder / file.name)

@@ -34,7 +34,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ddp_vllm.errors import TextError
-from ddp_vllm.provenance import bare_name
+from ddp_vllm.names import bare_name
 
 Write = Callable[[str, list[str]], Path]
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]

@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.costs import attended, prices, whole_model
+from ddp_vllm.dimensions import dimensions_of, widths_of
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import dense_layers, dimensions_of
 from ddp_vllm.latency import read_profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
@@ -203,7 +203,7 @@ def chosen_by(pools: Sequence[Pool], seed: int = 0) -> Masks:
     return chosen
 
 
-def widths_of(support: Masks, head_unit: str = "kv-group") -> list[LayerWidths]:
+def kept_widths(support: Masks, head_unit: str = "kv-group") -> list[LayerWidths]:
     layers = []
     for heads, channels in zip(support["attn"], support["mlp"], strict=True):
         counts = [2] * int(heads.sum()) if head_unit == "kv-group" else [int(n) for n in heads.view(4, 2).sum(1) if n]
@@ -226,8 +226,11 @@ def test_a_budget_is_met_from_below_within_one_unit(
 ) -> None:
     """Measured by the exported widths: a KV head is removed only with its last query head."""
     pools = pools_for(head_unit=head_unit, budget=budget, scope=scope, sparsity=sparsity)
-    layers = widths_of(chosen_by(pools, seed), head_unit)
-    wanted, price = (1 - sparsity) * cost_of(budget, dense_layers(DENSE)), prices(budget, DENSE, SHAPES, 2048)[0]
+    layers = kept_widths(chosen_by(pools, seed), head_unit)
+    wanted, price = (
+        (1 - sparsity) * cost_of(budget, widths_of(DENSE).dense_layers),
+        prices(budget, DENSE, SHAPES, 2048)[0],
+    )
     assert cost_of(budget, layers) <= wanted
     if all(layer.intermediate_size < 96 for layer in layers):  # another layer takes what one leaves of its budget
         assert wanted - price.channel - 1 < cost_of(budget, layers)
@@ -250,8 +253,8 @@ def test_a_budget_of_each_layer_that_is_whole_kv_heads_keeps_as_many_in_every_la
 @pytest.mark.parametrize("target", [60_000, 120_000])
 def test_a_target_is_that_of_the_whole_model(target: int) -> None:
     (pool,) = pools_for(budget="params", target=target)
-    assert whole_model("params", DENSE, dense_layers(DENSE), SHAPES, 2048) - pool.total == UNPRUNABLE
-    left = UNPRUNABLE + cost_of("params", widths_of(chosen_by([pool])))
+    assert whole_model("params", DENSE, widths_of(DENSE).dense_layers, SHAPES, 2048) - pool.total == UNPRUNABLE
+    left = UNPRUNABLE + cost_of("params", kept_widths(chosen_by([pool])))
     assert target - 3 * 64 < left <= target
     assert f"keep {target - UNPRUNABLE:,} of {pool.total:,.0f} params of attn, mlp" in pool.describe()
 
@@ -282,7 +285,7 @@ def test_every_layer_splits_over_the_devices(tp: int, align: int, budget: str, h
     """With 8 devices and 4 KV heads, a layer keeps all its heads or none."""
     pools = pools_for(head_unit=head_unit, budget=budget, tp=tp, align=align)
     for seed in range(4):
-        layers = widths_of(chosen_by(pools, seed), head_unit)
+        layers = kept_widths(chosen_by(pools, seed), head_unit)
         assert tp in tensor_parallel_sizes(DENSE, layers)
         assert all(layer.intermediate_size % (tp * align) == 0 for layer in layers)
         assert all(len(set(layer.query_heads_per_kv_head)) <= 1 for layer in layers)
@@ -335,7 +338,7 @@ def test_prices_are_those_of_real_models(name: str) -> None:
     shapes = {key: list(value.shape) for key, value in model.named_parameters()}
 
     def total(budget: str) -> float:
-        return whole_model(budget, config, dense_layers(config), shapes, CONTEXT)
+        return whole_model(budget, config, widths_of(config).dense_layers, shapes, CONTEXT)
 
     assert total("params") == model.num_parameters()
     if name == "mixtral":  # a token costs only the experts it is routed to
@@ -366,7 +369,7 @@ def test_a_token_costs_only_its_experts_where_only_mlps_are_pruned(tmp_path: Pat
     experts = {name: shape for name, shape in source.shapes.items() if ".experts." in name}
 
     def flops(shapes: dict[str, list[int]]) -> float:
-        return whole_model("flops", source.config, dense_layers(source.config), shapes, CONTEXT)
+        return whole_model("flops", source.config, widths_of(source.config).dense_layers, shapes, CONTEXT)
 
     others = {name: shape for name, shape in source.shapes.items() if name not in experts}
     assert flops({**others, **experts}) - flops(others) == 2 * sum(map(math.prod, experts.values())) / 2  # 2 of 4
@@ -405,7 +408,7 @@ def test_the_speedup_is_met_within_a_step_of_the_staircase(speedup: float, align
     path = written(tmp_path)
     recipe, pool = timed(path, speedup=speedup, align=align)
     for seed in range(4):
-        widths = widths_of(pool.choose(saliency(pool, seed), all_open(pool)))
+        widths = kept_widths(pool.choose(saliency(pool, seed), all_open(pool)))
         predicted, _, _ = read_profile(path).speedup(widths, recipe.workload)
         assert speedup <= predicted < speedup * (1.04 if align == 1 else 1.08)
         assert all(layer.intermediate_size % 128 == 0 and layer.intermediate_size % align == 0 for layer in widths)
@@ -420,7 +423,7 @@ def test_the_speedup_of_a_mixture_is_met_by_its_packed_widths(speedup: float, ke
     support = pool.choose(saliency(pool, 0), all_open(pool))["experts"]
     layers = [
         replace(layer, expert_intermediate_sizes=tuple(map(int, counts)))
-        for layer, counts in zip(dense_layers(MIXTURE), support.sum(2), strict=True)
+        for layer, counts in zip(widths_of(MIXTURE).dense_layers, support.sum(2), strict=True)
     ]
     assert all(width % 16 == 0 for layer in layers for width in layer.expert_intermediate_sizes or ())
     predicted, _, _ = read_profile(path).speedup(layers, recipe.workload)
@@ -435,7 +438,7 @@ def test_widths_without_a_multiple_are_cut_into_blocks(tmp_path: Path) -> None:
     path = written(tmp_path, config, multiple=1)
     recipe, pool = timed(path, config, speedup=1.3, tp=2)
     assert pool.tables["mlp"].shape == (28, 149) and pool.blocks["mlp"] == 128
-    widths = widths_of(pool.choose(saliency(pool, 0), all_open(pool)))
+    widths = kept_widths(pool.choose(saliency(pool, 0), all_open(pool)))
     predicted, _, _ = read_profile(path).speedup(widths, recipe.workload)
     assert 1.3 <= predicted < 1.31
 
@@ -473,7 +476,7 @@ def test_the_search_closes_what_the_final_selection_removes(speedup: float, tmp_
             is_open = pool.close(importance, is_open, keep_schedule((step + 1) / 40, pool.keep_ratio))
         final = pool.choose(importance, is_open)
         assert all(torch.equal(final[kind], is_open[kind]) for kind in final)
-        assert all(layer.intermediate_size % pool.blocks["mlp"] == 0 for layer in widths_of(is_open))
+        assert all(layer.intermediate_size % pool.blocks["mlp"] == 0 for layer in kept_widths(is_open))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,12 @@ from seams import (
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ddp_vllm.checkpoint import read_checkpoint, read_config
+from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.families import described
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.pages.metrics import gather
-from ddp_vllm.pages.summary import footprint, removed_parameters, units
-from ddp_vllm.remote_code.widths import Widths
+from ddp_vllm.pages.summary import footprint, units
 
 TOKENS = torch.randint(1, 96, (2, 17), generator=torch.Generator().manual_seed(0))
 
@@ -113,7 +113,7 @@ def test_masked_equals_narrow_equals_exported(
     assert left["query heads"] == int(heads.sum()) and left["MLP channels"] == int((gates["mlp"] > 0).sum())
     assert left["KV heads"] == int(heads.unflatten(1, (4, 2)).any(-1).sum())
     num_dense = model.model.num_parameters()  # type: ignore[operator]
-    assert checkpoint.num_parameters + removed_parameters(checkpoint) == num_dense
+    assert sum(map(prod, checkpoint.dense_shapes.values())) == num_dense
     leftover = ("layers.1.self_attn.", "layers.1.input_layernorm.", "layers.2.mlp.", "layers.2.pre_feedforward")
     assert not [name for name in checkpoint.shapes if any(part in name for part in leftover)]
 
@@ -212,7 +212,7 @@ def test_an_architecture_without_a_row_in_families(
     num_dense = sum(tensor.numel() for tensor in weights(dense(name)).values())
     if not any(each.endswith("bias") for each in checkpoint.shapes if ".mlp." in each):
         assert num_dense - checkpoint.num_parameters == num_cut * rows * source.sizes.hidden_size
-        assert num_dense == checkpoint.num_parameters + removed_parameters(checkpoint)
+        assert num_dense == sum(map(prod, checkpoint.dense_shapes.values()))
 
 
 def test_everything_else_is_copied(dense: Callable[[str], Path], tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_config_alone_describes_what_is_found_in_the_model(
     """Latency profiles, whole experts and convert have no more than the config."""
     folder = write_model(family, tmp_path, **changes)
     structure = open_source(str(folder)).structure
-    by_config = Widths.of(described(read_config(folder)))
+    by_config = widths_of(read_config(folder))
     assert structure and structure.widths.block_json("experts") == by_config.block_json("experts")
     sizes = [[layer.expert_intermediate_sizes for layer in widths.layers] for widths in (structure.widths, by_config)]
     assert sizes[0] == sizes[1] and any(sizes[0])
@@ -367,9 +367,10 @@ def test_whole_experts_leave_a_stock_checkpoint_that_equals_the_dense_model_rout
     layers = [row for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes)]
     assert layers == [tuple(row) for row in (gates["experts"] > 0).sum(-1).tolist()]
     assert units(checkpoint)[0] == ("experts", len(layers) * NUM_EXPERTS, len(layers) * KEPT)
-    assert checkpoint.num_parameters + removed_parameters(checkpoint) == by_hand.num_parameters()
+    assert sum(map(prod, checkpoint.dense_shapes.values())) == by_hand.num_parameters()
     _, flops = footprint(checkpoint)
-    assert flops[1] == flops[2]  # a token is sent to as many experts as before
+    _, num_dense, num_left = units(checkpoint)[0]  # a token is sent to as many experts as before, by fewer router rows
+    assert flops[1] - flops[2] == 2 * source.sizes.hidden_size * (num_dense - num_left)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "stock checkpoint with fewer experts" in card and "trust" not in card
     gather(checkpoint)  # for the report

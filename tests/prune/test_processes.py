@@ -47,7 +47,7 @@ def learned(
         assert code == 0, stderr
     source, recipe = open_source(str(model)), Recipe(model=str(model), **SETTINGS)
     gated = GatedModel(
-        load_model(source, "float32"), source.family, source.sizes, "auto" if source.sizes.num_experts else "query-head"
+        load_model(source, "float32"), source.widths, source.sizes, "auto" if source.sizes.num_experts else "query-head"
     )
     pools = pools_of(gated, recipe)
     return learn(gated, BLOCKS, Run.alone(recipe), pools, Accelerator(), Unsaved(), lambda _: None), folder

@@ -52,8 +52,8 @@ from seams import (
 
 from ddp_vllm import plan
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.dimensions import dimensions_of
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import dimensions_of, family_of
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 MASKS = Mode("masks", "")
@@ -312,7 +312,7 @@ def test_hours_follow_from_recomputation_and_attention() -> None:
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
     }  # fmt: skip
     shapes = {f"model.layers.0.x{number}.weight": [4096, 4096] for number in range(480)}  # 8.05 B parameters
-    source = Source(folder=Path(), config=config, family=family_of(config), sizes=dimensions_of(config), shapes=shapes)
+    source = Source(folder=Path(), config=config, sizes=dimensions_of(config), shapes=shapes)
     weights = 2 * 480 * 4096**2
 
     def flops(mode: Mode = MASKS, checkpointed: bool = True, **settings: Any) -> float:
@@ -332,7 +332,7 @@ def test_gemma_2_is_sized_with_the_attention_that_it_runs_with(tiny_model: Path,
         values = plain | {"dtype": "bfloat16", "max_position_embeddings": 8192, "model_type": name} | own
         (tmp_path / "config.json").write_text(json.dumps(values))
         shapes, sizes = open_source(str(tiny_model)).shapes, dimensions_of(values)
-        source = Source(folder=tmp_path, config=values, family=family_of(values), sizes=sizes, shapes=shapes)
+        source = Source(folder=tmp_path, config=values, sizes=sizes, shapes=shapes)
         recipe = Recipe(model=name, sparsity=0.2, seq_len=8192, activation_checkpointing="on")
         peaks.append(fit(recipe, source, Devices.of_cards("h100-80gb"), MASKS).peak)
     assert peaks[0] - peaks[1] > 0.8 * 8192 * 8192 * plain["num_attention_heads"] * 6

@@ -132,9 +132,9 @@ def learn_in_two(model: str, folder: Path) -> None:
     facts: dict[str, Any] = {"world": world, "steps": []}
     source, recipe = open_source(model), Recipe(model=model, **SETTINGS)
     unit = "auto" if source.sizes.num_experts else "query-head"
-    whole = GatedModel(load_model(source, "float32"), source.family, source.sizes, unit)
+    whole = GatedModel(load_model(source, "float32"), source.widths, source.sizes, unit)
     cut_model = load_sharded(source, "float32", accelerator.device, world)
-    cut = GatedModel(cut_model, source.family, source.sizes, unit)
+    cut = GatedModel(cut_model, source.widths, source.sizes, unit)
 
     def run(name: str, gated: GatedModel, recipe: Recipe, stop: int = 0) -> None:
         def report(metrics: dict[str, float]) -> None:

@@ -22,14 +22,17 @@ from torch.distributed.tensor import DTensor
 from ddp_prune.core.decoder import decoder_layers
 from ddp_prune.core.experts import IMPLEMENTATION, LayerGates
 from ddp_prune.core.loss import OutputHead, losses
-from ddp_vllm.families import ROUTER, WHOLE_EXPERT, Dimensions, Family, unit_shapes
+from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
+from ddp_vllm.remote_code.configuration_ddp_widths import renaming
 from ddp_vllm.remote_code.tensors import Projection
+from ddp_vllm.remote_code.widths import Widths
 
 # module type -> "attn" and "mlp" [L, U], "experts" [L, E, C]; some of these
 Masks = dict[str, torch.Tensor]
 # narrow MLPs have multiples of this: kernels prefer them, and a CPU compiles a kernel per width
 CHANNEL_BLOCK = 64
 DENSE_BLOCKS = ("attn", "mlp")
+ROUTER = "mlp.gate"  # transformers' module of the router of a layer whose experts can be removed whole
 
 
 class _Scale(torch.autograd.Function):
@@ -155,29 +158,33 @@ class GatedModel:
     teacher.
     """
 
-    def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
-        self.model, self.family, self.sizes, self.head_unit = model, family, sizes, head_unit
+    def __init__(self, model: nn.Module, widths: Widths, sizes: Dimensions, head_unit: str) -> None:
+        """widths: of the dense model; sizes: with the blocks that get gates."""
+        self.model, self.widths, self.sizes, self.head_unit = model, widths, sizes, head_unit
         self.shapes, self.is_masked = unit_shapes(sizes, head_unit), False
-        self.layers = list(decoder_layers(model)[1])
+        self.layers, rename = list(decoder_layers(model)[1]), renaming(model)
+        weights = {part: f"{widths.layers_module}.0.{part.name.format(0)}.weight" for part in widths.table.projections}
+        self.names = {part: rename(name)[0].partition(".0.")[2].rpartition(".")[0] for part, name in weights.items()}
+        """Projection -> the module of a layer that holds it in transformers."""
         self.modules: dict[str, list[list[Any]]] = {}
         """The modules that read the gates, per module type and row of its masks."""
         if "experts" in self.shapes:
             self._attach_to_experts()
         for block in (block for block in DENSE_BLOCKS if block in self.shapes):
-            projections = (*family.tensors.inputs(block), family.tensors.output(block))
+            projections = (*widths.table.inputs(block), widths.table.output(block))
             self.modules[block] = [
-                [self._gated(layer.get_submodule(projection.name), projection) for projection in projections]
-                for _, layer in self.rows_of(block)
+                [self._gated(layer.get_submodule(self.names[part]), part) for part in projections]
+                for layer in self.layers_of(block)
             ]
 
-    def rows_of(self, block: str) -> Iterator[tuple[int, nn.Module]]:
-        """Yield the rows of a module type's masks with their layers."""
-        return ((row, self.layers[layer]) for row, layer in enumerate(self.sizes.layers_of(block)))
+    def layers_of(self, block: str) -> list[nn.Module]:
+        """Return the layer of each row of a module type's masks."""
+        return [self.layers[layer] for layer in self.sizes.layers_of(block)]
 
     def _attach_to_experts(self) -> None:
         rows = self.modules["experts"] = []
-        for _, layer in self.rows_of("experts"):
-            experts: Any = layer.get_submodule(self.family.experts)
+        for layer in self.layers_of("experts"):
+            experts: Any = layer.get_submodule(self.names[self.widths.table.output("experts")])
             experts.gates = LayerGates()
             rows.append([experts])
             if self.head_unit == WHOLE_EXPERT:
@@ -201,7 +208,7 @@ class GatedModel:
         queries = self.sizes.queries_per_kv
         module.projection = projection
         module.bundle_sizes = tuple(size * (queries if unit == "query_head" else 1) for unit in projection.units)
-        module.removes_bias = projection.axis == 1 and module.bias is not None and self.family.removes_blocks
+        module.removes_bias = projection.axis == 1 and module.bias is not None and self.widths.is_family
         return module
 
     @contextmanager
@@ -238,11 +245,8 @@ class GatedModel:
     ) -> Iterator[LayerGates]:
         """Yield how each layer is computed, from the rows of mask and squares, both [L, …]."""
         routed: list[torch.Tensor | None] = [None] * len(mask)
-        columns = 1
-        if block in DENSE_BLOCKS:
-            projection = self.family.tensors.output(block)
-            length = self.sizes.units_in(projection.units[0]) * projection.unit_size(self.sizes.head_dim)
-            columns = length // self.shapes[block][1]
+        heads = self.sizes.num_query_heads * self.sizes.head_dim
+        columns = heads // self.shapes[block][1] if block == "attn" else 1
         if self.head_unit == WHOLE_EXPERT:
             open_LE = (mask > 0).any(-1).cpu()  # a GPU is waited for once, not in every layer
             routed = [open_E.nonzero().flatten().to(mask.device) for open_E in open_LE]
@@ -300,7 +304,7 @@ class NarrowLayers:
     def __init__(self, gated: GatedModel) -> None:
         self.modules = {block: rows for block, rows in gated.modules.items() if block in DENSE_BLOCKS}
         self.num_bundles = {"attn": gated.sizes.num_kv_heads, "mlp": gated.sizes.intermediate_size}
-        inputs = gated.family.tensors.inputs("attn") if "attn" in self.modules else ()
+        inputs = gated.widths.table.inputs("attn") if "attn" in self.modules else ()
         # transformers splits fused heads by the config, whatever their widths
         is_split = all(len(projection.units) == 1 for projection in inputs)
         self.blocks = [block for block in self.modules if block == "mlp" or is_split]

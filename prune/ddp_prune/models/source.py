@@ -7,32 +7,21 @@ The model is dense or, for recovery, a pruned one.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_config
+from ddp_vllm.dimensions import BLOCK_NAMES, Dimensions, dimensions_of, text_config, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError
-from ddp_vllm.families import (
-    BLOCK_NAMES,
-    FAMILIES,
-    Dimensions,
-    Family,
-    check_dense,
-    dense_layers,
-    dimensions_of,
-    family_of,
-    pruned_config,
-    register_pruned,
-    text_config,
-    warn_of_foreign_code,
-)
+from ddp_vllm.families import FAMILIES, check_dense, check_known, register_pruned, warn_of_foreign_code
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, index_map, indexed_tensors, short
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
-from ddp_vllm.remote_code.widths import METHOD, Widths
+from ddp_vllm.remote_code.widths import Widths, states_widths
 
 if TYPE_CHECKING:  # which imports torch
     from ddp_prune.models.structure import Structure
@@ -47,8 +36,6 @@ class Source:
 
     folder: Path
     config: Mapping[str, Any]
-    family: Family
-    """Of the dense model."""
     sizes: Dimensions
     """Of the dense model."""
     shapes: Mapping[str, list[int]]
@@ -57,12 +44,10 @@ class Source:
     structure: "Structure | None" = None
     """What can be pruned in a model without a row in `FAMILIES`."""
 
-    @property
+    @cached_property
     def widths(self) -> Widths:
-        """The dense widths, and the names on disk that they apply to."""
-        if self.structure:
-            return self.structure.widths
-        return Widths.of(pruned_config(self.config, dense_layers(self.config)))
+        """The widths that the config states, and the names on disk that they apply to."""
+        return widths_of(self.config)
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -88,7 +73,7 @@ class Source:
     @property
     def prunable(self) -> tuple[str, ...]:
         """Module types that can have gates."""
-        return dimensions_of(self.config).blocks
+        return self.widths.blocks
 
     def describe_rest(self, print_line: Callable[[str], None]) -> None:
         """Print in one line what is not pruned, because this architecture or the user does not
@@ -158,65 +143,54 @@ def read_source(model: str, *, load: bool = True) -> Source:
     """
     is_local = Path(model).is_dir()
     folder = Path(model) if is_local else _download(model, load=load)
-    config = read_config(folder)
-    headers = _headers(folder) if is_local or load else _hub_headers(model)
-    try:
+    config, structure = read_config(folder), None
+    is_family = config.get("model_type") in FAMILIES
+    with _naming(model):
         # which `check_dense` refuses
         if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):
             check_states_no_widths(config)
         check_dense(config)
-        if config.get("model_type") not in FAMILIES:
-            return _read_any(folder, config, headers)
-        family, sizes = family_of(config), dimensions_of(config)
-    except ModelError as error:
-        raise ModelError(f"{model}: {error}") from None
-    shapes = _weight_shapes(headers, tied=bool(config.get("tie_word_embeddings")))
-    _check_names(folder, shapes)
-    try:  # the check that every checkpoint made from it will have to pass
-        widths = Widths.of(pruned_config(config, dense_layers(config)))
-        widths.check((name, shape, FORMATS[0]) for name, shape in shapes.items())
-    except WidthsError as error:
-        raise ModelError(f"{folder}: {_contradicting(error)}") from None
-    return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
-
-
-def _contradicting(error: WidthsError) -> ModelError:
-    """Return the error for a dense model whose tensors contradict its config."""
-    fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")
-    return ModelError(f"{fault}; download the model again, as published")
-
-
-def _read_any(folder: Path, config: Mapping[str, Any], headers: Iterable["Header"]) -> Source:
-    """Return a model of an architecture without a row in `FAMILIES`. Raises: ModelError."""
-    from ddp_prune.models.structure import find_structure
-
-    register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
-    tensors = {name: (shape, dtype, path) for path, header in headers for name, shape, dtype in header}
-    if config.get("tie_word_embeddings"):
+        if is_family:
+            check_known(config)
+    tensors = _tensors(_headers(folder) if is_local or load else _hub_headers(model))
+    if config.get("tie_word_embeddings"):  # the output head is the embedding, which some checkpoints store twice
         tensors.pop("lm_head.weight", None)
-    structure = find_structure(folder, {name: shape for name, (shape, *_) in tensors.items()})
-    shapes = dict[str, list[int]]()
+    if is_family:
+        _check_names(folder, tensors)
+    else:
+        from ddp_prune.models.structure import find_structure
+
+        register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
+        with _naming(model):
+            structure = find_structure(folder, {name: shape for name, (shape, *_) in tensors.items()})
+        config = structure.describe(config)
+    sizes, shapes = dimensions_of(config), dict[str, list[int]]()
+    if sizes.num_experts:  # MLPs of the first layers are a small part of a mixture
+        sizes = replace(sizes, blocks=("experts",))
+    source = Source(folder=folder, config=config, sizes=sizes, shapes=shapes, structure=structure)
     for name, (shape, dtype, path) in tensors.items():
-        singles = structure.unstacked(name, shape)
-        if dtype not in FORMATS and any(map(structure.widths.find, singles)):
+        singles = structure.unstacked(name, shape) if structure else {name: shape}
+        if dtype not in FORMATS and (is_family or any(map(source.widths.find, singles))):
             raise ModelError(
                 f"{path}: tensor {short(name)} is {dtype}, but only {', '.join(FORMATS)} are supported; prune the "
                 "unquantized checkpoint"
             )
         shapes |= singles
-    try:
-        structure.widths.check((name, shape, FORMATS[0]) for name, shape in shapes.items())
+    try:  # the check that every checkpoint made from it will have to pass
+        source.widths.check((name, shape, FORMATS[0]) for name, shape in shapes.items())
     except WidthsError as error:
-        raise _contradicting(error) from None
-    text = {**structure.text, **text_config(config)}
-    described = {**config, "text_config": text} if isinstance(config.get("text_config"), Mapping) else text
-    described[METHOD] = structure.widths.to_json()
-    sizes = dimensions_of(described)
-    if sizes.num_experts:  # MLPs of the first layers are a small part of a mixture
-        sizes = replace(sizes, blocks=("experts",))
-    return Source(
-        folder=folder, config=described, family=structure.family, sizes=sizes, shapes=shapes, structure=structure
-    )
+        fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")
+        raise ModelError(f"{folder}: {fault}; download the model again, as published") from None
+    return source
+
+
+@contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """Begin the message of a ModelError with the model's name."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{model}: {error}") from None
 
 
 def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
@@ -225,47 +199,27 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     Raises: CheckpointError if it is quantized; ModelError if it was not pruned from a model like
         `dense`.
     """
-    folder, config = checkpoint.folder, checkpoint.config
-    if not checkpoint.widths.is_family and dense.structure:
-        return _open_described(checkpoint, dense)
-    if config.get("quantization_config"):
+    folder, config, widths = checkpoint.folder, checkpoint.config, checkpoint.widths
+    if config.get("quantization_config") and not states_widths(config):
         raise CheckpointError(f"{folder} is quantized; recover or measure the folder it was made from, then quantize")
-    stated = dict(config, model_type=dense_type(config))
-    for key in ("model_type", "vocab_size", "tie_word_embeddings"):
-        if (here := stated.get(key)) != (there := dense.config.get(key)):
-            raise ModelError(
-                f"{dense.folder} has {key} {there}, but {folder} has {here}; pass the model it was pruned from"
-            )
-    if (here := dimensions_of(stated)) != dense.sizes:
-        name = next(name for name, value in vars(here).items() if value != getattr(dense.sizes, name))
+    stated = dense.widths if dense.widths.is_family else dense.widths.only(widths.blocks)
+    stated = replace(stated, layers=stated.dense_layers, is_renumbered=False)
+    # some tools add biases
+    before = replace(widths, layers=widths.dense_layers, is_renumbered=False, biased=stated.biased)
+    vocabularies = (text_config(model).get("vocab_size") for model in (config, dense.config))
+    pairs = {"model_type": (dense_type(config), dense.config.get("model_type")), "vocab_size": (*vocabularies,)}
+    pairs |= {name: (value, vars(stated)[name]) for name, value in vars(before).items()}
+    if different := [name for name, (one, other) in pairs.items() if one != other]:
         raise ModelError(
-            f"{dense.folder} has another {name} than {folder} had before pruning; pass the model it was pruned from"
-        )
-    register_pruned(config)
-    return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes, shapes=checkpoint.shapes)
-
-
-def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
-    """Return a pruned checkpoint of a stock class. Raises: ModelError if it was pruned from another
-    model."""
-    assert dense.structure
-    widths, stated = checkpoint.widths, dense.structure.widths
-    pairs = {
-        "model_type": (checkpoint.config.get("model_type"), dense.config.get("model_type")),
-        "vocab_size": tuple(text_config(config).get("vocab_size") for config in (checkpoint.config, dense.config)),
-        "number of layers": (len(widths.layers), len(stated.layers)),
-        "MLP": (widths.block_json("mlp") or stated.block_json("mlp"), stated.block_json("mlp")),
-        "form of experts": (widths.block_json("experts") or stated.block_json("experts"), stated.block_json("experts")),
-    }
-    if different := [name for name, (one, other) in pairs.items() if one is not None and one != other]:
-        raise ModelError(
-            f"{dense.folder} has another {different[0]} than {checkpoint.folder} had before pruning; pass the model it "
-            "was pruned from"
+            f"{dense.folder} has another {different[0]} than {folder} had before pruning; pass the model it was pruned "
+            "from"
         )
     if checkpoint.is_stock:
-        return open_source(str(checkpoint.folder))
-    register_pruned(checkpoint.config)
-    return replace(dense, folder=checkpoint.folder, shapes=checkpoint.shapes)
+        return open_source(str(folder))
+    register_pruned(config)
+    if dense.structure:
+        return replace(dense, folder=folder, shapes=checkpoint.shapes)
+    return Source(folder=folder, config=config, sizes=dense.sizes, shapes=checkpoint.shapes)
 
 
 def check_index(folder: Path) -> None:
@@ -343,38 +297,26 @@ def _hub_headers(model: str) -> Iterator[Header]:
         yield f"{model}/{name}", [(name, header.shape, header.dtype) for name, header in file.tensors.items()]
 
 
-def _weight_shapes(headers: Iterable[Header], *, tied: bool) -> dict[str, list[int]]:
-    """Return the shape of every parameter of a dense model.
-
-    tied: the output head is the embedding, which some checkpoints store twice.
-    Raises: ModelError if a tensor is in two files or quantized.
-    """
-    shapes: dict[str, list[int]] = {}
-    for path, tensors in headers:
-        for name, shape, dtype in tensors:
-            if name in shapes:
+def _tensors(headers: Iterable[Header]) -> dict[str, tuple[list[int], str, Path | str]]:
+    """Return shape, dtype and file of every tensor. Raises: ModelError if one is in two files."""
+    tensors = dict[str, tuple[list[int], str, Path | str]]()
+    for path, header in headers:
+        for name, shape, dtype in header:
+            if name in tensors:
                 raise ModelError(f"{path}: tensor {short(name)} is in another file too; download the model again")
-            shapes[name] = shape
-            if dtype not in FORMATS:
-                supported = ", ".join(FORMATS)
-                raise ModelError(
-                    f"{path}: tensor {short(name)} is {dtype}, but only {supported} are supported; prune the "
-                    "unquantized checkpoint"
-                )
-    if tied:
-        shapes.pop("lm_head.weight", None)
-    return shapes
+            tensors[name] = shape, dtype, path
+    return tensors
 
 
-def _check_names(folder: Path, shapes: Mapping[str, list[int]]) -> None:
+def _check_names(folder: Path, names: Collection[str]) -> None:
     """Refuse a decoder that was saved without the prefix of the whole model. Raises: ModelError.
 
     transformers can load it, but the export requires the prefix.
     """
     prefix = f"{LAYERS}."
-    if not any(name.startswith(prefix) for name in shapes):
+    if not any(name.startswith(prefix) for name in names):
         raise ModelError(
-            f"{folder} names its tensors like {min(shapes, default='')!r}, not {prefix}…; load it with "
+            f"{folder} names its tensors like {min(names, default='')!r}, not {prefix}…; load it with "
             "transformers' AutoModelForCausalLM, write it with save_pretrained to another folder, and prune that"
         )
 

@@ -27,11 +27,12 @@ import torch
 from torch import nn
 
 from ddp_prune.core.decoder import auto_class, decoder_layers, num_chosen_experts
+from ddp_vllm.dimensions import text_config
 from ddp_vllm.errors import ModelError, reading
-from ddp_vllm.families import Family
+from ddp_vllm.remote_code.configuration_ddp_widths import renaming
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import Projection, TensorTable
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table
+from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, block_table
 
 HIDDEN, CHANNELS, EXPERTS, TOKENS = 16, 6, 3, 5  # sizes of the copies that are tried
 MAGNITUDES = torch.logspace(-1, 3, TOKENS)[:, None]  # of their inputs: some reach every clamp
@@ -66,8 +67,6 @@ class Structure:
     widths: Widths
     """The dense widths and the names on disk; layers whose blocks are left as they are state no
     widths."""
-    family: Family
-    """The MLPs and the module of experts by their names in transformers."""
     stacked: Mapping[str, tuple[str, ...]]
     """Tensor on disk, relative to its layer, that holds all experts of a layer -> the modules of
     one expert in it."""
@@ -78,6 +77,12 @@ class Structure:
     left on disk."""
     text: Mapping[str, Any]
     """The sizes of the language model, which config.json may leave to the defaults of its class."""
+
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a dense model's config with these widths and all sizes of its language model."""
+        text = {**self.text, **text_config(config)}
+        stated = {**config, "text_config": text} if text_config(config) is not config else text
+        return stated | {METHOD: self.widths.to_json()}
 
     def singles(self, name: str) -> tuple[str, list[str]]:
         """Return the layer of a tensor that stacks experts, and the modules of one expert in it;
@@ -136,7 +141,8 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
             f"no MLP and no routed experts that could be pruned were recognized in {type(model).__name__}{noted}; "
             f"modules of its layers: {', '.join(names)}"
         )
-    stored = _stored_names(model, shapes)
+    rename = renaming(model)
+    stored = {name: rename(name)[0] for name in shapes}  # name on disk -> in transformers
     mlp, experts_block = _most_common(mlps), _most_common(experts)
     projections: tuple[Projection, ...] = ()
     stacked: dict[str, tuple[str, ...]] = {}
@@ -171,14 +177,6 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
     text, parameters = config.get_text_config(), set(model.state_dict())
     return Structure(
         widths=Widths(table=table, layers=rows, dense=dense, layers_module=where, is_family=False),
-        family=Family(
-            name=config.model_type,
-            tensors=TensorTable(
-                projections=block_table("mlp", mlp.inputs, mlp.output, fused=mlp.is_fused) if mlp else ()
-            ),
-            experts=experts_block.module if experts_block else "",
-            removes_blocks=False,
-        ),
         stacked=stacked,
         left_alone=("attention and other token mixers", *rest, *_left_alone(model, stored, rows)),
         loaded=frozenset(name for name, target in stored.items() if target in parameters),
@@ -405,18 +403,6 @@ def _gates_like_weights(module: Any) -> bool:
         small.down_proj = nn.Parameter(down * masks_EC[:, None])
         return _agree(small(x_TH, ids_TK, shares_TK), expected)
     return False
-
-
-def _stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return the name in transformers of every tensor on disk, by transformers' own rules for
-    loading."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    rules, known = get_model_conversion_mapping(model), model.state_dict()
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    return {name: rename_source_key(name, renamings, converters, model.base_model_prefix, known)[0] for name in shapes}
 
 
 def _on_disk(stored: Mapping[str, str], name: str) -> list[str]:

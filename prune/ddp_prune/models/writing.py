@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ddp_prune.models.source import weight_files
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.families import pruned_config
-from ddp_vllm.model_files import write_json, write_model_files
+from ddp_vllm.model_files import finish_shards, write_model_files
 from ddp_vllm.remote_code.files import INDEX_FILE, index_map
 from ddp_vllm.remote_code.tensors import dense_type
 
@@ -44,12 +44,13 @@ def write_model(
 def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
     """Write named tensors into shards of at most MAX_SHARD_BYTES, one in memory at a time, and
     their index."""
-    shards: list[list[str]] = []
+    shards: list[tuple[Path, list[str]]] = []
     held: dict[str, torch.Tensor] = {}
 
     def flush() -> None:
-        save_tensors(held, folder / f"shard-{len(shards)}.tmp", {"format": "pt"})
-        shards.append(list(held))
+        path = folder / f"shard-{len(shards)}.tmp"
+        save_tensors(held, path, {"format": "pt"})
+        shards.append((path, list(held)))
         held.clear()
 
     for name, tensor in tensors:
@@ -57,15 +58,7 @@ def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> 
             flush()
         held[name] = tensor
     flush()
-    total_size, weight_map = 0, dict[str, str]()
-    for number, names in enumerate(shards):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        written = (folder / f"shard-{number}.tmp").rename(folder / file)
-        total_size += written.stat().st_size
-        weight_map |= dict.fromkeys(names, file)
-    # even one shard gets an index: without it vLLM loads every safetensors file, the masks among
-    # them
-    write_json({"metadata": {"total_size": total_size}, "weight_map": weight_map}, folder / INDEX_FILE)
+    finish_shards(folder, shards)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -82,4 +75,4 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
     ours."""
     if not checkpoint.widths.is_family:
         return dict(checkpoint.config)
-    return pruned_config({**checkpoint.config, "model_type": dense_type(checkpoint.config)}, checkpoint.layers)
+    return pruned_config({**checkpoint.config, "model_type": dense_type(checkpoint.config)}, checkpoint.widths)

@@ -23,8 +23,8 @@ from ddp_prune.text.messages import Notes, are_turns
 from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
 from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub import hub_fault
+from ddp_vllm.names import split_sources
 from ddp_vllm.output import FULL, atomic_file
-from ddp_vllm.provenance import split_sources
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")

@@ -1,0 +1,181 @@
+"""The sizes of any model, from its config alone.
+
+Families of `remote_code/tensors.py` and configs that describe their MLPs and experts state them. Of
+a few mixtures of experts `widths_of` derives the description from the stock config.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_vllm.errors import CheckpointError, ModelError, reading
+from ddp_vllm.remote_code.files import WidthsError
+from ddp_vllm.remote_code.tensors import TensorTable, dense_type
+from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, block_table, check_sizes, stated_widths
+
+DEEPSEEK = "deepseek"  # the model type of DeepSeekMoE v1
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+BLOCK_NAMES = {
+    "attn": "attention",
+    "mlp": "mlp",
+    "experts": "experts",
+}  # module type -> name in the setting `prune`
+# value of `head_unit` if the units are whole routed experts, which leave the router too
+WHOLE_EXPERT = "expert"
+# mixtures of experts that `widths_of` knows: model_type -> the name of their stock classes
+MIXTURES = {
+    "qwen3_moe": "Qwen3Moe",
+    "qwen2_moe": "Qwen2Moe",
+    "mixtral": "Mixtral",
+    "olmoe": "Olmoe",
+    DEEPSEEK: "Deepseek",
+    "deepseek_v2": "DeepseekV2",
+}
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def widths_of(config: Mapping[str, Any]) -> Widths:
+    """Return the widths that a config states, dense or pruned; those of the routed experts of
+    `MIXTURES` follow from its fields. Raises: WidthsError."""
+    if config.get("model_type") not in MIXTURES or stated_widths(config) is not None:
+        return Widths.of(config)
+    check_sizes(config, "hidden_size")
+    names = [f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")]
+    if config["model_type"] == "mixtral":
+        names = [f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")]
+    dense = LayerWidths(expert_intermediate_sizes=(dense_expert_size(config),) * count_experts(config))
+    layers = (dense if is_routed(config, index) else LayerWidths() for index in range(config["num_hidden_layers"]))
+    table = TensorTable(projections=block_table("experts", names[:2], names[2]))
+    return Widths.of(
+        {**config, METHOD: Widths(table=table, dense=dense, layers=tuple(layers), is_family=False).to_json()}
+    )
+
+
+def count_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
+    return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
+
+
+def dense_expert_size(config: Mapping[str, Any]) -> int:
+    """Return the number of channels of a dense routed expert."""
+    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
+
+
+def is_routed(config: Mapping[str, Any], index: int) -> bool:
+    """Return whether layer `index` has routed experts; each family uses some of these keys."""
+    return (
+        count_experts(config) > 0
+        and index not in (config.get("mlp_only_layers") or ())
+        and (index + 1) % (config.get("decoder_sparse_step") or 1) == 0
+        and index >= (config.get("first_k_dense_replace") or 0)
+        and index % (config.get("moe_layer_freq") or 1) == 0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """Sizes of a dense model, from its config."""
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    hidden_size: int
+    num_experts: int = 0
+    """Routed experts per layer; 0: a dense model."""
+    expert_intermediate_size: int = 0
+    routed_layers: tuple[int, ...] = ()
+    """Layers with routed experts."""
+    mlp_layers: tuple[int, ...] = ()
+    """Layers with an MLP that can be pruned."""
+    blocks: tuple[str, ...] = ("attn", "mlp")
+    """Module types with gates: `attn`, `mlp`, `experts`."""
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads per KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
+    def layers_of(self, block: str) -> tuple[int, ...]:
+        """Return the layers that a module type has gates in, one row of its masks each."""
+        every = tuple(range(self.num_layers))
+        return {"attn": every, "mlp": self.mlp_layers, "experts": self.routed_layers}[block]
+
+
+def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
+    """Read the sizes that pruning requires, of a family or from a description of MLPs and experts.
+    Raises: ModelError for missing or contradictory sizes."""
+    text = text_config(config)
+    try:
+        widths = widths_of(config)
+    except WidthsError as error:
+        raise ModelError(str(error)) from None
+    dense, layers, hidden_size = widths.dense, widths.dense_layers, int(text.get("hidden_size") or 0)
+    return Dimensions(
+        num_layers=len(layers),
+        num_query_heads=dense.num_query_heads,
+        num_kv_heads=dense.num_kv_heads,
+        head_dim=int(text.get("head_dim") or hidden_size // dense.num_query_heads),
+        intermediate_size=dense.intermediate_size or int(text.get("intermediate_size") or 0),
+        hidden_size=hidden_size,
+        num_experts=widths.num_experts,
+        expert_intermediate_size=max(dense.expert_intermediate_sizes or (0,)),
+        routed_layers=tuple(index for index, layer in enumerate(layers) if layer.expert_intermediate_sizes),
+        mlp_layers=tuple(index for index, layer in enumerate(layers) if layer.intermediate_size),
+        blocks=widths.blocks,
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model: that inside a multimodal model's config, or the
+    config itself."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def choose_head_unit(requested: str, sizes: Dimensions) -> str:
+    """Resolve `auto`: KV groups where several query heads share a KV head, query heads
+    otherwise."""
+    if requested != "auto":
+        return requested
+    return "kv-group" if sizes.queries_per_kv > 1 else "query-head"
+
+
+def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the gates per module type: [L, U], or [L, E, C] of routed experts."""
+    heads = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
+    units = {
+        "attn": (heads,),
+        "mlp": (sizes.intermediate_size,),
+        "experts": (sizes.num_experts, sizes.expert_intermediate_size),
+    }
+    return {block: (len(sizes.layers_of(block)), *units[block]) for block in sizes.blocks}
+
+
+def attended(config: Mapping[str, Any], context: int) -> list[int]:
+    """Return how many tokens each layer attends to: `context`, or its sliding window if that is
+    shorter."""
+    num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if not window:
+        return [context] * num_layers
+    if kinds is None:
+        from transformers import CONFIG_MAPPING
+
+        model_type = dense_type(config)
+        # in older config files only the class knows which layers have windows
+        if model_type in CONFIG_MAPPING:
+            with reading("config.json", CheckpointError, "download the model again"):
+                kinds = getattr(CONFIG_MAPPING[model_type].from_dict(_stock(config, model_type)), "layer_types", None)
+    if not isinstance(kinds, list):
+        kinds = ["sliding_attention"] * num_layers
+    return [min(window, context) if kind == "sliding_attention" else context for kind in kinds]
+
+
+def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    added = {
+        *("ddp_layers", "auto_map", "architectures"),
+        *("per_layer_config", "base_architecture", "quantization_config"),
+    }
+    return {key: value for key, value in config.items() if key not in added} | {"model_type": model_type}
