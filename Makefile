@@ -28,9 +28,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The fast loop: lint, types, tests without vLLM.
+# The fast loop: lint, types, and the tests without vLLM and without long training.
 check: lint
-	$(PYTEST) -m "not vllm and not gpu and not real_model and not nightly"
+	$(PYTEST) -m "not vllm and not gpu and not real_model and not slow and not nightly"
 
 test: lint
 	$(PYTEST) -m "not nightly"

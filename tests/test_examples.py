@@ -24,6 +24,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ddp_benchmarks.engine import CPU_DEFAULTS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 CHATML = (

@@ -13,6 +13,8 @@ from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.modeling_ddp import DDPLlamaForCausalLM, DDPPhi3ForCausalLM
 from ddp_vllm.remote_code.ragged_experts import RaggedExperts
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
     "intermediate_size": 40, "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": None,

@@ -15,6 +15,8 @@ from ddp_benchmarks.evaluate import run_alone
 from ddp_vllm.errors import LimitError
 from ddp_vllm.evaluations import Evaluation, judge_retained, mean_accuracy, mean_difference, retained
 
+pytestmark = pytest.mark.slow
+
 STATED = {
     "model": {"model": "m", "name": "m", "pruned": True}, "data": "hub", "versions": {},
     "settings": {"limit": None, "max_length": 16, "backend": "hf"}, "hardware": {"cpu": "", "cores": 2, "gpus": []},

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from written_folders import write_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def pruned(tmp_path: Path) -> Path:

@@ -27,6 +27,8 @@ from ddp_vllm.errors import ModelError
 from ddp_vllm.formats import opened_in_place
 from ddp_vllm.model_facts import dense_kv_bytes, describe_model
 
+pytestmark = pytest.mark.slow
+
 
 def output_of(*words: object) -> str:
     return passed(invoke(*words)).output

@@ -11,6 +11,8 @@ import pytest
 import torch
 from expert_cases import CASES, draw, poisoned
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 SHARED_BYTES = 228 * 1024  # of one sm_90 multiprocessor, for all programs on it

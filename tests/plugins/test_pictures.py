@@ -26,6 +26,8 @@ from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
+pytestmark = pytest.mark.slow
+
 VISION = {"hidden_size": 64, "intermediate_size": 96, "image_size": 32, "patch_size": 16}
 SMALL = ("--sparsity", "0.3", "--steps", "3", "--batch-size", "2", "--seq-len", "16", "--train", "masks")
 COPIED = {

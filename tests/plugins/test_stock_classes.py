@@ -28,6 +28,8 @@ from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.widths import Widths
 
+pytestmark = pytest.mark.slow
+
 # fused on disk; the Transformers backend; no gate; experts; a forward that uses the dense width
 FAST = ("glm4", "olmo2", "starcoder2", "glm4_moe", "falcon_h1")
 TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0, "video": 0}}

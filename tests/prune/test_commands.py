@@ -42,7 +42,7 @@ from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
 from ddp_vllm.pages.report import write_report
 
-pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 RAIN = "Rain fell on the harbour while the boats waited. " * 200
 
 

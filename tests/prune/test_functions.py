@@ -16,7 +16,7 @@ import ddp_vllm
 from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import MASKS_FILE
 
-pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 16, "train": "masks"}
 

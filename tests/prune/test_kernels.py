@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 POINTERS = {"student_ptr": "bf16", "teacher_ptr": "bf16", "gradient_ptr": "bf16", "x_ptr": "bf16", "out_ptr": "bf16",

@@ -42,7 +42,7 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, TrainingError
 from ddp_vllm.masks import MASKS_FILE
 
-pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 Edit = Callable[[Path], Any]
 
 

@@ -38,7 +38,7 @@ from ddp_vllm.masks import MASKS_FILE
 RECIPE = Recipe(model="m", sparsity=0.5, steps=6)
 TENSORS = {"z.mlp": torch.ones(4), "rate": torch.tensor(7, dtype=torch.bfloat16), "open": torch.tensor([True, False])}
 
-pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 
 
 @pytest.fixture

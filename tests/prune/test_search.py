@@ -58,6 +58,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from ddp_vllm.errors import TrainingError
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = (2, 8, 24)  # layers with experts, experts, channels; a third layer, the middle one, is dense
 IDLE = (0, 7)  # layer and number of an expert that no token is ever sent to
 

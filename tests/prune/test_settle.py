@@ -55,7 +55,7 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.dimensions import dimensions_of
 from ddp_vllm.errors import SettingError
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 MASKS = Mode("masks", "")
 PLENTY = 10**12  # bytes
 

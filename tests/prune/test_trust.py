@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ddp_vllm import remote_code
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join(map(str, (ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks")))
 CODE = """

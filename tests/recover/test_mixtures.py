@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from ddp_prune.core.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
 
-pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 LORA = {"prune": ["--train", "lora"], "recover": ["--train", "lora"]}
 IN_8_BITS = {
     "prune": ["--train", "weights", "--optimizer", "adamw-8bit"],

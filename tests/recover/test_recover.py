@@ -23,7 +23,7 @@ from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.pages import written
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from two_processes import command_line, launch, stopped_command_line, timed_comm
 
 from ddp_vllm.checkpoint import read_checkpoint
 
-pytestmark = pytest.mark.usefixtures("no_pictures")  # in this process, not in the two
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]  # in this process, not in the two
 
 
 @pytest.mark.parametrize(

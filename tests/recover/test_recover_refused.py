@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_vllm.masks import MASKS_FILE
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 
 
 def other_model(folder: Path, **sizes: int) -> str:
