@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path, Path], list[str]], int, tuple[str
         lambda p, d, t: [str(p), "--teacher", other_model(t, vocab_size=300)], 3, ("vocab_size", "300", "320"),
     ),
     "teacher of other shapes": (
-        lambda p, d, t: [str(p), "--teacher", other_model(t, num_hidden_layers=4)], 3, ("num_layers",),
+        lambda p, d, t: [str(p), "--teacher", other_model(t, num_hidden_layers=4)], 3, ("other layers than",),
     ),
     "teacher that is pruned": (lambda p, d, t: [str(p), "--teacher", str(p)], 3, ("pruned already",)),
     "no teacher": (lambda p, d, t: [str(p), "--teacher", "nowhere/at/all"], 3, ("nowhere/at/all",)),

@@ -209,11 +209,10 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     vocabularies = (text_config(model).get("vocab_size") for model in (config, dense.config))
     pairs = {"model_type": (dense_type(config), dense.config.get("model_type")), "vocab_size": (*vocabularies,)}
     pairs |= {name: (value, vars(stated)[name]) for name, value in vars(before).items()}
-    if different := [name for name, (one, other) in pairs.items() if one != other]:
-        raise ModelError(
-            f"{dense.folder} has another {different[0]} than {folder} had before pruning; pass the model it was pruned "
-            "from"
-        )
+    for name, (one, other) in pairs.items():
+        if one != other:
+            fault = f"{name} {other} instead of {one}, unlike" if isinstance(one, int | str) else f"other {name} than"
+            raise ModelError(f"{dense.folder} has {fault} the model that {folder} was pruned from; pass that model")
     if checkpoint.is_stock:
         return open_source(str(folder))
     register_pruned(config)
