@@ -56,19 +56,19 @@ FUNCTIONS = {  # module -> the public names it defines
 }
 
 COMMANDS = {  # command -> (module that defines it, line in the list of commands)
-    "prune": ("ddp_prune.cli", "Find the units a model needs least, remove them and write the smaller model."),
-    "recover": ("ddp_prune.cli", "Train a pruned model on the dense model's outputs to recover quality."),
-    "apply": ("ddp_prune.cli", "Prune a model by a published masks file, without training."),
-    "quantize": ("ddp_prune.cli", "Quantize a pruned or dense model with llm-compressor."),
-    "convert": ("ddp_vllm.pages.cli", "Write a model that another tool pruned as a folder that vLLM serves."),
-    "export": ("ddp_vllm.pages.cli", "Write a model as one GGUF file for llama.cpp."),
-    "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
-    "push": ("ddp_vllm.pages.cli", "Publish a pruned checkpoint on the Hugging Face hub."),
-    "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint as one page, report.html."),
-    "profile": ("ddp_benchmarks.cli", "Measure the time of a step on this machine by the widths of the layers."),
-    "bench": ("ddp_benchmarks.cli", "Measure pruned models against the dense model in real vLLM."),
-    "eval": ("ddp_benchmarks.cli", "Evaluate a model on the paper's tasks through lm-eval."),
-    "compare": ("ddp_vllm.pages.cli", "Put quality and speed of pruned models on one page."),
+    "prune": ("ddp_prune.verbs", "Find the units a model needs least, remove them and write the smaller model."),
+    "recover": ("ddp_prune.verbs", "Train a pruned model on the dense model's outputs to recover quality."),
+    "apply": ("ddp_prune.verbs", "Prune a model by a published masks file, without training."),
+    "quantize": ("ddp_prune.verbs", "Quantize a pruned or dense model with llm-compressor."),
+    "convert": ("ddp_vllm.conversion.verb", "Write a model that another tool pruned as a folder that vLLM serves."),
+    "export": ("ddp_vllm.pages.verbs", "Write a model as one GGUF file for llama.cpp."),
+    "inspect": ("ddp_vllm.pages.verbs", "Show the widths of a pruned checkpoint, layer by layer."),
+    "push": ("ddp_vllm.pages.verbs", "Publish a pruned checkpoint on the Hugging Face hub."),
+    "report": ("ddp_vllm.pages.verbs", "Draw what was removed from a checkpoint as one page, report.html."),
+    "profile": ("ddp_benchmarks.verbs", "Measure the time of a step on this machine by the widths of the layers."),
+    "bench": ("ddp_benchmarks.verbs", "Measure pruned models against the dense model in real vLLM."),
+    "eval": ("ddp_benchmarks.verbs", "Evaluate a model on the paper's tasks through lm-eval."),
+    "compare": ("ddp_vllm.pages.verbs", "Put quality and speed of pruned models on one page."),
 }
 
 

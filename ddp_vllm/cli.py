@@ -1,8 +1,8 @@
 """The `ddp-vllm` command. It imports the module of a command when it is used, and turns errors into
 one line.
 
-Neither this module nor the `cli.py` of another package imports torch, transformers or vLLM before a
-command runs.
+Neither this module nor one that defines commands (`api.COMMANDS`) imports torch, transformers or
+vLLM before a command runs.
 """
 
 import difflib
@@ -20,7 +20,8 @@ import click
 
 from ddp_vllm import __version__
 from ddp_vllm.api import COMMANDS
-from ddp_vllm.errors import DdpError, SettingError, TrainingError, printable
+from ddp_vllm.command import command_of
+from ddp_vllm.errors import DdpError, SettingError, TrainingError, echo, printable
 
 
 def remedy(package: str) -> str:
@@ -44,29 +45,10 @@ def _one_line(text: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE * 2 // 3]} … {line[-LONGEST_LINE // 3 :]}"
 
 
-def echo(text: object, *, err: bool = False) -> None:
-    """Print a line with its control characters written out, because the terminal would obey
-    them."""
-    click.echo(printable(str(text)), err=err)
-
-
 def quiet_libraries() -> None:
     """Keep libraries from logging, when they are imported, what no user can act on."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _as_options(message: str, command: click.Command | None) -> str:
-    """Return a message on settings in which those that are options of the command are written as
-    options."""
-    for option in command.params if command else ():
-        name = option.name or ""
-        if isinstance(option, click.Option) and f"--{name.replace('_', '-')}" in option.opts:
-            flag = f"--{name.replace('_', '-')}"
-            message = re.sub(rf"(?:^|(?<= and )){name}(?= (?:[\d.]+ )?(?:is|requires|has|and|are) )", flag, message)
-            if "_" in name and "recipe" not in message:
-                message = re.sub(rf"(?<![\w'\"./\[-]){name}(?![\w'\"./\]=-]| =)", flag, message)
-    return message
 
 
 class _Lazy(click.Group):
@@ -92,8 +74,9 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
-        return command
+        module, text = COMMANDS[cmd_name]
+        importlib.import_module(module)
+        return command_of(cmd_name, text)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -109,10 +92,7 @@ class _Lazy(click.Group):
             # the first process prints errors for all, but any process may run out of memory alone
             if rank == "0" or isinstance(error, TrainingError):
                 who = "ddp-vllm" if rank == "0" else f"ddp-vllm (process {rank})"
-                message = str(error)
-                if isinstance(error, SettingError) and ctx.invoked_subcommand:
-                    message = _as_options(message, self.get_command(ctx, ctx.invoked_subcommand))
-                echo(f"{who}: {_one_line(message)}", err=True)
+                echo(f"{who}: {_one_line(str(error))}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as stopped:
             echo(f"\nddp-vllm: {stopped if str(stopped) else 'stopped'}", err=True)

@@ -14,7 +14,8 @@ A message is one line: the value, its place, the fault and the remedy.
 Only `ddp_vllm.cli` turns errors into exit codes.
 """
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -25,9 +26,15 @@ def printable(text: str) -> str:
     )
 
 
+def echo(text: object, *, err: bool = False) -> None:
+    """Print a line with its control characters written out, because the terminal would obey
+    them."""
+    print(printable(str(text)), file=sys.stderr if err else sys.stdout)
+
+
 def line_printer(verbose: bool) -> Callable[[str], None]:
     """Return a function that prints a line if `verbose`, and does nothing otherwise."""
-    return (lambda line: print(printable(line))) if verbose else lambda _line: None
+    return echo if verbose else lambda _line: None
 
 
 def is_utf8(name: str) -> bool:
@@ -42,9 +49,21 @@ class DdpError(Exception):
 
 
 class SettingError(DdpError):
-    """A setting is out of its documented range."""
+    """A setting is out of its documented range: `SettingError("seed", "is -1; it must be …")`.
+
+    All arguments but the last one are names of settings, which begin the message. The command line
+    writes them as options.
+    """
 
     exit_code = 2
+
+    def spelled(self, options: Mapping[str, str]) -> str:
+        """Return the message with settings written as options, where they are options."""
+        *names, text = self.args
+        return " ".join(filter(None, [" and ".join(options.get(name, name) for name in names), text]))
+
+    def __str__(self) -> str:
+        return self.spelled({})
 
 
 class ModelError(DdpError):

@@ -1,57 +1,86 @@
-"""Settings as frozen dataclasses: each value is checked once, and options and pages are made from
-the fields."""
+"""What a user sets, stated once: a field of a settings dataclass or a parameter of a verb, with its
+help text and limits in an `Option`.
 
-import ast
+A verb is a function that is also a command (`command`); the front end (command.py) makes the command
+from its signature and settings. Nothing here imports click.
+"""
+
 import dataclasses
 import difflib
 import inspect
-import itertools
 import math
+import re
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from ddp_vllm.errors import SettingError, is_utf8
 
-SETTINGS_HEADING = "Settings:"
-Verb = TypeVar("Verb", bound=Callable[..., Any])
-
-
+Function = TypeVar("Function", bound=Callable[..., Any])
 HEADINGS = ("Basic", "Budget", "Shape", "Text", "Run", "Rarely needed")
-USUAL = "Run"  # heading of a setting that has none
 """The headings under which help texts and pages list settings, in order."""
+USUAL = "Run"  # heading of a setting that has none
 
 
-def setting(
-    default: Any,
-    *,
-    least: float | None = None,
-    choices: tuple[str, ...] = (),
-    is_fraction: bool = False,
-    is_several: bool = False,
-    is_list: bool = False,
-    heading: str = USUAL,
-) -> Any:
-    """Return a field with everything that is known of a setting.
+@dataclass(frozen=True)
+class Option:
+    """What is known of a setting besides its name, type and default."""
 
-    least, choices, is_fraction: limits of its value, the last from 0 to below 1.
-    is_several: a command takes several numbers. is_list: the value is text with commas.
-    """
-    metadata = {
-        "least": least, "choices": choices, "is_fraction": is_fraction, "is_several": is_several,
-        "is_list": is_list, "heading": heading,
-    }  # fmt: skip
-    return dataclasses.field(default=default, metadata=metadata)
+    help: str = ""
+    """Help texts show its first sentence."""
+    spelling: str = ""
+    """A second name of the option, such as `-o`."""
+    metavar: str | None = None
+    """How help texts name the value; None: by its type."""
+    shown: str = ""
+    """How help texts describe a default that is computed."""
+    heading: str = USUAL
+    """Where help texts list the option; "": the command line has no option for this setting."""
+    least: float | None = None
+    choices: tuple[str, ...] = ()
+    is_fraction: bool = False
+    """The value is at least 0 and below 1."""
+    may_be_infinite: bool = False
+    of: Callable[[str], Any] | None = None
+    """Makes one of several values of its text, or raises ValueError; None: by the type."""
+    join: Callable[[Any], Any] | None = None
+    """The option takes several values, with commas between them or repeated; this makes one value
+    of them."""
+    is_argument: bool = False
+    """The value is a word of the command instead of an option, or all its last words."""
 
 
-def kind_of(field: dataclasses.Field[Any]) -> type:
-    """Return the type of a setting, without the None of an optional one."""
-    kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
-    assert isinstance(kind, type)
-    return kind
+def setting(default: Any = MISSING, help: str = "", spelling: str = "", **known: Any) -> Any:
+    """Return a field with an `Option`, whose other fields are `known`."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, spelling, **known)})
+
+
+def option_of(field: "dataclasses.Field[Any]") -> Option:
+    return field.metadata.get("option", Option(heading=""))
+
+
+def kind_of(annotation: Any) -> Any:
+    """Return the type of a setting, the first of several that a function takes."""
+    if get_origin(annotation) is Annotated or isinstance(annotation, UnionType):
+        return kind_of(get_args(annotation)[0])
+    return annotation
+
+
+def part_of(kind: Any) -> Any:
+    """Return the type of the parts of a tuple; None for other types."""
+    return get_args(kind)[0] if get_origin(kind) in (tuple, Iterable) else None
+
+
+def fraction(text: str) -> float:
+    """Read a number; 20% is 0.2."""
+    return float(text.rstrip("%")) / (100.0 if "%" in text else 1.0)
+
+
+def one_or_several(parts: Sequence[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +88,15 @@ class Settings:
     """Base of a dataclass of settings, whose values are checked one by one: type, choices,
     limits."""
 
+    inherited: ClassVar[tuple[str, ...]] = ()
+    """Settings whose default comes from the pruning run."""
+
     def __post_init__(self) -> None:
         """Check every value. Raises: SettingError."""
         for field in dataclasses.fields(self):
-            value: Any = getattr(self, field.name)
-            kind = kind_of(field)
-            # larger integers overflow a float
-            if kind is float and type(value) is int and value.bit_length() <= 1000:
-                value = float(value)  # TOML writes 0 for 0.0
-                object.__setattr__(self, field.name, value)
-            if value is not None or not isinstance(field.type, UnionType):
-                _check(field, kind, value)
+            value = _as_declared(field.type, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            _check(field.name, field.type, option_of(field), value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data, without those that are None, because TOML has no
@@ -77,54 +104,98 @@ class Settings:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
-def _check(field: dataclasses.Field[Any], kind: type, value: Any) -> None:
-    """Refuse a value of another type or outside of the limits of its field.
-    Raises: SettingError."""
-    name, limits = field.name, field.metadata
-    if (given := type(value)) is not kind:
-        raise SettingError(f"{name} is {value!r}, a {given.__name__}; it must be a {kind.__name__}")
+def _as_declared(annotation: Any, value: Any) -> Any:
+    """Return a value in the type of its setting, if that loses nothing: one for a tuple of one, a
+    path for its text, an integer for a float."""
+    kind = kind_of(annotation)
+    if part := part_of(kind):
+        parts = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+        return tuple(_as_declared(part, each) for each in parts)
+    if kind is float and type(value) is int and value.bit_length() <= 1000:  # a larger one overflows
+        return float(value)  # TOML writes 0 for 0.0
+    if kind in (str, Path) and isinstance(value, str | Path):
+        return kind(value)
+    return value
+
+
+def _check(name: str, annotation: Any, option: Option, value: Any) -> None:
+    """Refuse a value of another type or outside of the limits of its setting. Raises: SettingError."""
+    kind = kind_of(annotation)
+    if part := part_of(kind):
+        for each in value:
+            _check(name, part, option, each)
+        return
+    if value is None and NoneType in get_args(annotation):
+        return
+    if type(value) is not kind and not (kind is Path and isinstance(value, Path)):
+        raise SettingError(name, f"is {value!r}, a {type(value).__name__}; it must be a {kind.__name__}")
     if isinstance(value, str) and not is_utf8(value):
-        raise SettingError(f"{name} is {value!r}, which is not UTF-8; rename the file or folder")
-    if (choices := limits.get("choices")) and value not in choices:
-        raise SettingError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SettingError(f"{name} is {value}; it must be a finite number")
-    if limits.get("is_fraction") and not 0.0 <= value < 1.0:
-        raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
-    if (least := limits.get("least")) is not None and value < least:
-        raise SettingError(f"{name} is {value}; it must be at least {least}")
+        raise SettingError(name, f"is {value!r}, which is not UTF-8; rename the file or folder")
+    if option.choices and value not in option.choices:
+        raise SettingError(name, f"is {value!r}; it must be one of {', '.join(option.choices)}")
+    if isinstance(value, float) and not (option.may_be_infinite or math.isfinite(value)):
+        raise SettingError(name, f"is {value}; it must be a finite number")
+    if option.is_fraction and not 0.0 <= value < 1.0:
+        raise SettingError(name, f"is {value}; it must be at least 0 and below 1")
+    if option.least is not None and value < option.least:
+        raise SettingError(name, f"is {value}; it must be at least {option.least}")
 
 
-def field_docs(settings: type) -> dict[str, str]:
-    """Return the docstring under each field of a dataclass and its bases, on one line; {} without
-    source files."""
-    docs: dict[str, str] = {}
-    for kind in filter(dataclasses.is_dataclass, reversed(settings.__mro__)):
-        try:
-            body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
-        except OSError:
-            continue
-        for field, below in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
-    return docs
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """A function as a command."""
+
+    function: Callable[..., Any]
+    settings: type[Settings] | None = None
+    """The fields of its last parameter, `**settings`."""
+    show: Callable[[Any, Mapping[str, Any]], None]
+    """Prints what the function returned, given all values; it may raise a `LimitError`."""
+    as_json: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    """Returns what the option --json prints, plain data or a line, of the same arguments."""
+    json_is_last_line: bool = False
+    """With --json, other lines go to stdout too, instead of stderr."""
+    has_quiet: bool = False
+    """The command has the option --quiet."""
 
 
-def documents(settings: type) -> Callable[[Verb], Verb]:
-    """Return a decorator that adds the fields of a dataclass to a function's docstring, for
-    `help`."""
+VERBS: dict[str, Verb] = {}
+"""The verbs whose modules were imported, by command."""
 
-    def add(function: Verb) -> Verb:
-        docs = field_docs(settings)
-        lines = [SETTINGS_HEADING]
-        for field in dataclasses.fields(settings):
-            kind = getattr(field.type, "__name__", str(field.type))
-            default = "" if field.default in ("", dataclasses.MISSING) else f" = {field.default!r}"
-            lines.append(f"    {field.name}: {kind}{default}\n        {docs.get(field.name, '').partition('. ')[0]}")
-        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n" + "\n".join(lines)
+
+def command(name: str, **known: Any) -> Callable[[Function], Function]:
+    """Return a decorator that makes a function a command; `known` are fields of its `Verb`.
+
+    A parameter annotated with an `Option` is an option of the command, and so is a field of its
+    settings. Another positional parameter is an argument. `verbose` is set unless --quiet is passed.
+    The docstring is the help text, up to a paragraph that begins with "In Python".
+    """
+
+    def add(function: Function) -> Function:
+        VERBS[name] = Verb(function=function, **known)
         return function
 
     return add
+
+
+def documents(settings: type[Settings]) -> Callable[[Function], Function]:
+    """Return a decorator that adds the fields of a dataclass to a function's docstring, for
+    `help`."""
+
+    def add(function: Function) -> Function:
+        lines = [f"{inspect.cleandoc(function.__doc__ or '')}\n\nSettings:"]
+        for field in dataclasses.fields(settings):
+            kind = getattr(field.type, "__name__", str(field.type))
+            default = "" if field.default in ("", MISSING) else f" = {field.default!r}"
+            lines.append(f"    {field.name}: {kind}{default}\n        {first_sentence(option_of(field).help)}")
+        function.__doc__ = "\n".join(lines)
+        return function
+
+    return add
+
+
+def first_sentence(help: str) -> str:
+    """Return the first sentence of a help text, on one line."""
+    return re.split(r"(?<!Eq)\. ", " ".join(help.split()))[0].removesuffix(".") + "."
 
 
 def read_settings(
@@ -148,11 +219,11 @@ def read_settings(
             raise SettingError(
                 f"the recipe {base} cannot be read ({error}); it must be TOML, one setting per line"
             ) from error
-    given = plain({name: value for name, value in given.items() if value is not None})
+    given = {name: plain(value) for name, value in given.items() if value is not None}
     for names in alternatives:
         for level in (values, given):
             if len(stated := [name for name in names if level.get(name) not in (None, 0)]) > 1:
-                raise SettingError(f"{' and '.join(stated)} are given; give one of them")
+                raise SettingError(*stated, "are given; give one of them")
         if any(given.get(name) not in (None, 0) for name in names):
             values = {name: value for name, value in values.items() if name not in names}
     values |= given
@@ -160,23 +231,14 @@ def read_settings(
     return values
 
 
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as recipes hold them: paths as text, lists of paths or texts as one text with
-    commas, and numbers of numpy as those of Python."""
-    values = {name: _of_python(value) for name, value in settings.items()}
-    for name, value in values.items():
-        if isinstance(value, Path):
-            values[name] = str(value)
-        elif isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
-            values[name] = ",".join(map(str, value))
-    return values
-
-
-def _of_python(value: Any) -> Any:
-    """Return numbers and arrays of numpy, and lists of them, as numbers and lists of Python; others
-    as they are."""
+def plain(value: Any) -> Any:
+    """Return a setting as recipes hold it: a path as text, a list of paths or texts as one text with
+    commas, and numbers of numpy, also in lists, as those of Python."""
     if isinstance(value, list | tuple):
-        return [_of_python(part) for part in value]
+        parts = [plain(part) for part in value]
+        return ",".join(parts) if parts and all(isinstance(part, str) for part in parts) else parts
+    if isinstance(value, Path):
+        return str(value)
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -21,8 +21,8 @@ import ddp_vllm
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_vllm import api
 from ddp_vllm.cli import main as command_line
-from ddp_vllm.options import Grouped
-from ddp_vllm.settings import field_docs
+from ddp_vllm.command import Command
+from ddp_vllm.settings import first_sentence, option_of
 
 FOLDER = Path(__file__).parent
 DEFAULT = re.compile(r"\s*\[((?:default: |required)[^\]]*)\]")
@@ -60,7 +60,7 @@ def commands() -> Iterator[str]:
 
 def option_table(command: click.Command, context: click.Context, earlier: Earlier) -> Iterator[str]:
     """Yield the table of a verb's options, and a line that names those an earlier verb describes."""
-    groups = command.groups() if isinstance(command, Grouped) else {"": command.params}
+    groups = command.groups() if isinstance(command, Command) else {"": command.params}
     rows: list[str] = []
     repeated: dict[tuple[str, str], list[str]] = {}  # verb and another default than there -> options
     for title, parameters in groups.items():
@@ -74,7 +74,7 @@ def option_table(command: click.Command, context: click.Context, earlier: Earlie
                 own.append(f"| `{escape(names)}` | {escape(text)} | {escape(default)} |")
             else:
                 repeated.setdefault((verb, changed), []).append(f"`{option.opts[-1]}`")
-        rows += [f"| **{title}** | | |"] if title and own else []
+        rows += [f"| **{title}** | | |"] if len(groups) > 1 and own else []
         rows += own
     if rows:
         yield "\n".join(["| option | what it does | default |", "|---|---|---|", *rows])
@@ -121,10 +121,10 @@ def described(option: click.Option, context: click.Context) -> tuple[str, str, s
 
 
 def alm_table() -> str:
-    docs, rows = field_docs(AlmSettings), ["| field | what it does | default |", "|---|---|---|"]
+    rows = ["| field | what it does | default |", "|---|---|---|"]
     for field in dataclasses.fields(AlmSettings):
-        sentence = re.split(r"(?<!Eq)\. ", docs[field.name])[0].removesuffix(".")
-        rows.append(f"| `{field.name}` | {escape(sentence)}. | {str(field.default).lower()} |")
+        sentence = first_sentence(option_of(field).help)
+        rows.append(f"| `{field.name}` | {escape(sentence)} | {str(field.default).lower()} |")
     return "\n".join(rows)
 
 

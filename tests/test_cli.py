@@ -9,7 +9,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import click
 import numpy as np
 import pytest
 from click.testing import Result
@@ -75,14 +74,13 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _verb_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Result:
-    """Run `inspect` with this error."""
+    """Run `report` with this error."""
 
-    @click.command("inspect")
-    def verb() -> None:
+    def write(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("ddp_vllm.pages.cli.inspect", verb)
-    return invoke("inspect")
+    monkeypatch.setattr("ddp_vllm.pages.verbs.read", write)
+    return invoke("report", "folder")
 
 
 def test_ctrl_c_has_the_exit_code_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +174,7 @@ WRONG = {  # words of a command -> exit code, and a part of the message
     "eval ./gone": (3, "is not the folder of a model"),
     "eval dense": (4, "HF_HUB_OFFLINE is set); pass --include-path"),
     "eval dense --text gone.jsonl": (4, "is not a file"),
-    "bench steps --dense ./gone --pruned ./gone": (3, "is missing"),
+    "bench steps --dense ./gone --pruned ./away": (3, "is missing"),
     "bench sharegpt --dense ./gone --pruned ./gone": (3, "is not the folder of a model"),
     "profile ./gone": (3, "is not the folder of a model"),
 }
@@ -233,5 +231,5 @@ def test_no_verb_prints_by_another_way() -> None:
     files = [root / "ddp_vllm", root / "prune", root / "benchmarks" / "ddp_benchmarks"]
     for file in sorted(path for folder in files for path in folder.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        assert text.count("click.echo(") == (file.name == "cli.py" and file.parent.name == "ddp_vllm"), file
+        assert "click.echo(" not in text, file
         assert not re.search(r"(?<!Safe)\bConsole\((?!stderr)", text.replace("SafeConsole(Console)", "")), file

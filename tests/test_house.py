@@ -25,7 +25,7 @@ HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "lm_eval", "
 LIGHT = {  # code -> the libraries that it must not load
     "from ddp_vllm.cli import main; main(['--help'], standalone_mode=False)": HEAVY,
     "import ddp_vllm; ddp_vllm.prune": (*HEAVY, "click"),
-    "import ddp_benchmarks.cli": HEAVY,
+    "import ddp_benchmarks.verbs": HEAVY,
     "import ddp_vllm.conversion.verb": ("torch", "vllm", "transformers", "matplotlib", "rich"),
     "import ddp_plugins.register": ("torch", "vllm", "transformers"),
 }

@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
 from ddp_benchmarks.processes import end_group, kill_with_us
-from ddp_benchmarks.protocol import check_lowest, new_results
+from ddp_benchmarks.protocol import new_results
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import quiet_libraries
@@ -32,6 +32,7 @@ from ddp_vllm.machine import has_bfloat16, versions
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, model_id, weight_files
 from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.results import write_new_results
+from ddp_vllm.settings import Settings, setting
 
 OFFLINE = (
     "pass --include-path with tasks that read local files, or --text with text of your own, or restore the network"
@@ -55,41 +56,46 @@ def choose_tasks(text: str) -> tuple[str, ...]:
     """Return the tasks named by `paper` or `arc_easy,mmlu`. Raises: SettingError if there is none."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     if not names:
-        raise SettingError("--tasks is empty; pass paper, or names such as arc_easy,piqa")
+        raise SettingError("tasks", "is empty; pass paper, or names such as arc_easy,piqa")
     return tuple(dict.fromkeys(task for name in names for task in SUITES.get(name, (name,))))
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSettings:
+class EvalSettings(Settings):
     """Every setting of one evaluation."""
 
     model: str
     tasks: tuple[str, ...]
-    backend: str = "hf"
-    """`hf` (transformers) or `vllm`."""
-    include_path: Path | None = None
-    """A folder with further tasks for lm-eval, which take precedence over its own."""
-    limit: int | None = None
-    """Evaluate only the first rows of each task; None: all."""
-    batch_size: int | None = None
-    """Rows at once; None: 8 on a CPU, on a GPU as many as lm-eval finds to fit, at most 64 (all
-    rows with vLLM)."""
-    dtype: str = "auto"
-    max_length: int = 2048
-    """Longest context in tokens; perplexity is computed in windows of this length."""
-    model_args: tuple[tuple[str, str], ...] = ()
-    """Further arguments of lm-eval's model class, which converts True, None and numbers."""
+    backend: str = setting("hf", "Runs the tasks: transformers or vLLM.", choices=("hf", "vllm"))
+    include_path: Path | None = setting(
+        None, "Further tasks for lm-eval, such as local ones. They take precedence over its own.", metavar="FOLDER"
+    )
+    limit: int | None = setting(None, "Only the first rows of each task.", least=1)
+    batch_size: int | None = setting(
+        None,
+        "Rows at once. lm-eval finds how many fit on a GPU.",
+        least=1,
+        shown="8; on a GPU as many as fit, up to 64",
+    )
+    dtype: str = setting("auto", "Of weights and activations.")
+    max_length: int = setting(
+        2048, "Longest context, in tokens. Perplexity is computed in windows of this length.", least=16
+    )
+    model_args: tuple[str, ...] = setting(
+        (), "Further arguments of lm-eval's model class. It converts True, None and numbers.", metavar="K=V,…"
+    )
     output: Path = Path("eval")
 
-    def check(self) -> None:
-        """Check everything that does not require loading the model.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all("=" in argument for argument in self.model_args):
+            raise SettingError("model_args", "requires name=value pairs, comma-separated, such as max_model_len=2048")
 
-        Raises: SettingError naming the value and its range; ServingError if vLLM is the backend and
-            missing; ModelError; TextError.
+    def check(self) -> None:
+        """Check everything outside of the settings that does not require loading the model.
+
+        Raises: SettingError; ServingError if vLLM is the backend and missing; ModelError; TextError.
         """
-        if self.limit is not None and self.limit < 1:
-            raise SettingError(f"--limit {self.limit} is below 1; omit it to evaluate every row")
-        check_lowest(self, batch_size=1, max_length=16)
         if self.backend == "vllm":
             vllm_command()
         describe_model(self.model)
@@ -101,7 +107,7 @@ class EvalSettings:
                 raise ModelError(f"{self.model}: {error}, or pass --backend vllm") from None
         if self.include_path and not self.include_path.is_dir():
             raise SettingError(
-                f"--include-path {self.include_path} is not a folder; pass one with lm-eval's task files"
+                "include_path", f"is {self.include_path}, which is not a folder; pass one with lm-eval's task files"
             )
         home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
         cache = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
@@ -278,7 +284,8 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
         register_pruned(config)
         if settings.backend == "hf" and config.get("attn_logit_softcapping"):
             arguments["attn_implementation"] = "eager"  # other implementations omit Gemma-2's cap
-        arguments |= {name: handle_arg_string(value) for name, value in settings.model_args}
+        pairs = (argument.partition("=") for argument in settings.model_args)
+        arguments |= {name: handle_arg_string(value) for name, _, value in pairs}
         # the installed classes load pruned models, also if the user trusts other code
         if "ddp_layers" in config or states_widths(config):
             arguments["trust_remote_code"] = False

@@ -92,8 +92,12 @@ def terminable() -> Iterator[None]:
     """Make SIGTERM and a closed terminal raise KeyboardInterrupt, so that the engines in the block
     are stopped too.
 
-    SIGHUP remains ignored under nohup.
+    SIGHUP remains ignored under nohup. Only the main thread may handle signals; in another one
+    nothing changes.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         # the shell sends a second one, which would interrupt the stopping

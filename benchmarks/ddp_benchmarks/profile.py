@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.engine import vllm_command
-from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results
+from ddp_benchmarks.protocol import check_engine_arguments, new_results
 from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.dimensions import widths_of
@@ -27,34 +27,31 @@ from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.results import write_results
+from ddp_vllm.settings import Settings, setting
 
 UNREST = 0.05  # spread between rounds above which `describe` adds a note
 NARROWEST = 128  # the plugin's largest channel block; timed widths are multiples
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileSettings:
+class ProfileSettings(Settings):
     """Every setting of a profile; saved in it."""
 
     model: str
-    concurrency: tuple[int, ...] = (8,)
-    """Sequences served at once."""
-    context_length: tuple[int, ...] = (2048,)
-    """Tokens per sequence."""
-    steps: int = 96
-    """Decode steps per round, in turns with the dense model."""
-    rounds: int = 2
-    engine_arguments: tuple[str, ...] = ()
-    """Passed to every vLLM engine."""
+    concurrency: tuple[int, ...] = setting((8,), "Sequences served at once.", least=1)
+    context_length: tuple[int, ...] = setting((2048,), "Tokens per sequence.")
+    rounds: int = setting(2, "Measurements of each shape.", least=1)
+    steps: int = setting(96, "Decode steps per round, in turns.", least=TURN)
+    engine_arguments: tuple[str, ...] = setting((), "Passed to every vLLM engine.", is_argument=True)
 
-    def check(self) -> None:
-        """Check all settings. Raises: SettingError naming the value and its range."""
-        check_lowest(self, steps=TURN, rounds=1)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_engine_arguments(self.engine_arguments, "--model", "--load-format")
-        for name, low in (("concurrency", 1), ("context_length", self.steps)):
-            if not (values := getattr(self, name)) or min(values) < low:
-                flag = f"--{name.replace('_', '-')}"
-                raise SettingError(f"{flag} {','.join(map(str, values))} has a value below {low}")
+        if not self.concurrency:
+            raise SettingError("concurrency", "is empty; pass a number")
+        if min(self.context_length, default=0) < self.steps:
+            lengths = ",".join(map(str, self.context_length))
+            raise SettingError("context_length", f"is {lengths}; it must be at least the {self.steps} steps of a round")
 
 
 def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, print_line: Callable[[str], None]) -> None:
@@ -63,7 +60,6 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, pri
     Raises: ServingError if an engine fails, after saving the results so far; SettingError,
     ModelError, OutputError before any engine starts.
     """
-    settings.check()
     vllm_command()
     folder = local_folder(settings.model) or _downloaded(settings.model)
     config = read_config(folder)

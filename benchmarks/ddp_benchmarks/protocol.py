@@ -26,15 +26,6 @@ def split_command_line() -> tuple[list[str], list[str]]:
     return words[:end], words[end + 1 :]
 
 
-def check_lowest(settings: object, **lowest: int) -> None:
-    """Refuse settings below their lowest values; None passes. Raises: SettingError, naming option
-    and value."""
-    for name, low in lowest.items():
-        value = getattr(settings, name)
-        if value is not None and value < low:
-            raise SettingError(f"--{name.replace('_', '-')} {value} is below {low}")
-
-
 def check_engine_arguments(words: Sequence[str], *reserved: str) -> None:
     """Refuse arguments of vLLM that a measurement sets itself. Raises: SettingError, naming the
     argument."""

@@ -8,14 +8,16 @@ discarded. All models answer the same prompts with the same number of tokens, co
 model's tokenizer.
 """
 
+import itertools
 import json
+import math
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,13 @@ from ddp_benchmarks.conversations import (
 )
 from ddp_benchmarks.engine import Engine, Server, vllm_command, vllm_file_contains
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
-from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
+from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
 from ddp_vllm.errors import OutputError, ServingError, SettingError
 from ddp_vllm.machine import today
 from ddp_vllm.model_facts import describe_model, is_pruned
 from ddp_vllm.output import check_file
 from ddp_vllm.results import FORMAT, verdicts, write_results
+from ddp_vllm.settings import Settings, setting
 
 GRACE_SECONDS = 10  # for a client to write its results after its server died
 SET_HERE = (  # vLLM's options that would change what is compared, or where it is found
@@ -62,38 +65,41 @@ class Load:
         return rate if self.max_concurrency is None else f"{rate}, {self.max_concurrency} in flight"
 
 
+def _limit(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchSettings(Settings):
     """Every setting of one benchmark; saved in its results."""
 
     dense: str
     pruned: tuple[str, ...]
-    mode: str = "offline"
-    """`offline` or `serve`."""
-    num_prompts: int = 1000
-    pairs: int = 5
-    warmups: int = 2
-    """Requests that each engine answers before it is measured."""
-    warmup_round: bool = True
-    """Measure every model once before the pairs and discard the results."""
-    dataset: Path | None = None
-    """Conversations; None: ShareGPT, from the Hub."""
-    seed: int = 0
-    max_model_len: int = 2048
-    """Context of every engine in tokens; vLLM's ShareGPT sampler skips anything longer than 2048.
-    """
-    loads: tuple[Load, ...] = field(default=(Load(request_rate=float("inf"), max_concurrency=None),))
-    goodput: tuple[str, ...] = ()
-    """Service levels such as `ttft:500`, in milliseconds; vLLM counts the requests that meet all of
-    them."""
-    port: int | None = None
-    startup_seconds: float = 1800
-    engine_arguments: tuple[str, ...] = ()
-    """Passed to every vLLM engine."""
+    mode: str = setting("offline", "All prompts at once, or requests over HTTP.", choices=("offline", "serve"))
+    num_prompts: int = setting(1000, "Conversations to replay.", least=1)
+    pairs: int = setting(5, "Measurements of each model.", least=1)
+    dataset: Path | None = setting(
+        None, "Conversations in any form that prune reads.", "--dataset-path", shown="ShareGPT of the Hub"
+    )
+    seed: int = setting(0, "Of everything random.")
+    max_model_len: int = setting(
+        2048, "Context of the engines, in tokens. vLLM's ShareGPT sampler skips anything longer than 2048.", least=8
+    )
+    request_rate: tuple[float, ...] = setting(
+        (math.inf,), "Requests/s. Infinity sends all at once.", may_be_infinite=True
+    )
+    max_concurrency: tuple[int | None, ...] = setting((None,), "Requests in flight.", of=_limit, metavar="N,…")
+    goodput: tuple[str, ...] = setting(
+        (), "Service levels such as ttft:500. vLLM counts the requests that meet all.", metavar="NAME:MS,…"
+    )
+    warmups: int = setting(2, "Requests before an engine is measured.", "--num-warmups", least=0)
+    warmup_round: bool = setting(True, "Skip the discarded round before the pairs.")
+    port: int | None = setting(None, "Port of the server.", shown="a free one")
+    startup_seconds: float = setting(1800.0, "Time limit of a server's start.")
+    engine_arguments: tuple[str, ...] = setting((), "Passed to every vLLM engine.", is_argument=True)
 
-    def check(self) -> None:
-        """Check all settings. Raises: SettingError naming the value and its range."""
-        check_lowest(self, num_prompts=1, pairs=1, warmups=0, max_model_len=8)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_engine_arguments(self.engine_arguments, *SET_HERE)
         if not self.pruned:
             raise SettingError("there is no pruned model to compare; pass --pruned DIR")
@@ -101,12 +107,19 @@ class Settings:
             if not load.request_rate > 0 or (load.max_concurrency is not None and load.max_concurrency < 1):
                 raise SettingError(f"a load of {load.label} sends nothing; rates and concurrency must be above 0")
 
-    def to_json(self) -> dict[str, Any]:
-        dataset = str(self.dataset) if self.dataset else "/".join(SHARE_GPT)
-        return asdict(self) | {"dataset": dataset, "loads": [load.label for load in self.loads]}
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        pairs = itertools.product(self.request_rate, self.max_concurrency)
+        return tuple(Load(request_rate=rate, max_concurrency=limit) for rate, limit in pairs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as results state them; JSON has no infinity."""
+        stated = asdict(self) | {"dataset": str(self.dataset) if self.dataset else "/".join(SHARE_GPT)}
+        del stated["request_rate"], stated["max_concurrency"]
+        return stated | {"loads": [load.label for load in self.loads]}
 
 
-def results_file(settings: Settings, output: Path | None, *, overwrite: bool) -> Path:
+def results_file(settings: BenchSettings, output: Path | None, *, overwrite: bool) -> Path:
     """Return the results file: `output`, or `sharegpt-MODE.json` in the first pruned folder, where
     `compare` finds it.
 
@@ -129,13 +142,14 @@ def results_file(settings: Settings, output: Path | None, *, overwrite: bool) ->
     return file
 
 
-def run_benchmark(settings: Settings, output: Path, *, print_line: Callable[[str], None] = print) -> dict[str, Any]:
+def run_benchmark(
+    settings: BenchSettings, output: Path, *, print_line: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Measure all models and return the results, which are written to `output` after every engine.
 
     Raises: ServingError if an engine fails, after writing the results so far with `complete: false`
     and the reason; SettingError, TextError, ModelError, OutputError before any engine starts.
     """
-    settings.check()
     vllm_command()
     models = [settings.dense, *settings.pruned]
     described = [describe_model(model, dtype=_dtype(settings.engine_arguments)) for model in models]
@@ -146,7 +160,7 @@ def run_benchmark(settings: Settings, output: Path, *, print_line: Callable[[str
     settings = _fit(settings)
     sample = _draw(settings)
     print_line(sample.describe())
-    results = new_results(FORMAT, settings.to_json()) | {
+    results = new_results(FORMAT, settings.to_dict()) | {
         "complete": False,
         "reason": "still running",
         "sample": sample.to_json(),
@@ -190,13 +204,13 @@ def _labels(names: Sequence[str]) -> list[str]:
     return [f"{name} ({i})" if names.count(name) > 1 and i else name for i, name in enumerate(names)]
 
 
-def _fit(settings: Settings) -> Settings:
+def _fit(settings: BenchSettings) -> BenchSettings:
     """Limit the context to the shortest of all models; vLLM refuses a longer one."""
     limits = [limit for limit in map(max_model_len, (settings.dense, *settings.pruned)) if limit]
     return replace(settings, max_model_len=min(settings.max_model_len, *limits)) if limits else settings
 
 
-def _draw(settings: Settings) -> Sample:
+def _draw(settings: BenchSettings) -> Sample:
     return draw_sample(
         read_conversations(settings.dataset or download_share_gpt()),
         token_counter(settings.dense),
@@ -206,14 +220,16 @@ def _draw(settings: Settings) -> Sample:
     )
 
 
-def _schedule(settings: Settings, models: list[str], labels: list[str]) -> Iterator[tuple[int, str, str]]:
+def _schedule(settings: BenchSettings, models: list[str], labels: list[str]) -> Iterator[tuple[int, str, str]]:
     """Yield (round, model, label): the discarded round −1, then the pairs in rotating order."""
     for turn in range(-1 if settings.warmup_round else 0, settings.pairs):
         for model, label in rotated(list(zip(models, labels, strict=True)), max(turn, 0)):
             yield turn, model, label
 
 
-def _measure(settings: Settings, model: str, sample: Sample, folder: Path) -> Generator[dict[str, Any], None, None]:
+def _measure(
+    settings: BenchSettings, model: str, sample: Sample, folder: Path
+) -> Generator[dict[str, Any], None, None]:
     """Yield one run per load: vLLM's raw result, our metrics, and the engine's memory and startup
     times."""
     prefix = f"{time.strftime('%H%M%S')}-{len(list(folder.iterdir()))}"
@@ -235,13 +251,13 @@ def _measure(settings: Settings, model: str, sample: Sample, folder: Path) -> Ge
             yield _serve(settings, server, load, sample, folder / f"{prefix}-{number}")
 
 
-def _dataset_arguments(settings: Settings, folder: Path, sample: Sample) -> list[str]:
+def _dataset_arguments(settings: BenchSettings, folder: Path, sample: Sample) -> list[str]:
     arguments = ["--tokenizer", settings.dense, "--dataset-name", "sharegpt"]
     arguments += ["--dataset-path", str(folder / "sharegpt.json"), "--seed", str(settings.seed)]
     return [*arguments, "--num-prompts", str(len(sample.entries))]
 
 
-def _throughput(settings: Settings, model: str, sample: Sample, stem: Path, engine: list[str]) -> dict[str, Any]:
+def _throughput(settings: BenchSettings, model: str, sample: Sample, stem: Path, engine: list[str]) -> dict[str, Any]:
     """Run `vllm bench throughput` once."""
     raw_file = stem.with_suffix(".json")
     command = ["bench", "throughput", "--model", model, "--output-json", str(raw_file)]
@@ -266,7 +282,7 @@ def _throughput(settings: Settings, model: str, sample: Sample, stem: Path, engi
     return run | _incomplete(raw["num_requests"], raw["total_num_tokens"], sample)
 
 
-def _serve(settings: Settings, server: Server, load: Load, sample: Sample, stem: Path) -> dict[str, Any]:
+def _serve(settings: BenchSettings, server: Server, load: Load, sample: Sample, stem: Path) -> dict[str, Any]:
     """Run `vllm bench serve` once against a running server."""
     raw_file = stem.with_suffix(".json")
     command = ["bench", "serve", "--model", server.model, "--base-url", server.address, "--backend", "openai"]

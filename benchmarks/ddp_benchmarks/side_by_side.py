@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, number_format, runs_on_cpu, vllm_command
 from ddp_benchmarks.models import max_model_len
-from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
+from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.intervals import judge
-from ddp_vllm.machine import Workload
+from ddp_vllm.machine import PHASES, Workload
 from ddp_vllm.model_facts import dense_kv_bytes
+from ddp_vllm.settings import Settings, setting
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
 CPU_BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
@@ -36,27 +36,31 @@ NARROW, FEWEST_ROUNDS = 1.05, 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSettings:
+class StepSettings(Settings):
     """Every setting of `bench steps`; saved with its results."""
 
     dense: str
     pruned: tuple[str, ...]
-    workload: Workload
-    rounds: int = 5
-    """At most; fewer are enough if every interval is narrow (`NARROW`) after `FEWEST_ROUNDS`."""
-    steps: int = 96
-    """Decode steps per round, in turns of `TURN`."""
-    engine_arguments: tuple[str, ...] = ()
-    """Passed to every vLLM engine."""
+    phase: str = setting("decode", "The step to compare; decode also reports prefill.", choices=PHASES)
+    concurrency: int = setting(8, "Sequences served at once.", least=1)
+    context_length: int = setting(2048, "Tokens per sequence.")
+    rounds: int = setting(5, "Measurements of each model. Fewer are enough if all intervals are narrow.", least=1)
+    steps: int = setting(96, "Decode steps per round, in turns.", least=TURN)
+    engine_arguments: tuple[str, ...] = setting((), "Passed to every vLLM engine.", is_argument=True)
 
-    def check(self) -> None:
-        """Check all settings. Raises: SettingError naming the value and its range."""
-        check_lowest(self, rounds=1, steps=TURN)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if len({self.dense, *self.pruned}) <= len(self.pruned):
             raise SettingError("bench steps compares different folders; name each once")
-        options = SimpleNamespace(concurrency=self.workload.batch, context_length=self.workload.context)
-        check_lowest(options, concurrency=1, context_length=self.steps)
+        if self.context_length < self.steps:
+            raise SettingError(
+                "context_length", f"is {self.context_length}; it must be at least the {self.steps} steps of a round"
+            )
         check_engine_arguments(self.engine_arguments, "--model", "--skip-tokenizer-init")
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(phase=self.phase, batch=self.concurrency, context=self.context_length)
 
 
 class StepEngine(Engine):
@@ -191,7 +195,6 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
 
     Raises: SettingError before an engine starts; ServingError if an engine fails.
     """
-    settings.check()
     vllm_command()
     workload, models = settings.workload, (settings.dense, *settings.pruned)
     cells: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
@@ -221,7 +224,8 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
     shutil.rmtree(scratch, ignore_errors=True)
     seconds = {model: [cell[workload.phase] for cell in cells[model]] for model in models}
     verdicts = verdicts_of(settings, cells)
-    return new_results(STEPS_FORMAT, asdict(settings)) | {"seconds": seconds, "verdicts": verdicts}
+    stated = asdict(settings) | {"workload": asdict(workload)}
+    return new_results(STEPS_FORMAT, stated) | {"seconds": seconds, "verdicts": verdicts}
 
 
 def verdicts_of(settings: StepSettings, cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -44,17 +44,14 @@ _FACTS = (  # fact, heading, divisor, decimals
 )
 
 
-def plain_console(*, as_json: bool = False, quiet: bool = False) -> Console:
+def plain_console() -> Console:
     """Return a console that prints names and errors unchanged: neither [brackets] nor :colons: are
     markup.
 
-    Outside of a terminal tables are FILE_WIDTH wide. as_json: print to stderr. quiet: print
-    nothing.
+    Outside of a terminal tables are FILE_WIDTH wide.
     """
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH
-    return SafeConsole(
-        highlight=False, markup=False, emoji=False, width=width, soft_wrap=True, stderr=as_json, quiet=quiet
-    )
+    return SafeConsole(highlight=False, markup=False, emoji=False, width=width, soft_wrap=True)
 
 
 def print_report(bench: Bench, console: Console) -> None:

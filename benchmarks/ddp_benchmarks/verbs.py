@@ -1,95 +1,180 @@
-"""The verbs profile, bench, bench_steps and evaluate as functions. Each imports what it needs when
-it is called."""
+"""The verbs profile, bench, bench_steps and evaluate, and what their commands print. Each imports
+what draws or prints when it is called."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from importlib.util import find_spec
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ddp_vllm.errors import line_printer
-from ddp_vllm.evaluations import default_output
+from msgspec import convert
+
+from ddp_benchmarks.evaluate import EvalSettings, choose_tasks
+from ddp_benchmarks.evaluate import evaluate as evaluate_tasks
+from ddp_benchmarks.processes import terminable
+from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
+from ddp_benchmarks.sharegpt import BenchSettings, results_file, run_benchmark
+from ddp_benchmarks.side_by_side import StepSettings, compare_steps
+from ddp_vllm import evaluate_text
+from ddp_vllm.errors import LimitError, SettingError, echo, line_printer
+from ddp_vllm.evaluations import (
+    Evaluation,
+    against_output,
+    check_min_retained,
+    default_output,
+    judge_retained,
+    perplexity_ratio,
+)
+from ddp_vllm.intervals import with_interval
 from ddp_vllm.latency import Profile, read_profile
 from ddp_vllm.machine import Workload
-from ddp_vllm.results import results_folder
+from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.model_facts import is_pruned
+from ddp_vllm.output import check_file
+from ddp_vllm.pages.summary import fidelity
+from ddp_vllm.results import Bench, read_results, results_folder, write_results
+from ddp_vllm.settings import Option, command
+
+Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
+Pruned = Annotated[str | Path | Iterable[str | Path], Option("Pruned checkpoints.", metavar="DIR,…", join=tuple)]
+Overwrite = Annotated[bool, Option("Replace the output file.")]
 
 
+def _describe(_: Profile, values: Mapping[str, Any]) -> None:
+    for line in [*describe(values["output"]), f"{values['output']} has every measurement"]:
+        echo(line)
+
+
+@command("profile", settings=ProfileSettings, show=_describe)
+@terminable()
 def profile(
     model: str | Path,
     *,
-    output: str | Path = "machine.json",
-    overwrite: bool = False,
+    output: Annotated[Path | str, Option("The profile.", "-o")] = "machine.json",
+    overwrite: Overwrite = False,
     verbose: bool = False,
     **settings: Any,
 ) -> Profile:
-    """Measure in vLLM how long a step of a model takes here by the widths of its layers, for
-    `prune(speedup=…)`.
+    """Measure the time of a step of MODEL on this machine by the widths of its layers, for prune
+    --speedup.
 
-    settings: any field of `ProfileSettings` (`concurrency` and `context_length`, each one number or
-    several, `steps`, `rounds`, `engine_arguments`). Returns the `Profile` that was written.
+        ddp-vllm profile MODEL -o machine.json
+        ddp-vllm prune MODEL --speedup 1.3 --profile machine.json -o ./pruned
+
+    MODEL is a folder or a Hub name; its weights are not needed. An engine of the dense model and
+    one of another shape take turns, so memory must hold both, and nothing heavy may run at the same
+    time. After an interruption the same command resumes. ENGINE_ARGUMENTS after -- are passed to
+    every vLLM engine.
+
+    In Python `settings` are any fields of `ProfileSettings`; the profile that was written is
+    returned.
     """
-    from ddp_benchmarks.profile import ProfileSettings, run_profile
-
-    for name in {"concurrency", "context_length"} & settings.keys():
-        settings[name] = (settings[name],) if isinstance(settings[name], int) else tuple(settings[name])
-    chosen, file = ProfileSettings(model=str(model), **settings), Path(output)
+    settings |= {"model": model}
+    chosen, file = ProfileSettings(**settings), Path(output)
     run_profile(chosen, file, overwrite=overwrite, print_line=line_printer(verbose))
     return read_profile(file)
 
 
+def _json_line(results: Mapping[str, Any], _: Mapping[str, Any]) -> str:
+    from ddp_benchmarks.tables import json_line
+
+    return json_line(convert(results, Bench), results)
+
+
+@command("bench sharegpt", settings=BenchSettings, show=lambda *_: None, as_json=_json_line, json_is_last_line=True)
+@terminable()
 def bench(
-    dense: str | Path,
-    pruned: str | Path | Iterable[str | Path],
+    dense: Dense,
+    pruned: Pruned,
     *,
-    output: str | Path | None = None,
-    overwrite: bool = False,
+    output: Annotated[Path | str | None, Option("Results.", "-o", shown="DIR/sharegpt-MODE.json")] = None,
+    overwrite: Overwrite = False,
     verbose: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Replay ShareGPT prompts through real vLLM, with the dense model and the pruned ones in turn.
+    """Replay ShareGPT prompts through real vLLM and report how much faster the pruned model is.
 
-    settings: any field of `Settings` (`mode`, `num_prompts`, `pairs`, `engine_arguments`, …).
-    Returns the results as they are written to `output`, by default `sharegpt-MODE.json` in the
-    pruned folder; `["verdicts"]` states how much faster each pruned model is.
+        ddp-vllm bench sharegpt --dense MODEL --pruned ./pruned
+        ddp-vllm bench sharegpt --dense MODEL --pruned ./pruned --mode serve --request-rate 1,4,inf
+        ddp-vllm bench sharegpt --dense MODEL --pruned ./pruned --num-prompts 16 -- --enforce-eager
+
+    ENGINE_ARGUMENTS after -- are passed to every vLLM engine.
+
+    In Python `settings` are any fields of `BenchSettings`. The results are returned as they are
+    written to `output`; `["verdicts"]` states how much faster each pruned model is.
     """
-    from ddp_benchmarks.sharegpt import Settings, results_file, run_benchmark
-
-    if settings.get("dataset"):
-        settings["dataset"] = Path(settings["dataset"])
-    chosen = Settings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), **settings)
+    if settings.get("mode", "offline") == "offline":
+        of_server = ("request_rate", "max_concurrency", "goodput", "port", "startup_seconds")
+        _refuse_without("--mode serve", settings, of_server)
+    settings |= {"dense": dense, "pruned": pruned}
+    chosen = BenchSettings(**settings)
     file = results_file(chosen, Path(output) if output else None, overwrite=overwrite)
-    return dict(run_benchmark(chosen, file, print_line=line_printer(verbose)))
+    before = file.stat().st_mtime_ns if file.exists() else None
+    try:
+        return dict(run_benchmark(chosen, file, print_line=line_printer(verbose)))
+    finally:  # an interrupted run prints its results so far
+        if verbose and file.exists() and file.stat().st_mtime_ns != before:
+            _report(file)
 
 
+def _report(file: Path) -> None:
+    """Print the results, and draw them if matplotlib is installed."""
+    from ddp_benchmarks.tables import draw_speed, plain_console, print_report
+
+    if not (results := read_results(file)).runs:
+        return
+    print_report(results, plain_console())
+    echo(f"{file} has vLLM's raw results")
+    if find_spec("matplotlib"):
+        draw_speed(results, picture := file.with_suffix(".png"))
+        echo(f"{picture} shows them")
+    else:
+        echo("no picture of the results: matplotlib is missing; pip install matplotlib")
+
+
+def _print_verdicts(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    echo(f"{Workload(**results['settings']['workload'])}:")
+    for verdict in results["verdicts"]:
+        name = f"{Path(verdict['pruned']).name}: " if len(results["verdicts"]) > 1 else ""
+        echo(f"{name}{verdict['sentence']}")
+        if "predicted" in verdict:
+            echo(f"{name}predicted {verdict['predicted']:.2f}×")
+        if values["phase"] == "decode":
+            echo(f"{name}prefill {verdict['prefill']['sentence']}")
+
+
+@command(
+    "bench steps", settings=StepSettings, show=_print_verdicts, as_json=lambda results, _: results,
+    json_is_last_line=True,
+)  # fmt: skip
+@terminable()
 def bench_steps(
-    dense: str | Path,
-    pruned: str | Path | Iterable[str | Path],
+    dense: Dense,
+    pruned: Pruned,
     *,
-    phase: str = "decode",
-    concurrency: int = 8,
-    context_length: int = 2048,
-    output: str | Path | None = None,
-    overwrite: bool = False,
+    output: Annotated[Path | str | None, Option("Results.", "-o", shown="not saved")] = None,
+    overwrite: Overwrite = False,
     verbose: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Compare a step of vLLM's engine on the dense model and the pruned ones, which run at once and
-    take turns.
+    """Compare a step of vLLM's engine on the dense and the pruned model, and with the speedup the
+    budget predicted.
 
-    phase: `decode` or `prefill`. concurrency: sequences served at once. context_length: tokens per
-    sequence. settings: `rounds`, `steps`, `engine_arguments`. Returns the results as they are
-    written to `output`, if that is given; `["verdicts"]` states how much faster each pruned model
-    is, and was predicted to be if this workload was its budget.
+        ddp-vllm bench steps --dense MODEL --pruned ./pruned --concurrency 8 --context-length 1024
+
+    All engines run at once and take turns, so memory must hold all of them. ENGINE_ARGUMENTS after
+    -- are passed to every vLLM engine.
+
+    In Python `settings` are any fields of `StepSettings`. The results are returned as they are
+    written to `output`; `["verdicts"]` states how much faster each pruned model is, and was
+    predicted to be if this workload was its budget.
     """
-    from ddp_benchmarks.side_by_side import StepSettings, compare_steps
-    from ddp_vllm.masks import MASKS_FILE, read_provenance
-    from ddp_vllm.model_facts import is_pruned
-    from ddp_vllm.output import check_file
-    from ddp_vllm.results import write_results
-
     if output:
         check_file(Path(output), overwrite=overwrite)
-    workload = Workload(phase=phase, batch=concurrency, context=context_length)
-    chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **settings)
+    settings |= {"dense": dense, "pruned": pruned}
+    chosen = StepSettings(**settings)
     # also of a folder without weights, for `-- --load-format dummy`
     provenances = [
         read_provenance(Path(folder) / MASKS_FILE) if is_pruned(Path(folder)) else {} for folder in chosen.pruned
@@ -97,7 +182,7 @@ def bench_steps(
     predictions = [provenance.get("latency", {}) for provenance in provenances]
     results = compare_steps(chosen, print_line=line_printer(verbose))
     for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
-        if prediction.get("workload") == asdict(workload):
+        if prediction.get("workload") == asdict(chosen.workload):
             verdict["predicted"] = prediction["speedup"]
     if output:
         write_results(results, Path(output))
@@ -119,16 +204,123 @@ def evaluate(
     output: a folder, by default `eval` in the model's. settings: any field of `EvalSettings`
     (`limit`, `include_path`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
-    from ddp_benchmarks import evaluate as evaluating
-
     folder = Path(output) if output else default_output(str(model))
-    if settings.get("include_path"):
-        settings["include_path"] = Path(settings["include_path"])
-    chosen = evaluating.EvalSettings(model=str(model), tasks=evaluating.choose_tasks(tasks), output=folder, **settings)
-    chosen.check()
-    with results_folder(folder):
-        return dict(evaluating.evaluate(chosen, print_line=line_printer(verbose)))
+    settings |= {"model": model, "tasks": choose_tasks(tasks), "output": folder}
+    return _evaluate([EvalSettings(**settings)], verbose)[0]
 
 
-def _several(paths: str | Path | Iterable[str | Path]) -> Iterable[str | Path]:
-    return (paths,) if isinstance(paths, str | Path) else paths
+def _evaluate(models: Sequence[EvalSettings], verbose: bool) -> list[dict[str, Any]]:
+    """Evaluate models one after the other, after all settings and folders were checked."""
+    for settings in models:
+        settings.check()
+    with ExitStack() as stack:
+        for settings in models:
+            stack.enter_context(results_folder(settings.output))
+        stack.enter_context(terminable())
+        return [evaluate_tasks(settings, print_line=line_printer(verbose)) for settings in models]
+
+
+def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raises: LimitError if the model misses --max-ratio or --min-retained."""
+    from ddp_benchmarks.tables import plain_console, print_quality
+
+    missed, folder, limit = list[str](), values["output"] or default_output(values["model"]), values["max_ratio"]
+    for name, quality in results["text"].get("texts", {}).items():
+        ratio = perplexity_ratio(quality)
+        assert ratio
+        if limit is not None and not ratio[0] <= limit:
+            missed.append(f"{ratio[0]:.3g} on {name}")
+        echo(
+            f"{name}: perplexity {quality['dense']:.2f} → {quality['pruned']:.2f}, {with_interval(*ratio)} the dense "
+            f"model's; {fidelity(quality)} ({quality['tokens']:,} tokens)"
+        )
+    echo(f"results are in {folder}")
+    typed = [convert(one, Evaluation) for one in results["tasks"]]
+    if typed:
+        print_quality(typed[-1], typed[0] if values["against"] else None, plain_console())
+    if missed:
+        raise LimitError(
+            f"perplexity is {' and '.join(missed)} times the dense model's, above --max-ratio {limit:g}; train for "
+            "longer with ddp-vllm recover, or remove less"
+        )
+    if typed:
+        judge_retained(typed[-1], typed[0], values["min_retained"])
+
+
+def _as_json(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    return results["text"] | (results["tasks"] or [{}])[-1]
+
+
+@command("eval", settings=EvalSettings, show=_print_quality, as_json=_as_json, has_quiet=True)
+def _eval(
+    model: str,
+    *,
+    tasks: Annotated[
+        str | None,
+        Option(
+            "Tasks of lm-eval, or suites: paper, nine, llama, generative.",
+            metavar="TASK,…", shown="paper", join=",".join,
+        ),
+    ] = None,
+    text: Annotated[tuple[str, ...], Option("Compare with the dense model on these texts.")] = (),
+    tokens: Annotated[int | None, Option("Tokens of each --text, at least 8 blocks.", shown="16,384")] = None,
+    max_ratio: Annotated[
+        float | None, Option("With --text: exit with 9 if perplexity is above this × the dense one.")
+    ] = None,
+    min_retained: Annotated[
+        float | None,
+        Option("With --against: exit with 9 if less of the dense model's accuracy is retained."),
+    ] = None,
+    against: Annotated[
+        str | None, Option("Evaluate this model too, and print the retained fraction.", metavar="MODEL")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option(
+            "Folder for the results; --against uses its subfolder against-NAME.",
+            "-o", shown="MODEL/eval; eval-NAME for a Hub model",
+        ),
+    ] = None,
+    verbose: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Evaluate MODEL, a folder or a Hub name, on the paper's tasks through lm-eval.
+
+        ddp-vllm eval ./pruned --against MODEL --min-retained 0.97
+        ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100
+        ddp-vllm eval ./pruned --text test.jsonl --max-ratio 1.1
+
+    --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
+    model or --against. Give it text that pruning did not read. Tasks run only if --tasks is passed
+    too. A task NAME_local of --include-path counts as lm-eval's NAME. An interrupted evaluation
+    resumes from lm-eval's cache of responses.
+    """
+    results: dict[str, Any] = {"text": {}, "tasks": []}
+    if text:
+        if tasks is None:
+            of_tasks = ("backend", "include_path", "limit", "batch_size", "model_args", "min_retained")
+            _refuse_without("--tasks together with --text", settings | {"min_retained": min_retained}, of_tasks)
+        if max_ratio is not None and not 0 < max_ratio < inf:
+            raise SettingError("max_ratio", f"is {max_ratio:g}, which is no factor; give a number above 0, such as 1.1")
+        shared: dict[str, Any] = {name: settings[name] for name in ("dtype", "max_length") if name in settings}
+        shared |= {"tokens": tokens} if tokens else {}
+        results["text"] = evaluate_text(model, text, output=output, against=against or "", verbose=verbose, **shared)
+        if tasks is None:
+            return results
+    else:
+        _refuse_without("--text", {"tokens": tokens, "max_ratio": max_ratio})
+    names = choose_tasks(tasks or "paper")
+    check_min_retained(min_retained, names, against)
+    models = []
+    for evaluated in filter(None, (against, model)):
+        chosen = output if output is None or evaluated == model else against_output(evaluated, output)
+        folder = chosen or default_output(evaluated)
+        models.append(EvalSettings(model=evaluated, tasks=names, output=folder, **settings))
+    return results | {"tasks": _evaluate(models, verbose)}
+
+
+def _refuse_without(needed: str, given: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
+    """Refuse settings that have no effect without `needed`. Raises: SettingError."""
+    for name in names or given:
+        if given.get(name) is not None:
+            raise SettingError(name, f"has no effect without {needed}; add {needed} or omit it")

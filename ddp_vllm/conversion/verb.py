@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.conversion.shapes import AGAIN, read_layers
 from ddp_vllm.conversion.stock import describe
 from ddp_vllm.dimensions import EXPERT_COUNT_KEYS, text_config, widths_of
-from ddp_vllm.errors import ModelError, line_printer
+from ddp_vllm.errors import ModelError, echo, line_printer
 from ddp_vllm.families import FAMILIES, KNOWN, check_dense, foreign_code, pruned_config
 from ddp_vllm.formats import (
     DROPPED,
@@ -50,6 +50,7 @@ from ddp_vllm.remote_code.files import (
     weight_files,
 )
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, stated_widths
+from ddp_vllm.settings import Option, command
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 PIECE = 1 << 24  # bytes copied at once
@@ -89,15 +90,28 @@ class Plan:
     """Folders whose tokenizer and other files are copied; the last one has precedence."""
 
 
+@command("convert", show=lambda made, _: echo(f"written: {made.folder} ({made.num_parameters:,} parameters)"))
 def convert(
-    folder: str | Path, *, output: str | Path, dense: str | Path | None = None, overwrite: bool = False,
+    folder: str | Path,
+    *,
+    output: Annotated[Path | str, Option("Folder to write.", "-o")],
+    dense: Annotated[
+        str | Path | None,
+        Option("The model that was pruned, for its sizes: a folder, or a hub name.", metavar="MODEL"),
+    ] = None,
+    overwrite: Annotated[bool, Option("Replace the folder.")] = False,
     verbose: bool = False,
-) -> Checkpoint:  # fmt: skip
-    """Write a model that another tool pruned as a checkpoint of ddp-vllm, and return it.
+) -> Checkpoint:
+    """Write the model in FOLDER, which another tool pruned, as a folder that vLLM with ddp-vllm
+    serves.
 
-    dense: the model that was pruned, a folder or a hub name. Its config gives the sizes before
-        pruning.
-    verbose: print how widths were read from config.json and tensors.
+        ddp-vllm convert ./pruned-by-others -o ./pruned
+        vllm serve ./pruned
+
+    Widths are read from the tensors, and from per_layer_config, block_configs, drop_attn_list
+    and drop_mlp_list where config.json has them. Tensors are copied, none is changed.
+
+    In Python the checkpoint is returned. verbose: print how widths were read.
     Raises: ModelError if no supported family can have such widths; OutputError.
     """
     source, target = Path(folder), Path(output)

@@ -1,16 +1,17 @@
-"""The verbs of a written checkpoint as functions: read, inspect, report, compare, push and export.
+"""The verbs of a written checkpoint: read, inspect, report, compare, push and export.
 
 Libraries that draw, and the package gguf, are imported when they are called.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import OutputError, SettingError, line_printer
+from ddp_vllm.errors import LimitError, OutputError, SettingError, echo, line_printer
 from ddp_vllm.output import check_file
+from ddp_vllm.settings import Option, command
 
 if TYPE_CHECKING:
     from ddp_vllm.pages.measurements import Comparison
@@ -25,42 +26,91 @@ def read(folder: str | Path) -> Checkpoint:
     return read_checkpoint(Path(folder))
 
 
+def _print_checkpoint(_: Any, values: Mapping[str, Any]) -> None:
+    from ddp_vllm.pages.terminal import SafeConsole, print_checkpoint
+
+    if not values["as_json"]:
+        print_checkpoint(read(values["folder"]), SafeConsole(soft_wrap=True))
+
+
+@command("inspect", show=_print_checkpoint, as_json=lambda facts, _: facts)
 def inspect(folder: str | Path) -> dict[str, Any]:
-    """Return widths, sizes, quality and recipe of a pruned checkpoint, as `ddp-vllm inspect --json`
-    prints them."""
+    """Check a pruned checkpoint and show its widths, sizes, quality and recipe.
+
+    In Python the result is what `ddp-vllm inspect --json` prints.
+    """
     from ddp_vllm.pages.summary import summary
 
     return summary(read(folder))
 
 
-def report(folder: str | Path, *, output: str | Path | None = None) -> Path:
-    """Draw the removed units of a pruned checkpoint, and return the path of `report.html`.
+@command("report", show=lambda page, _: echo(f"written: {page}"))
+def report(
+    folder: str | Path,
+    *,
+    output: Annotated[Path | str | None, Option("Where to write.", "-o", shown="FOLDER itself")] = None,
+) -> Path:
+    """Draw the removed units of a pruned checkpoint as one page, report.html.
 
-    output: another folder for the page.
+    `prune` draws this page too. FOLDER is any pruned checkpoint.
     """
     from ddp_vllm.pages.report import write_report
 
     return write_report(read(folder), Path(output or folder))
 
 
+def _print_comparison(comparison: "Comparison", values: Mapping[str, Any]) -> None:
+    """Raises: LimitError if no model is within the tolerance."""
+    from ddp_vllm.pages.compare import choice, comparison_table, fastest
+    from ddp_vllm.pages.terminal import SafeConsole, print_table
+
+    if not values["as_json"]:
+        print_table(comparison_table(comparison), SafeConsole())
+    tolerance, page = values["tolerance"], values["output"]
+    if tolerance is not None:
+        echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
+    for note, remedy in comparison.notes.items():
+        echo(f"{note}: {remedy}" if remedy else note, err=True)
+    echo(f"{page} and {page.with_suffix('.md')}")
+    if tolerance is not None and not fastest(comparison, tolerance):
+        remedy = "; train for longer with ddp-vllm recover, or remove less"
+        evaluated = any(model.heldout for model in comparison.pruned)
+        raise LimitError(choice(comparison, tolerance) + remedy * evaluated)
+
+
+def _records(comparison: "Comparison", values: Mapping[str, Any]) -> dict[str, Any]:
+    from ddp_vllm.pages.compare import records
+
+    return records(comparison, values["tolerance"])
+
+
+@command("compare", show=_print_comparison, as_json=_records)
 def compare(
     folders: Iterable[str | Path],
     *,
-    output: str | Path = "compare.html",
-    results: Iterable[str | Path] = (),
-    dense: str | Path | None = None,
-    tolerance: float | None = None,
-    overwrite: bool = False,
+    output: Annotated[Path | str, Option("The page.", "-o")] = "compare.html",
+    results: Annotated[
+        Iterable[Path | str], Option("Results files outside the folders, or folders that eval -o wrote.")
+    ] = (),
+    dense: Annotated[str | Path | None, Option("The dense model.", metavar="MODEL", shown="that of the recipe")] = None,
+    tolerance: Annotated[
+        float | None,
+        Option("Name the fastest model whose perplexity is at most this many times the dense model's."),
+    ] = None,
+    overwrite: Annotated[bool, Option("Replace the page.")] = False,
 ) -> "Comparison":
-    """Put quality and speed of pruned checkpoints on one page, in HTML and in a Markdown file next
-    to it.
+    """Put quality and speed of the pruned checkpoints in FOLDERS into one table, here and on a
+    page.
 
-    results: files of `bench` and `evaluate` outside the folders, or folders of them. dense: the
-    dense model, by default that of the recipe. tolerance: name the fastest model whose perplexity
-    is at most this many times the dense model's. Returns the `Comparison`.
+    The page is written in HTML and in Markdown.
+
+        ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
+
+    Results of bench and eval are found in each folder and its eval folder, or passed with
+    --results. The exit code is 9 if no model is within --tolerance.
     """
     if tolerance is not None and not 0 < tolerance < inf:
-        raise SettingError(f"--tolerance {tolerance:g} is not a factor; give a number above 0, such as 1.05")
+        raise SettingError("tolerance", f"is {tolerance:g}, which is no factor; give a number above 0, such as 1.05")
     page = Path(output)
     markdown = page.with_suffix(".md")
     if markdown == page:
@@ -75,20 +125,28 @@ def compare(
     return comparison
 
 
+@command("push", show=lambda address, _: echo(f"published: {address}"))
 def push(
     folder: str | Path,
     repository: str,
     *,
-    private: bool = False,
-    revision: str | None = None,
-    license_name: str | None = None,
-    base_model: str | None = None,
+    private: Annotated[bool, Option("Make a new repository private.")] = False,
+    revision: Annotated[str | None, Option("Branch to push to; a new one is made.", shown="main")] = None,
+    license: Annotated[
+        str | None, Option("License of the dense model in the hub's spelling, such as apache-2.0.")
+    ] = None,
+    base_model: Annotated[
+        str | None, Option("The dense model on the hub.", shown="the model it was pruned from, if on the hub")
+    ] = None,
 ) -> str:
-    """Publish a pruned checkpoint on the Hugging Face hub and return the address of the commit.
+    """Publish a pruned checkpoint on the Hugging Face hub, as OWNER/NAME.
 
-    repository: OWNER/NAME. license_name: of the dense model, in the hub's spelling. base_model: the
-    dense model on the hub, by default the one it was pruned from. revision: a branch, which is made
-    if it is new. Results of `evaluate` and `bench` are not sent.
+        ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
+
+    The folder is checked first. Results of eval and bench are not sent, and the model card is
+    written for the hub. Log in first with `hf auth login`, or set HF_TOKEN.
+
+    In Python the address of the commit is returned.
     Raises: CheckpointError if the folder is damaged; OutputError if publishing fails.
     """
     from huggingface_hub import HfApi
@@ -102,7 +160,7 @@ def push(
         name = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision:  # a commit does not make its branch
             api.create_branch(name, branch=revision, exist_ok=True)
-        card = model_card(checkpoint, name.partition("/")[2], name, license_name=license_name, base_model=base_model)
+        card = model_card(checkpoint, name.partition("/")[2], name, license_name=license, base_model=base_model)
         api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[CARD, *RESULTS], **branch)
         return api.upload_file(repo_id=name, path_or_fileobj=card.encode(), path_in_repo=CARD, **branch)
     except Exception as error:  # errors of the hub, of the network and of three libraries
@@ -110,12 +168,21 @@ def push(
         raise OutputError(f"{repository} was not published ({type(error).__name__}: {reason})") from error
 
 
+@command("export", show=lambda file, _: echo(f"written: {file} ({file.stat().st_size / 1e6:,.0f} MB)"))
 def export(
-    folder: str | Path, *, output: str | Path, outtype: str = "f16", overwrite: bool = False, verbose: bool = False
+    folder: str | Path,
+    *,
+    output: Annotated[Path | str, Option("The file to write.", "-o")],
+    outtype: Annotated[str, Option("f32, f16, bf16 or q8_0.")] = "f16",
+    overwrite: Annotated[bool, Option("Replace the file.")] = False,
+    verbose: bool = False,
 ) -> Path:
-    """Write a pruned or dense model as one GGUF file for stock llama.cpp, and return its path.
+    """Write the pruned or dense model in FOLDER as one GGUF file that stock llama.cpp runs.
 
-    outtype: f32, f16, bf16 or q8_0. verbose: print which tensors were zero-padded.
+        ddp-vllm export ./pruned --outtype q8_0 -o pruned.gguf
+        llama-server -m pruned.gguf
+
+    In Python the path of the file is returned. verbose: print which tensors were zero-padded.
     """
     from ddp_vllm.gguf.file import write_gguf
 

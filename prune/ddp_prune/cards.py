@@ -27,5 +27,5 @@ def parse_cards(text: str) -> tuple[str, int]:
     """Read `h100-80gb` or `2xh100-80gb`: the name of a card, and how many. Raises: SettingError."""
     count, _, name = text.partition("x") if text[:1].isdigit() else ("1", "", text)
     if name not in CARDS or not count.isdigit() or not 1 <= int(count) <= 64:
-        raise SettingError(f"--on is {text!r}; give a card, or several as 2xh100-80gb; known: {', '.join(CARDS)}")
+        raise SettingError("on", f"is {text!r}; give a card, or several as 2xh100-80gb; known: {', '.join(CARDS)}")
     return name, int(count)

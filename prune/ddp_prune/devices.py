@@ -27,7 +27,7 @@ def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
     trackers = [str(name) for name in get_available_trackers()]
     if tracker and tracker not in trackers:
         known = ", ".join(trackers) or "none; for example pip install tensorboard"
-        raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
+        raise SettingError("tracker", f"is {tracker!r}, which is unknown or not installed; installed: {known}")
     # Without cpu=True, accelerate treats a CPU process that torchrun started as the only process.
     device = torch.accelerator.current_accelerator(check_available=True)
     # Apple GPUs lack float64, in which gradients are summed

@@ -248,7 +248,8 @@ def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str,
         raise SettingError(f"{path} has a budget per {scope}, which --align would break; prune with --align")
     if not 0 < align <= min(kept, units):
         raise SettingError(
-            f"align is {align}; with {kept:,} kept channels in rows of {units:,}, it must be 1 to {min(kept, units):,}"
+            "align",
+            f"is {align}; with {kept:,} kept channels in rows of {units:,}, it must be 1 to {min(kept, units):,}",
         )
     saliency = scores.get("saliency", {}).get(kind)
     if saliency is None:

@@ -38,7 +38,6 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
     Raises: SettingError if the model to compare with is unknown; ModelError, CheckpointError,
         TextError; TrainingError if a device runs out of memory.
     """
-    settings.check()
     dense = open_source(settings.against or dense_of(settings.model))
     source = open_model(settings.model, dense)
     pruned_size, dense_size = (model.text_config.get("vocab_size") for model in (source, dense))

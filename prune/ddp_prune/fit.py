@@ -27,6 +27,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.settings import TrainingSettings, optimizer_suits
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, reading
+from ddp_vllm.settings import option_of
 
 FROZEN = ("model.embed_tokens.", "lm_head.")  # weights that are never trained
 USABLE = 0.8  # of free memory: the needs of a step are estimates, and memory fragments
@@ -119,7 +120,7 @@ def allowed_modes(recipe: TrainingSettings) -> list[Mode]:
 
 def suited_modes(recipe: TrainingSettings) -> list[Mode]:
     """Return the training modes that a command has and that can train weights of a recipe's dtype."""
-    choices = next(field.metadata["choices"] for field in fields(recipe) if field.name == "train")
+    choices = next(option_of(field).choices for field in fields(recipe) if field.name == "train")
     return [mode for mode in MODES if mode.train in choices and optimizer_suits(mode.optimizer, recipe.dtype)]
 
 

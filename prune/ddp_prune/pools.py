@@ -131,7 +131,7 @@ def _priced_pool(
         **layout,
     )
     if pool.total == 0:
-        raise SettingError(f"budget is {budget!r}, which does not depend on what is pruned here; choose another")
+        raise SettingError("budget", f"is {budget!r}, which does not depend on what is pruned here; choose another")
     if not recipe.target:
         return replace(pool, kept=math.floor((1.0 - recipe.sparsity) * pool.total))
     model_cost = whole_model(budget, config, widths_of(config).dense_layers, shapes, recipe.context_length)
@@ -165,8 +165,9 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
     saved = times.dense * (1.0 - 1.0 / recipe.speedup) if recipe.speedup else recipe.sparsity * removable
     if saved >= removable:
         raise SettingError(
-            f"speedup is {recipe.speedup:g}, but {times.max_speedup:.2f} is the most for {recipe.workload}: "
-            f"{1 - removable / times.dense:.0%} of a step is spent outside of prunable blocks"
+            "speedup",
+            f"is {recipe.speedup:g}, but {times.max_speedup:.2f} is the most for {recipe.workload}: "
+            f"{1 - removable / times.dense:.0%} of a step is spent outside of prunable blocks",
         )
     return LatencyPool(
         name="latency",

@@ -63,7 +63,7 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, print_
         SettingError without llm-compressor; DdpError if llm-compressor fails.
     """
     if scheme not in SCHEMES:
-        raise SettingError(f"scheme is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
+        raise SettingError("scheme", f"is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
     check_output(output, overwrite=overwrite)
     checkpoint = _open(folder)
     if note := kernel_note(checkpoint, scheme):

@@ -17,7 +17,7 @@ from ddp_prune.settings import TrainingSettings
 from ddp_vllm.dimensions import BLOCK_NAMES
 from ddp_vllm.errors import SettingError
 from ddp_vllm.machine import PHASES, Workload
-from ddp_vllm.settings import Settings, check_known, read_settings, setting
+from ddp_vllm.settings import Settings, check_known, fraction, one_or_several, read_settings, setting
 
 SIZES = ("sparsity", "target", "speedup")
 """Settings that state how much to remove; a recipe has one of them."""
@@ -32,110 +32,171 @@ WITH_WHOLE_EXPERTS = {
 class AlmSettings(Settings):
     """The paper's search, `controller = "alm"`; in a recipe file the table `[alm]`."""
 
-    learning_rate: float = setting(2e-2, least=0)
-    """AdamW's rate for z."""
-    lambda_learning_rate: float = setting(2e-2, least=0)
-    """Ascent rate of λ1 and λ3 (Eq. 13 and 15)."""
-    lambda2_learning_rate: float = setting(4e-1, least=0)
-    """Ascent rate of λ2; the paper uses 8e-1 at higher sparsity."""
-    warmup: float = setting(0.05, is_fraction=True)
-    """Fraction of the search over which AdamW's rates rise linearly; the paper does not state its
-    length."""
-    mu_start: float = 0.5
-    """Sharpness μ0 of the surrogate at the start of the search (Eq. 14)."""
-    mu_end: float = 0.05
-    """Sharpness μT at its end. The paper states 0.05; the authors' code stops at 0.1."""
-    gate_floor: float = 0.0
-    """Lower bound of z. At 0, one step can reopen a closed gate; the authors' code uses −0.1."""
-    raw_masks: bool = False
-    """Keep every gate above 0 at the end of the search with its scale, as in the paper, whatever
-    the budget. Otherwise the budget is met to a unit, and kept units have a scale of at least 0.05.
-    `study` compares equal budgets and ignores this setting."""
+    learning_rate: float = setting(2e-2, "AdamW's rate for z.", least=0)
+    lambda_learning_rate: float = setting(2e-2, "Ascent rate of λ1 and λ3 (Eq. 13 and 15).", least=0)
+    lambda2_learning_rate: float = setting(4e-1, "Ascent rate of λ2; the paper uses 8e-1 at higher sparsity.", least=0)
+    warmup: float = setting(
+        0.05,
+        """Fraction of the search over which AdamW's rates rise linearly; the paper does not state its
+        length.""",
+        is_fraction=True,
+    )
+    mu_start: float = setting(0.5, "Sharpness μ0 of the surrogate at the start of the search (Eq. 14).")
+    mu_end: float = setting(0.05, "Sharpness μT at its end. The paper states 0.05; the authors' code stops at 0.1.")
+    gate_floor: float = setting(
+        0.0, "Lower bound of z. At 0, one step can reopen a closed gate; the authors' code uses −0.1."
+    )
+    raw_masks: bool = setting(
+        False,
+        """Keep every gate above 0 at the end of the search with its scale, as in the paper, whatever
+        the budget. Otherwise the budget is met to a unit, and kept units have a scale of at least 0.05.
+        `study` compares equal budgets and ignores this setting.""",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 < self.mu_end <= self.mu_start:
             raise SettingError(f"mu_end is {self.mu_end} and mu_start {self.mu_start}; 0 < mu_end ≤ mu_start must hold")
         if self.gate_floor > 0.0:
-            raise SettingError(f"gate_floor is {self.gate_floor}; it must be at most 0, or no gate could close")
+            raise SettingError("gate_floor", f"is {self.gate_floor}; it must be at most 0, or no gate could close")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(TrainingSettings):
     """Settings of a pruning run, as the user passed them."""
 
-    model: str = ""
-    """Folder or Hugging Face Hub name of the dense model. `prune` takes it as an argument."""
+    model: str = setting("", "Folder or Hugging Face Hub name of the dense model. `prune` takes it as an argument.")
 
-    sparsity: float = setting(0.0, heading="Basic", is_several=True)
-    """Fraction of the prunable units to remove, between 0 and 1. It is 1 − ρ of Eq. 6. By default
-    it applies to each module type: heads and MLP channels, or the expert channels of a mixture of
-    experts. Embeddings, norms and routers are not prunable."""
-    target: float = setting(0.0, heading="Budget")
-    """Size of the whole model after pruning, embeddings included, in the unit of `budget`. Replaces
-    `sparsity`."""
-    speedup: float = setting(0.0, heading="Basic", is_several=True)
-    """Target speedup of a step over the dense model on the serving machine, for example 1.25.
-    Replaces `sparsity` and implies the budget `latency`."""
-    budget: str = setting("units", choices=("units", "params", "flops", "kv-bytes", "latency"), heading="Budget")
-    """Quantity that the fraction is taken of: `units` of each module type, or over all types
-    `params`, `flops` and `kv-bytes` per token, or the measured `latency` of a step. The paper's is
-    `units`."""
-    context_length: int = setting(2048, least=1, heading="Budget")
-    """Tokens in the context; the budgets `flops` and `latency` depend on it."""
-    concurrency: int = setting(8, least=1, heading="Budget")
-    """Sequences served at the same time; the budget `latency` depends on it."""
-    phase: str = setting("decode", choices=PHASES, heading="Rarely needed")
-    """Step whose time the budget `latency` limits: `decode` or the `prefill` of prompts."""
-    profile: str = setting("", heading="Budget")
-    """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, this
-    machine is profiled first."""
-    other_machine: bool = setting(False, heading="Budget")
-    """Accept a latency profile from another machine, where the model will be served."""
-    prune: str = ""
-    """Parts to prune, separated by commas: `attention`, `mlp`, `experts`. The default is attention
-    and MLPs, or the routed experts of a mixture of experts; the MLPs alone where attention cannot
-    be pruned."""
-    scope: str = setting("global", choices=("global", "layer", "expert"), heading="Rarely needed")
-    """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
-    whole_experts: bool = setting(False, heading="Shape")
-    """Remove whole experts of a mixture of experts, equally many from every layer, and their rows
-    of the router. The result is a stock checkpoint that requires no plugin. It keeps as many
-    experts as the budget allows."""
-    head_unit: str = setting("auto", choices=("auto", "kv-group", "query-head"), heading="Shape")
-    """Attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
-    align: int = setting(1, least=1, heading="Shape")
-    """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit
-    kernels and quantization. The kept width is the largest multiple within the budget."""
-    tp: int = setting(1, least=1, heading="Shape")
-    """Make every layer split over this many devices without padding; the share of a device is a
-    multiple of `align`."""
+    sparsity: float = setting(
+        0.0,
+        """Fraction of the prunable units to remove, between 0 and 1. It is 1 − ρ of Eq. 6. By default
+        it applies to each module type: heads and MLP channels, or the expert channels of a mixture of
+        experts. Embeddings, norms and routers are not prunable.""",
+        heading="Basic",
+        of=fraction,
+        join=one_or_several,
+    )
+    target: float = setting(
+        0.0,
+        """Size of the whole model after pruning, embeddings included, in the unit of `budget`. Replaces
+        `sparsity`.""",
+        heading="",
+    )
+    speedup: float = setting(
+        0.0,
+        """Target speedup of a step over the dense model on the serving machine, for example 1.25.
+        Replaces `sparsity` and implies the budget `latency`.""",
+        heading="Basic",
+        of=fraction,
+        join=one_or_several,
+    )
+    budget: str = setting(
+        "units",
+        """Quantity that the fraction is taken of: `units` of each module type, or over all types
+        `params`, `flops` and `kv-bytes` per token, or the measured `latency` of a step. The paper's is
+        `units`.""",
+        choices=("units", "params", "flops", "kv-bytes", "latency"),
+        heading="Budget",
+    )
+    context_length: int = setting(
+        2048, "Tokens in the context; the budgets `flops` and `latency` depend on it.", least=1, heading="Budget"
+    )
+    concurrency: int = setting(
+        8, "Sequences served at the same time; the budget `latency` depends on it.", least=1, heading="Budget"
+    )
+    phase: str = setting(
+        "decode",
+        "Step whose time the budget `latency` limits: `decode` or the `prefill` of prompts.",
+        choices=PHASES,
+        heading="Rarely needed",
+    )
+    profile: str = setting(
+        "",
+        """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, this
+        machine is profiled first.""",
+        heading="Budget",
+    )
+    other_machine: bool = setting(
+        False, "Accept a latency profile from another machine, where the model will be served.", heading="Budget"
+    )
+    prune: str = setting(
+        "",
+        """Parts to prune, separated by commas: `attention`, `mlp`, `experts`. The default is attention
+        and MLPs, or the routed experts of a mixture of experts; the MLPs alone where attention cannot
+        be pruned.""",
+    )
+    scope: str = setting(
+        "global",
+        "Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19.",
+        choices=("global", "layer", "expert"),
+        heading="Rarely needed",
+    )
+    whole_experts: bool = setting(
+        False,
+        """Remove whole experts of a mixture of experts, equally many from every layer, and their rows
+        of the router. The result is a stock checkpoint that requires no plugin. It keeps as many
+        experts as the budget allows.""",
+        heading="Shape",
+    )
+    head_unit: str = setting(
+        "auto",
+        "Attention unit: `kv-group` (a KV head with all its query heads) or `query-head`.",
+        choices=("auto", "kv-group", "query-head"),
+        heading="Shape",
+    )
+    align: int = setting(
+        1,
+        """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit
+        kernels and quantization. The kept width is the largest multiple within the budget.""",
+        least=1,
+        heading="Shape",
+    )
+    tp: int = setting(
+        1,
+        """Make every layer split over this many devices without padding; the share of a device is a
+        multiple of `align`.""",
+        least=1,
+        heading="Shape",
+    )
 
-    steps: int = setting(1000, least=1)
-    """Optimizer steps in total: search and polish."""
-    minutes: float = setting(0.0, least=0, heading="Basic")
-    """Minutes of training, without loading and evaluation. A step is timed first, and the number of
-    steps that fit replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. The numbers
-    are saved with the run, so that an interrupted run resumes with the same numbers."""
+    steps: int = setting(1000, "Optimizer steps in total: search and polish.", least=1)
+    minutes: float = setting(
+        0.0,
+        """Minutes of training, without loading and evaluation. A step is timed first, and the number of
+        steps that fit replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. The numbers
+        are saved with the run, so that an interrupted run resumes with the same numbers.""",
+        least=0,
+        heading="Basic",
+    )
 
-    controller: str = setting("gradual", choices=("gradual", "alm"), heading="Rarely needed")
-    """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for
-    good, in the order of Fisher information times squared scale, while the other scales are
-    trained; it is better in short runs. `alm` is the paper's surrogate with multipliers, which
-    requires about 1,000 steps."""
-    polish: float = setting(0.35, is_fraction=True, heading="Rarely needed")
-    """Last fraction of the steps, in which only the kept scales are fine-tuned; 0 disables it, as
-    in the paper. The default was not tuned."""
-    alm: AlmSettings = AlmSettings()
-    """Settings of `controller = "alm"`."""
+    controller: str = setting(
+        "gradual",
+        """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for
+        good, in the order of Fisher information times squared scale, while the other scales are
+        trained; it is better in short runs. `alm` is the paper's surrogate with multipliers, which
+        requires about 1,000 steps.""",
+        choices=("gradual", "alm"),
+        heading="Rarely needed",
+    )
+    polish: float = setting(
+        0.35,
+        """Last fraction of the steps, in which only the kept scales are fine-tuned; 0 disables it, as
+        in the paper. The default was not tuned.""",
+        is_fraction=True,
+        heading="Rarely needed",
+    )
+    alm: AlmSettings = setting(AlmSettings(), 'Settings of `controller = "alm"`.', heading="")
 
-    train: str = setting("auto", choices=("auto", "masks", "lora", "weights"))
-    """What is trained while units are removed: `masks` alone, as in the paper, or also the
-    remaining `weights`, or low-rank additions to them (`lora`). Embeddings are never trained, and
-    additions are merged at the end. With its teacher, a second copy of the model, `weights`
-    requires 20 bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`; `lora` requires
-    little more than the 2 bytes of `masks`. `auto` is the first of weights, lora and masks that
-    memory holds, and `masks` for the controller `alm`."""
+    train: str = setting(
+        "auto",
+        """What is trained while units are removed: `masks` alone, as in the paper, or also the
+        remaining `weights`, or low-rank additions to them (`lora`). Embeddings are never trained, and
+        additions are merged at the end. With its teacher, a second copy of the model, `weights`
+        requires 20 bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`; `lora` requires
+        little more than the 2 bytes of `masks`. `auto` is the first of weights, lora and masks that
+        memory holds, and `masks` for the controller `alm`.""",
+        choices=("auto", "masks", "lora", "weights"),
+    )
 
     def __post_init__(self) -> None:
         if self.speedup and self.budget == "units":
@@ -144,17 +205,19 @@ class Recipe(TrainingSettings):
         self._check_size()
         for name in ("profile", "other_machine") if self.budget != "latency" else ():
             if getattr(self, name):
-                raise SettingError(f"{name} has no effect without a speedup; leave it out")
+                raise SettingError(name, "has no effect without a speedup; leave it out")
         if self.alm.raw_masks and (self.polish or self.align > 1 or self.tp > 1):
             raise SettingError(
                 "raw_masks keeps every gate that the search left open and trains nothing afterwards; leave out polish, "
                 "align and tp"
             )
         if self.train == "lora" and self.optimizer == "adamw-8bit":
-            raise SettingError("optimizer is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out")
+            raise SettingError(
+                "optimizer", "is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out"
+            )
         for name, allowed in WITH_WHOLE_EXPERTS.items() if self.whole_experts else ():
             if (value := getattr(self, name)) not in allowed:
-                raise SettingError(f"{name} is {value!r}; with whole_experts it must be {allowed[0]!r}")
+                raise SettingError(name, f"is {value!r}; with whole experts it must be {allowed[0]!r}")
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -162,31 +225,36 @@ class Recipe(TrainingSettings):
         kinds = {name: kind for kind, name in BLOCK_NAMES.items()}
         names = [name.strip() for name in self.prune.split(",")] if self.prune else []
         if wrong := [name for name in names if name not in kinds]:
-            raise SettingError(f"prune is {self.prune!r}; {wrong[0]!r} is none of {', '.join(kinds)}")
+            raise SettingError("prune", f"is {self.prune!r}; {wrong[0]!r} is none of {', '.join(kinds)}")
         return tuple(kind for kind in kinds.values() if kind in map(kinds.get, names))
 
     def _check_size(self) -> None:
         """Refuse a recipe that does not state exactly once how much to remove.
         Raises: SettingError."""
         if self.budget == "latency" and self.scope != "global":
-            raise SettingError(f"scope is {self.scope!r}, but a step has one time for the whole model; leave scope out")
+            raise SettingError(
+                "scope", f"is {self.scope!r}, but a step has one time for the whole model; leave scope out"
+            )
         stated = [f"{name} {value:g}" for name in SIZES if (value := getattr(self, name))]
         if len(stated) > 1:
             raise SettingError(f"{' and '.join(stated)} are given, which both state how much to remove; give one")
         if self.speedup and self.speedup <= 1:
-            raise SettingError(f"speedup is {self.speedup:g}; it must be above 1, for example 1.25")
+            raise SettingError("speedup", f"is {self.speedup:g}; it must be above 1, for example 1.25")
         if self.speedup and self.budget != "latency":
             raise SettingError(
-                f"budget is {self.budget!r}, but a speedup is a budget in latency; take budget out of the command or "
-                "the recipe, or give a target or a sparsity instead of the speedup"
+                "budget",
+                f"is {self.budget!r}, but a speedup is a budget in latency; take budget out of the command or "
+                "the recipe, or give a target or a sparsity instead of the speedup",
             )
         if self.target:
             if self.target < 0:
-                raise SettingError(f"target is {self.target:g}; it must be above 0, for example 5.5B")
+                raise SettingError("target", f"is {self.target:g}; it must be above 0, for example 5.5B")
             if self.budget == "units":
-                raise SettingError("target requires a budget of params, flops or kv-bytes; with units, give a sparsity")
+                raise SettingError(
+                    "target", "requires a budget of params, flops or kv-bytes; with units, give a sparsity"
+                )
         if not (self.speedup or self.target or 0.0 < self.sparsity < 1.0):
-            raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
+            raise SettingError("sparsity", f"is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
 
     @property
     def size_name(self) -> str:
@@ -221,12 +289,12 @@ def load_recipes(path: Path | Mapping[str, Any] | None, settings: Mapping[str, A
     if not isinstance(sizes := values.get(name), list | tuple):
         return [load_recipe(path, settings)]
     if not sizes:
-        raise SettingError(f"{name} is an empty list; give numbers, such as 0.1,0.2,0.3")
+        raise SettingError(name, "is an empty list; give numbers, such as 0.1,0.2,0.3")
     if wrong := [size for size in sizes if isinstance(size, bool) or not isinstance(size, Real)]:
-        raise SettingError(f"{name} has {wrong[0]!r}, a {type(wrong[0]).__name__}; give numbers, such as 0.1,0.2,0.3")
+        raise SettingError(name, f"has {wrong[0]!r}, a {type(wrong[0]).__name__}; give numbers, such as 0.1,0.2,0.3")
     rising = sorted({float(size) for size in sizes})
     if len(rising) != len(sizes):
-        raise SettingError(f"{name} is {sizes}; give different numbers, such as 0.1,0.2,0.3")
+        raise SettingError(name, f"is {sizes}; give different numbers, such as 0.1,0.2,0.3")
     return [load_recipe(path, {**settings, name: size}) for size in rising]
 
 
@@ -242,17 +310,18 @@ def load_recipe(path: Path | Mapping[str, Any] | None, settings: Mapping[str, An
     where = str(path) if isinstance(path, Path) else "the recipe"
     if "alm" in values:
         if not isinstance(alm := values["alm"], Mapping):
-            raise SettingError(f"alm is {alm!r}; it must be a table, [alm]")
+            raise SettingError("alm", f"is {alm!r}; it must be a table, [alm]")
         check_known(f"[alm] of {where}", alm, AlmSettings)
         values["alm"] = AlmSettings(**alm)
         if values["alm"] != AlmSettings() and values.get("controller") != "alm":
             raise SettingError(f'the table [alm] of {where} is for controller = "alm"; set that, or leave it out')
     if "model" not in values:
-        raise SettingError("model is missing; give it on the command line or in the recipe")
+        raise SettingError("model", "is missing; give it on the command line or in the recipe")
     if not {"sparsity", "target", "speedup"} & values.keys():
         raise SettingError(
-            "sparsity is missing; give it, or --speedup, or a target such as --target-params 5.5B, on the command line "
-            "or in the recipe"
+            "sparsity",
+            "is missing; give it, or --speedup, or a target such as --target-params 5.5B, on the command line or in "
+            "the recipe",
         )
     return Recipe(**values)
 

@@ -141,7 +141,7 @@ def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
     check_index(dense.folder)
     longest = dense.text_config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
-        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} takes {longest:,}; lower --seq-len")
+        raise SettingError("seq_len", f"is {recipe.seq_len}, but {recipe.teacher} takes {longest:,}; lower --seq-len")
     if not checkpoint.provenance:
         raise CheckpointError(f"{recipe.model} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
     return checkpoint, open_pruned(checkpoint, dense), dense

@@ -10,38 +10,43 @@ from ddp_prune.settings import TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.settings import read_settings, setting
 
-INHERITED = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
-"""Settings that a recovery inherits from the pruning run, unless they are passed."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryRecipe(TrainingSettings):
     """Settings of a recovery: distillation of a pruned model from the dense one."""
 
-    model: str
-    """Folder of the pruned model."""
-    teacher: str
-    """Folder or Hub name of the dense model from which the model was pruned."""
-    minutes: float = setting(10.0, least=0, heading="Basic")
-    """Minutes of training. A step is timed first; the number of steps that fit is saved with the
-    run, so that an interrupted run resumes with the same number."""
-    tokens: int = setting(0, least=0)
-    """Tokens to train on. Replaces `minutes`."""
-    train: str = setting("auto", choices=("auto", "weights", "lora"))
-    """Training mode: `weights` trains all weights except embeddings and output head, `lora` trains
-    low-rank additions to the projections, merged at the end. `auto` is `weights` if memory holds
-    one of the optimizers."""
-    rank: int = setting(16, least=1)
-    """Rank of the low-rank additions of `lora`."""
-    warmup: float = setting(0.1, is_fraction=True)
-    """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
+    inherited = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
+
+    model: str = setting(help="Folder of the pruned model.")
+    teacher: str = setting(help="Folder or Hub name of the dense model from which the model was pruned.")
+    minutes: float = setting(
+        10.0,
+        """Minutes of training. A step is timed first; the number of steps that fit is saved with the
+        run, so that an interrupted run resumes with the same number.""",
+        least=0,
+        heading="Basic",
+    )
+    tokens: int = setting(0, "Tokens to train on. Replaces `minutes`.", least=0)
+    train: str = setting(
+        "auto",
+        """Training mode: `weights` trains all weights except embeddings and output head, `lora` trains
+        low-rank additions to the projections, merged at the end. `auto` is `weights` if memory holds
+        one of the optimizers.""",
+        choices=("auto", "weights", "lora"),
+    )
+    rank: int = setting(16, "Rank of the low-rank additions of `lora`.", least=1)
+    warmup: float = setting(
+        0.1, "Fraction of the steps over which the rate rises; it then falls to 0 along a cosine.", is_fraction=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.train == "lora" and self.optimizer == "adamw-8bit":
-            raise SettingError("optimizer is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out")
+            raise SettingError(
+                "optimizer", "is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out"
+            )
         if not (self.minutes or self.tokens):
-            raise SettingError("minutes and tokens are 0; give one of them")
+            raise SettingError("minutes", "tokens", "are 0; give one of them")
 
     def holds_teacher(self, train: str) -> bool:
         return True
@@ -58,7 +63,7 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Map
 
     pruned_by: the recipe of the pruning run, as stored in the checkpoint; {} if it is unknown.
     """
-    inherited = {name: pruned_by[name] for name in INHERITED if name in pruned_by}
+    inherited = {name: pruned_by[name] for name in RecoveryRecipe.inherited if name in pruned_by}
     values = inherited | read_settings(path, settings, RecoveryRecipe, (("tokens", "minutes"),))
     if "teacher" not in values and "model" in pruned_by:
         values["teacher"] = known = pruned_by["model"]
@@ -67,5 +72,5 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Map
                 f"the dense model was {known}, which is not a folder here; pass its folder or Hub name with --teacher"
             )
     if missing := {"model", "teacher"} - set(values):
-        raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")
+        raise SettingError(min(missing), "is missing; give it on the command line or in the recipe")
     return RecoveryRecipe(**values)

@@ -196,8 +196,9 @@ def fit_minutes(
     if steps < FEWEST_STEPS:
         least = (trial_steps(run) + FEWEST_STEPS * sizes) * step_seconds / 60.0
         raise SettingError(
-            f"minutes is {recipe.minutes:g}, enough for {max(0, steps)} steps of {batch} × {seq_len:,} tokens where "
-            f"{FEWEST_STEPS} are needed; give at least {math.ceil(least)}, or --train masks, or a lower --seq-len"
+            "minutes",
+            f"is {recipe.minutes:g}, enough for {max(0, steps)} steps of {batch} × {seq_len:,} tokens where "
+            f"{FEWEST_STEPS} are needed; give at least {math.ceil(least)}, or --train masks, or a lower --seq-len",
         )
     return steps, batch, seq_len
 

@@ -92,7 +92,7 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
     if len(recipes) == 1:
         return [Steps(0, search, last.steps)]
     if last.controller != "gradual":
-        raise SettingError(f"controller is {last.controller!r}, which prunes to one size only; give one size")
+        raise SettingError("controller", f"is {last.controller!r}, which prunes to one size only; give one size")
     polish = min(last.steps - search, max(1, int((FAMILY_STEPS * last.steps - search) / len(recipes))))
     steps, done = list[Steps](), 0
     for recipe in recipes:
@@ -102,7 +102,7 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
         end = round(search * removed / most_removed)
         if end <= done:
             raise SettingError(
-                f"steps is {last.steps}, which leaves none for {last.size_name} {recipe.size:g}; give more"
+                "steps", f"is {last.steps}, which leaves none for {last.size_name} {recipe.size:g}; give more"
             )
         steps.append(Steps(done, end, end + polish))
         done = end

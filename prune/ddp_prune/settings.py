@@ -30,74 +30,122 @@ def optimizer_suits(optimizer: str, dtype: str) -> bool:
 class TrainingSettings(Settings):
     """Settings that pruning and recovery share."""
 
-    data: str = setting("HuggingFaceFW/fineweb-edu:sample-10BT", heading="Basic", is_list=True)
-    """Text to train on: a Hub dataset (`name`, `name:configuration` or `name:configuration:split`;
-    the default split is `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by
-    commas, take turns of about `seq_len` tokens; `NAME:3` gives a text three turns for every turn
-    of the others."""
-    text_column: str = setting("", heading="Rarely needed")
-    """Column that holds the text, if it is not called text, conversations or messages. Every text
-    of `data` that has columns must have this one."""
-    batch_size: int = setting(16, least=1, heading="Text")
-    """Sequences per optimizer step, over all devices."""
-    seq_len: int = setting(2048, least=8, heading="Text")
-    """Tokens per sequence; the first is BOS if the model's tokenizer begins every text with it."""
-    seed: int = setting(0, least=0, heading="Rarely needed")
-    """Seed of the order of documents. Gates start at exactly 1, so nothing else is random."""
-    heldout_blocks: int = setting(16, least=1, heading="Rarely needed")
-    """Sequences that are held out from training; their perplexity is reported."""
-    distillation: float = setting(2.0, least=0)
-    """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
-    learn_from: str = setting("auto", choices=("auto", "assistant", "all"), heading="Text")
-    """Tokens that contribute to the cross-entropy: assistant turns (plus all tokens of other text),
-    or all. `auto` is `all` while pruning, and `assistant` in a recovery of a model with a chat
-    template. The KL term covers every token."""
+    data: str = setting(
+        "HuggingFaceFW/fineweb-edu:sample-10BT",
+        """Text to train on: a Hub dataset (`name`, `name:configuration` or `name:configuration:split`;
+        the default split is `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by
+        commas, take turns of about `seq_len` tokens; `NAME:3` gives a text three turns for every turn
+        of the others.""",
+        heading="Basic",
+        join=",".join,
+    )
+    text_column: str = setting(
+        "",
+        """Column that holds the text, if it is not called text, conversations or messages. Every text
+        of `data` that has columns must have this one.""",
+        heading="Rarely needed",
+    )
+    batch_size: int = setting(16, "Sequences per optimizer step, over all devices.", least=1, heading="Text")
+    seq_len: int = setting(
+        2048,
+        "Tokens per sequence; the first is BOS if the model's tokenizer begins every text with it.",
+        least=8,
+        heading="Text",
+    )
+    seed: int = setting(
+        0,
+        "Seed of the order of documents. Gates start at exactly 1, so nothing else is random.",
+        least=0,
+        heading="Rarely needed",
+    )
+    heldout_blocks: int = setting(
+        16, "Sequences that are held out from training; their perplexity is reported.", least=1, heading="Rarely needed"
+    )
+    distillation: float = setting(
+        2.0, "Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17.", least=0
+    )
+    learn_from: str = setting(
+        "auto",
+        """Tokens that contribute to the cross-entropy: assistant turns (plus all tokens of other text),
+        or all. `auto` is `all` while pruning, and `assistant` in a recovery of a model with a chat
+        template. The KL term covers every token.""",
+        choices=("auto", "assistant", "all"),
+        heading="Text",
+    )
 
-    watch: str = setting("", heading="Text", is_list=True)
-    """Texts, named as `data`, that are only evaluated: their perplexity is printed and reported."""
-    micro_batch_size: int = setting(0, least=0, heading="Rarely needed")
-    """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about
-    8,192 tokens, 1,024 on a CPU, and fewer if memory is short."""
-    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"), heading="Rarely needed")
-    """Number format of the weights in forward and backward passes. `auto` is the format of the
-    checkpoint, but bfloat16 for float16, in which small gradients vanish, and float32 on devices
-    that do not compute in bfloat16, such as older GPUs and CPUs. The written model always has the
-    format of the checkpoint."""
-    optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"), heading="Rarely needed")
-    """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit
-    weight on top of the weight; `adamw-8bit` moves the weights themselves, rounds them
-    stochastically and keeps 8-bit moments, 4 bytes. It requires a C++ compiler, and bfloat16 or
-    float32 weights. `auto` is the first that memory holds."""
-    learning_rate: float | None = None
-    """AdamW's highest rate for trained weights. Without it, pruning finds the rate by short trials
-    before the run, and recovery chooses it by method and hidden size."""
-    activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"), heading="Rarely needed")
-    """Recompute activations in the backward pass: a third more computation, far less memory, the
-    same gradients. `auto` turns it on if the
-    activations would fill more than half of the free memory."""
-    shard: bool = False
-    """Shard the weights over all processes (FSDP2), for models that one device cannot hold."""
-    save_every: int = setting(0, least=0, heading="Rarely needed")
-    """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time.
-    Saving by time happens at most every two minutes and takes at most a twentieth of the run. A run
-    is also saved after its last step."""
+    watch: str = setting(
+        "",
+        "Texts, named as `data`, that are only evaluated: their perplexity is printed and reported.",
+        heading="Text",
+        join=",".join,
+    )
+    micro_batch_size: int = setting(
+        0,
+        """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about
+        8,192 tokens, 1,024 on a CPU, and fewer if memory is short.""",
+        least=0,
+        heading="Rarely needed",
+    )
+    dtype: str = setting(
+        "auto",
+        """Number format of the weights in forward and backward passes. `auto` is the format of the
+        checkpoint, but bfloat16 for float16, in which small gradients vanish, and float32 on devices
+        that do not compute in bfloat16, such as older GPUs and CPUs. The written model always has the
+        format of the checkpoint.""",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        heading="Rarely needed",
+    )
+    optimizer: str = setting(
+        "auto",
+        """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit
+        weight on top of the weight; `adamw-8bit` moves the weights themselves, rounds them
+        stochastically and keeps 8-bit moments, 4 bytes. It requires a C++ compiler, and bfloat16 or
+        float32 weights. `auto` is the first that memory holds.""",
+        choices=("auto", "adamw", "adamw-8bit"),
+        heading="Rarely needed",
+    )
+    learning_rate: float | None = setting(
+        None,
+        """AdamW's highest rate for trained weights. Without it, pruning finds the rate by short trials
+        before the run, and recovery chooses it by method and hidden size.""",
+    )
+    activation_checkpointing: str = setting(
+        "auto",
+        """Recompute activations in the backward pass: a third more computation, far less memory, the
+        same gradients. `auto` turns it on if the
+        activations would fill more than half of the free memory.""",
+        choices=("auto", "on", "off"),
+        heading="Rarely needed",
+    )
+    shard: bool = setting(
+        False, "Shard the weights over all processes (FSDP2), for models that one device cannot hold."
+    )
+    save_every: int = setting(
+        0,
+        """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time.
+        Saving by time happens at most every two minutes and takes at most a twentieth of the run. A run
+        is also saved after its last step.""",
+        least=0,
+        heading="Rarely needed",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.learning_rate is not None and self.learning_rate <= 0.0:
             raise SettingError(
-                f"learning_rate is {self.learning_rate:g}; give a number above 0, such as 1e-5, or leave it out"
+                "learning_rate", f"is {self.learning_rate:g}; give a number above 0, such as 1e-5, or leave it out"
             )
         if not optimizer_suits(self.optimizer, self.dtype):
             raise SettingError(
-                f"optimizer is {self.optimizer!r} and dtype {self.dtype!r}, in which its small steps would be rounded "
-                "away; choose dtype bfloat16, or optimizer adamw"
+                "optimizer",
+                f"is {self.optimizer!r} and dtype {self.dtype!r}, in which its small steps would be rounded away; "
+                "choose dtype bfloat16, or optimizer adamw",
             )
         trained_on = {identity_of(name) for name, _ in split_sources(self.data)}
         if self.watch and any(identity_of(name) in trained_on for name, _ in split_sources(self.watch)):
-            raise SettingError(f"watch is {self.watch}, but data trains on part of it; name text that data does not")
+            raise SettingError("watch", f"is {self.watch}, but data trains on part of it; name text that data does not")
         if self.seed >= 2**32:
-            raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
+            raise SettingError("seed", f"is {self.seed}; it must be below 2^32, {2**32:,}")
 
     def holds_teacher(self, train: str) -> bool:
         """Tell whether a run in this training mode loads the dense model a second time, as the teacher."""
@@ -110,8 +158,8 @@ def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FidelitySettings:
-    """Settings of a comparison."""
+class FidelitySettings(Settings):
+    """Settings of a comparison on text."""
 
     model: str
     texts: tuple[str, ...]
@@ -119,20 +167,18 @@ class FidelitySettings:
     evaluated."""
     against: str = ""
     """The model to compare with; "": the dense model that a pruned folder was made from."""
-    max_length: int = 2048
+    max_length: int = setting(2048, least=16)
     """Tokens per block, which is the longest context."""
     tokens: int = 16_384
     """Tokens of each text, of which `texts` may evaluate only some."""
     dtype: str = "auto"
 
-    def check(self) -> None:
-        """Refuse settings out of range. Raises: SettingError."""
-        if self.max_length < 16:
-            raise SettingError(f"--max-length {self.max_length} is below 16")
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tokens < self.max_length:
-            raise SettingError(f"--tokens {self.tokens:,} is below --max-length {self.max_length:,}")
+            raise SettingError("tokens", f"is {self.tokens:,}, below the max_length of {self.max_length:,}")
         if not self.texts:
-            raise SettingError("--text names no text; give a file or a hub dataset")
+            raise SettingError("text", "names no text; give a file or a hub dataset")
         names = list(map(bare_name, self.texts))
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise SettingError(f"two texts are called {repeated}; rename one, or results cannot tell them apart")

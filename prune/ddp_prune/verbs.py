@@ -4,10 +4,11 @@ Each function imports what it needs when it is called, so that importing this mo
 torch.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import ddp_vllm
 from ddp_prune.cards import parse_cards
@@ -20,18 +21,102 @@ from ddp_prune.run_folder import RECORD, clear_run, interrupted_run, run_folder
 from ddp_prune.settings import FidelitySettings, TrainingSettings
 from ddp_prune.text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
-from ddp_vllm.errors import CheckpointError, SettingError, line_printer
+from ddp_vllm.errors import CheckpointError, SettingError, echo, line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output, clear
+from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.results import results_folder
-from ddp_vllm.settings import documents, plain
+from ddp_vllm.settings import Option, command, documents
 from ddp_vllm.speed import find_profile
 
 if TYPE_CHECKING:
     from ddp_prune.plan import Plan
+
+Folder = Annotated[Path | str, Option("Folder to write the model to.", "-o", heading="Basic")]
+File = Annotated[Path | str | None, Option("TOML file with any settings of a run.")]
+Overwrite = Annotated[bool, Option("Replace an existing pruned model.")]
+Tracker = Annotated[
+    str | None, Option("Also log to an accelerate tracker, such as tensorboard or wandb.", heading="Rarely needed")
+]
+
+
+def _end(result: "list[Checkpoint] | Checkpoint | Plan", _: Mapping[str, Any]) -> None:
+    """Print a plan, and end the group of processes that the verbs of a command share."""
+    from ddp_prune.devices import leave_group
+
+    if not isinstance(result, list | Checkpoint):
+        echo("\n".join(result.lines))
+    leave_group()
+
+
+def _summaries(result: "list[Checkpoint] | Plan", _: Mapping[str, Any]) -> Any:
+    return [summary(size) for size in result] if isinstance(result, list) else dataclasses.asdict(result)
+
+
+@command("prune", settings=Recipe, show=_end, as_json=_summaries, has_quiet=True)
+def _prune(
+    model: str | Path,
+    *,
+    output: Annotated[Path | None, Option("Folder to write the model to.", "-o", heading="Basic")] = None,
+    target_params: Annotated[
+        str | None,
+        Option(
+            "Parameters of the whole model after pruning, for example 5.5B; replaces --sparsity.",
+            metavar="N", heading="Budget",
+        ),
+    ] = None,
+    target_flops: Annotated[
+        str | None,
+        Option(
+            "FLOPs per token of the whole model after pruning, at --context-length; replaces --sparsity.",
+            metavar="N", heading="Budget",
+        ),
+    ] = None,
+    target_kv_bytes: Annotated[
+        str | None,
+        Option(
+            "Bytes of KV cache per token after pruning, at 16 bits; replaces --sparsity.", metavar="N", heading="Budget"
+        ),
+    ] = None,
+    recipe: File = None,
+    tracker: Tracker = None,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool, Option("Print what would be removed and the estimated memory and time, then exit.")
+    ] = False,
+    on: Annotated[
+        str | None, Option("With --dry-run: estimate for these GPUs, for example h100-80gb or 2xh100-80gb.")
+    ] = None,
+    verbose: bool = False,
+    **settings: Any,
+) -> "list[Checkpoint] | Plan":  # fmt: skip
+    """Prune MODEL and write the smaller checkpoint.
+
+        ddp-vllm prune MODEL --speedup 1.25 --data my_chats.jsonl --minutes 60 -o ./pruned
+
+    MODEL is a folder or a Hugging Face Hub name. Pruning trains a gate for every head and channel
+    on text; units whose gates close are removed. The remaining weights are distilled from the dense
+    model at the same time; ddp-vllm recover does that for longer. Several sizes, such as --sparsity
+    0.1,0.2,0.3, come from one search and are written to one folder each. After an interruption, the
+    same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
+    """
+    targets = {"params": target_params, "flops": target_flops, "kv-bytes": target_kv_bytes}
+    for budget, target in targets.items():
+        if target is not None:
+            if (other := settings.setdefault("budget", budget)) != budget:
+                raise SettingError(f"a target in {budget} and a budget in {other} are given; give one of them")
+            settings["target"] = target
+    if dry_run:
+        return plan(model, output=output or "pruned", recipe=recipe, on=on, verbose=verbose, **settings)
+    if on:
+        raise SettingError("on", "estimates for other GPUs and trains nothing; add --dry-run")
+    if output is None:
+        raise SettingError("output", "is missing; pass the folder to write the model to")
+    options: dict[str, Any] = {"overwrite": overwrite, "tracker": tracker, "verbose": verbose}
+    return prune_sizes(model, output=output, recipe=recipe, **options, **settings)
 
 
 @documents(Recipe)
@@ -140,7 +225,7 @@ def _check_model(recipe: Recipe) -> None:
     imported. Raises: ModelError, SettingError."""
     source = check_model(recipe.model)
     if recipe.profile and not Path(recipe.profile).is_file():
-        raise SettingError(f"profile is {recipe.profile}, which is not a file; give one that ddp-vllm profile wrote")
+        raise SettingError("profile", f"is {recipe.profile}, which is not a file; give one that ddp-vllm profile wrote")
     if source:
         check_suits(recipe, source.with_blocks(recipe.blocks))
         if recipe.profile:
@@ -150,13 +235,33 @@ def _check_model(recipe: Recipe) -> None:
             )
 
 
-def apply(
-    model: str | Path, masks: str | Path, *, output: str | Path, tp: int = 1, align: int = 1, overwrite: bool = False
-) -> Checkpoint:
-    """Prune a dense model by a published masks file, without text and without training.
+def _warn_of_weights(applied: Checkpoint, values: Mapping[str, Any]) -> None:
+    provenance, folder = read_provenance(values["masks"]), applied.folder
+    if (together := trained_together(provenance)) or "recovery" in provenance:
+        when = "together with" if together else "after"
+        echo(
+            f"warning: weights were trained {when} these masks, which do not hold them; {folder} has the dense model's "
+            f"weights and is worse until ddp-vllm recover {folder} trains them",
+            err=True,
+        )
+    echo(f"written: {folder}")
 
-    masks: a `ddp_masks.safetensors`. tp: refuse masks that do not split over this many devices.
-    align: move channels between layers until all widths are multiples of this number.
+
+@command("apply", show=_warn_of_weights)
+def apply(
+    model: str | Path,
+    masks: Annotated[Path | str, Option("Masks file, ddp_masks.safetensors.")],
+    *,
+    output: Folder,
+    tp: Annotated[int, Option("Refuse masks that do not split over this many devices.")] = 1,
+    align: Annotated[int, Option("Move channels until widths are multiples of this.")] = 1,
+    overwrite: Overwrite = False,
+) -> Checkpoint:
+    """Prune MODEL by published masks; this requires no text and no training.
+
+    A masks file holds no weights. If weights were trained together with the masks (prune --train
+    weights or lora) or after them (recover), the written model has the dense model's weights
+    instead and is worse; ddp-vllm recover trains them.
     """
     output = Path(output)
     check_output(output, overwrite=overwrite, reads=[model])
@@ -170,22 +275,24 @@ def apply(
 
 
 @documents(RecoveryRecipe)
+@command("recover", settings=RecoveryRecipe, show=_end, as_json=lambda recovered, _: summary(recovered), has_quiet=True)
 def recover(
     model: str | Path,
     *,
-    output: str | Path,
-    recipe: str | Path | None = None,
-    overwrite: bool = False,
-    tracker: str | None = None,
+    output: Folder,
+    recipe: File = None,
+    overwrite: Overwrite = False,
+    tracker: Tracker = None,
     verbose: bool = False,
     **settings: Any,
 ) -> Checkpoint:
-    """Train a pruned model on the dense model's outputs to recover quality, and write the better
-    model.
+    """Train the weights of the pruned MODEL on the dense model's output and write the better model.
 
-    model: a pruned folder. settings: any field of a `RecoveryRecipe` (`minutes`, `data`, `teacher`,
-    …); settings that are not passed are those of the pruning run. The other arguments are those of
-    `prune`.
+    Widths, speed and serving do not change. Teacher, text and batch size are those of the pruning
+    run unless they are passed. After an interruption, the same command resumes. On several devices:
+    accelerate launch -m ddp_vllm recover …
+
+    In Python `settings` are any fields of a `RecoveryRecipe`. verbose: print what the command prints.
     """
     folder, output = Path(model), Path(output)
     clear(output)
@@ -210,21 +317,34 @@ def recover(
     return recovery.recover(resolved, output, overwrite=overwrite, tracker=tracker, console=console)
 
 
+@command("quantize", show=lambda folder, _: echo(f"written: {folder}"))
 def quantize(
-    model: str | Path, scheme: str, *, output: str | Path, overwrite: bool = False, verbose: bool = False
+    folder: str | Path,
+    scheme: Annotated[
+        str,
+        Option(
+            "8-bit integers, 8-bit floats, or 4-bit weights alone, by llm-compressor's names.",
+            choices=("W8A8", "FP8_DYNAMIC", "W4A16"),
+        ),
+    ],
+    *,
+    output: Folder,
+    overwrite: Overwrite = False,
+    verbose: bool = False,
 ) -> Path:
-    """Quantize a pruned or dense folder with llm-compressor into a folder that vLLM serves, and
-    return that folder.
+    """Quantize the pruned or dense model in FOLDER with llm-compressor; vLLM serves it as before.
 
-    scheme: `W8A8` (8-bit integers), `FP8_DYNAMIC` or `W4A16` (4-bit weights), as llm-compressor
-    names them. verbose: print which layers have widths that vLLM's faster kernels do not support.
-    The other arguments are those of `prune`.
+    This requires an environment separate from vLLM's: pip install ".[prune,quantize]" in a clone of
+    ddp-vllm. Weights are rounded to the nearest value, so no text is required. The command first
+    prints the layers whose widths suit no fast kernel, and how to avoid that.
+
+    In Python the written folder is returned. verbose: print these layers.
     """
-    check_output(Path(output), overwrite=overwrite, reads=[model])
-    read_checkpoint(Path(model), dense=True)
+    check_output(Path(output), overwrite=overwrite, reads=[folder])
+    read_checkpoint(Path(folder), dense=True)
     from ddp_prune import quantize as quantizing
 
-    quantizing.quantize(Path(model), scheme, Path(output), overwrite=overwrite, print_line=line_printer(verbose))
+    quantizing.quantize(Path(folder), scheme, Path(output), overwrite=overwrite, print_line=line_printer(verbose))
     return Path(output)
 
 
@@ -244,9 +364,8 @@ def evaluate_text(
     the results of each text.
     """
     folder = Path(output) if output else default_output(str(model))
-    names = [texts] if isinstance(texts, str | Path) else texts
-    chosen = FidelitySettings(model=str(model), texts=tuple(map(str, names)), **plain(settings))
-    chosen.check()
+    settings |= {"model": model, "texts": texts}
+    chosen = FidelitySettings(**settings)
     for model_folder in filter(None, (chosen.model, chosen.against)):
         describe_model(model_folder)
     for name in chosen.texts:

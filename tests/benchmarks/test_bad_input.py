@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.evaluate import EvalSettings
 from ddp_benchmarks.models import check_vocabularies, max_model_len
-from ddp_benchmarks.sharegpt import Settings, results_file
+from ddp_benchmarks.sharegpt import BenchSettings, results_file
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError
 
 
@@ -61,8 +61,8 @@ def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[str], int, str]] = {  # options of bench sharegpt, exit code, what is said
-    "no prompts": (["--num-prompts", "0"], 2, "--num-prompts 0 is below 1"),
-    "no pairs": (["--pairs", "0"], 2, "--pairs 0 is below 1"),
+    "no prompts": (["--num-prompts", "0"], 2, "--num-prompts is 0; it must be at least 1"),
+    "no pairs": (["--pairs", "0"], 2, "--pairs is 0; it must be at least 1"),
     "no requests": (["--mode", "serve", "--request-rate", "0"], 2, "sends nothing"),
     "a rate that is no number": (["--mode", "serve", "--request-rate", "nan"], 2, "sends nothing"),
     "none at once": (["--mode", "serve", "--max-concurrency", "0"], 2, "sends nothing"),
@@ -117,7 +117,7 @@ def test_a_dense_folder_is_not_measured_as_pruned_nor_written_to(tiny: Path, tmp
         result = invoke(*command, *more)
         assert result.exit_code == code and words in result.stderr, result.output
     assert sorted(tiny.iterdir()) == before
-    settings = Settings(dense=str(tiny), pruned=(str(tiny),))
+    settings = BenchSettings(dense=str(tiny), pruned=(str(tiny),))
     assert results_file(settings, tmp_path / "aa.json", overwrite=False) == tmp_path / "aa.json"
 
 

@@ -138,7 +138,7 @@ _LOAD = """
 import sys
 from ddp_benchmarks.evaluate import EvalSettings, _load_model
 for folder in sys.argv[1:]:
-    settings = EvalSettings(model=folder, tasks=("piqa",), max_length=64, model_args=(("trust_remote_code", "True"),))
+    settings = EvalSettings(model=folder, tasks=("piqa",), max_length=64, model_args=("trust_remote_code=True",))
     print("RESULT", _load_model(settings)[0].model.config._attn_implementation)
 """
 
@@ -198,8 +198,8 @@ def test_a_missing_package_is_named_by_the_process_that_wanted_it() -> None:
 BAD: dict[str, tuple[list[str], int, str]] = {  # options, exit code, what is said
     "unknown task": (["--include-path", "tasks", "--tasks", "arc"], 2, "lm-eval has no task arc"),
     "no task": (["--tasks", ","], 2, "--tasks is empty"),
-    "no rows": (["--limit", "0"], 2, "--limit 0 is below 1"),
-    "no batch": (["--batch-size", "0"], 2, "--batch-size 0 is below 1"),
+    "no rows": (["--limit", "0"], 2, "--limit is 0; it must be at least 1"),
+    "no batch": (["--batch-size", "0"], 2, "--batch-size is 0; it must be at least 1"),
     "no fraction": (["--against", "tiny", "--min-retained", "97"], 2, "--min-retained 97 is not a fraction"),
     "nothing to compare with": (["--min-retained", "0.9"], 2, "no effect without --against"),
     "no accuracy": (
@@ -208,7 +208,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {  # options, exit code, what is sa
         "requires a task with an accuracy",
     ),
     "no value": (["--model-args", "x"], 2, "name=value"),
-    "no folder of tasks": (["--include-path", "gone"], 2, "--include-path gone is not a folder"),
+    "no folder of tasks": (["--include-path", "gone"], 2, "--include-path is gone, which is not a folder"),
     "rows that are gone": (["--include-path", "tasks", "--tasks", "words"], 4, "the rows of words cannot be read"),
     "an output that is a file": (["--include-path", "tasks", "-o", "file"], 5, "choose another output"),
 }

@@ -132,7 +132,7 @@ def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: P
     assert heading == "decode, 2 sequences of 48 tokens:" and sentence == verdict["sentence"]
     assert prefill == f"prefill {verdict['prefill']['sentence']}"
     assert json.loads(line)["verdicts"] == results["verdicts"]
-    with pytest.raises(SettingError, match="--context-length 48 is below 60"):
+    with pytest.raises(SettingError, match="context_length is 48; it must be at least the 60 steps"):
         ddp_vllm.bench_steps(tiny, halved, context_length=48, steps=60)
     with pytest.raises(SettingError, match="name each once"):
         ddp_vllm.bench_steps(tiny, tiny)
@@ -152,10 +152,10 @@ def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
 def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
     arguments = ["profile", str(tiny), "-o", str(tmp_path / "machine.json")]
     for more, reason in (
-        (["--concurrency", "0"], "--concurrency 0 has a value below 1"),
-        (["--context-length", "10"], "--context-length 10 has a value below 96"),
-        (["--rounds", "0"], "--rounds 0 is below 1"),
-        (["--steps", "8"], "--steps 8 is below 12"),
+        (["--concurrency", "0"], "--concurrency is 0; it must be at least 1"),
+        (["--context-length", "10"], "--context-length is 10; it must be at least the 96 steps"),
+        (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
+        (["--steps", "8"], "--steps is 8; it must be at least 12"),
         (["--", "--model", "gpt2"], "--model after -- is set by this measurement"),
         (["--concurrency", "many"], "neither a number nor several"),
     ):

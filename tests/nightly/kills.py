@@ -45,7 +45,7 @@ from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.page import Picture
 
 MODULES = (  # what the commands import when they run
-    *("ddp_prune.cli", "ddp_prune.jobs", "ddp_prune.core.alm", "ddp_prune.recover", "ddp_vllm.gguf.file"),
+    *("ddp_prune.verbs", "ddp_prune.jobs", "ddp_prune.core.alm", "ddp_prune.recover", "ddp_vllm.gguf.file"),
     *("ddp_vllm.pages.report", "datasets", "gguf", "filelock", "transformers.models.llama.modeling_llama"),
     *("transformers.models.auto.tokenization_auto", "ddp_vllm.remote_code.modeling_ddp", "torch._dynamo"),
 )

@@ -193,8 +193,8 @@ def test_damaged_results_are_one_line(case: str, pruned: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--tolerance", "0"], "--tolerance 0 is not a factor"),
-        (["--tolerance", "nan"], "--tolerance nan is not a factor"),
+        (["--tolerance", "0"], "--tolerance is 0, which is no factor"),
+        (["--tolerance", "nan"], "--tolerance is nan, which is no factor"),
         (["-o", "nowhere/page.md"], "call the page"),  # the name of its Markdown
     ],
 )

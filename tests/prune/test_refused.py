@@ -168,7 +168,7 @@ ANY: dict[str, tuple[str, list[str], int, tuple[str, ...]]] = {  # model, option
     "a speedup": ("olmo2", ["--speedup", "1.2"], 2, ("give a sparsity",)),
     "the KV cache": ("olmo2", ["--budget", "kv-bytes"], 2, ("does not depend on what is pruned here",)),
     "whole experts": (
-        "glm4_moe", ["--whole-experts"], 2, ("whole experts of glm4_moe cannot leave the router", "--whole-experts out")
+        "glm4_moe", ["--whole-experts"], 2, ("--whole-experts removes rows of the router", "glm4_moe", "leave it out")
     ),
     "too few experts for a token": (
         "mixtral", ["--whole-experts", "--sparsity", "0.8"], 2, ("1 of 8 experts", "keep 3 to 7", "each token to 3")

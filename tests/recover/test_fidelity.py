@@ -127,7 +127,7 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
     for words, reason in (
         (own, "give more text, or lower --max-length"),
         ([tiny_model, "--text", short], "pass that model with --against"),
-        ([*own, "--max-length", "3"], "below 16"),
+        ([*own, "--max-length", "3"], "--max-length is 3; it must be at least 16"),
         ([*own, "--limit", "3"], "--limit has no effect without --tasks"),
         ([*own, "--text", twin], "two texts are called short.txt"),
         ([pruned, "--text", tmp_path / "none.txt"], "is not a file"),

@@ -31,13 +31,15 @@ def check_sharding(recipe: TrainingSettings, num_processes: int) -> None:
         return
     if num_processes == 1:
         raise SettingError(
-            "shard spreads the weights over processes, but there is one; start with: "
-            "accelerate launch --num_processes N -m ddp_vllm …"
+            "shard",
+            "spreads the weights over processes, but there is one; start with: "
+            "accelerate launch --num_processes N -m ddp_vllm …",
         )
     if recipe.batch_size % num_processes:
         raise SettingError(
-            f"batch_size is {recipe.batch_size}, which {num_processes} processes that share weights cannot divide "
-            f"evenly; make it {recipe.batch_size + -recipe.batch_size % num_processes}"
+            "batch_size",
+            f"is {recipe.batch_size}, which {num_processes} processes that share weights cannot divide "
+            f"evenly; make it {recipe.batch_size + -recipe.batch_size % num_processes}",
         )
 
 

@@ -90,9 +90,10 @@ class Source:
         that has none."""
         if lacking := sorted(set(chosen) - set(self.prunable)):
             raise SettingError(
-                f"prune is {','.join(BLOCK_NAMES[kind] for kind in chosen)}, but {BLOCK_NAMES[lacking[0]]} of "
+                "prune",
+                f"is {','.join(BLOCK_NAMES[kind] for kind in chosen)}, but {BLOCK_NAMES[lacking[0]]} of "
                 f"{self.config['model_type']} cannot be pruned; choose from "
-                f"{','.join(BLOCK_NAMES[kind] for kind in self.prunable)}"
+                f"{','.join(BLOCK_NAMES[kind] for kind in self.prunable)}",
             )
         blocks = tuple(kind for kind in self.prunable if kind in chosen)
         return replace(self, sizes=replace(self.sizes, blocks=blocks)) if chosen else self
