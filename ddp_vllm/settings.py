@@ -110,7 +110,7 @@ def _as_declared(annotation: Any, value: Any) -> Any:
     kind = kind_of(annotation)
     if part := part_of(kind):
         parts = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-        return tuple(_as_declared(part, each) for each in parts)
+        return tuple(_as_declared(part, member) for member in parts)
     if kind is float and type(value) is int and value.bit_length() <= 1000:  # a larger one overflows
         return float(value)  # TOML writes 0 for 0.0
     if kind in (str, Path) and isinstance(value, str | Path):
@@ -122,8 +122,8 @@ def _check(name: str, annotation: Any, option: Option, value: Any) -> None:
     """Refuse a value of another type or outside of the limits of its setting. Raises: SettingError."""
     kind = kind_of(annotation)
     if part := part_of(kind):
-        for each in value:
-            _check(name, part, option, each)
+        for member in value:
+            _check(name, part, option, member)
         return
     if value is None and NoneType in get_args(annotation):
         return

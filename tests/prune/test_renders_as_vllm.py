@@ -1,6 +1,6 @@
 """The text of a conversation equals what vLLM's /v1/chat/completions renders of the same messages.
 
-vLLM is the oracle, with its own functions: what it renders is what the served model will read. Five chat templates in
+vLLM is the oracle, with its own functions: what it renders is what the served model will read. Eight chat templates in
 the manner of published ones differ in what they read of a message; where vLLM rejects a request, nothing is compared.
 """
 
@@ -41,6 +41,64 @@ HERMES = (  # Qwen2.5: a system turn of its own, calls and tools as JSON
     "{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
+ITEMS = (  # GLM-4.5: arguments one by one; a macro reads contents, also those of parts
+    "{%- macro visible(content) -%}{%- if content is string -%}{{- content }}"
+    "{%- elif content is iterable and content is not mapping -%}"
+    "{%- for item in content -%}{%- if item is mapping and item.type == 'text' -%}{{- item.text }}"
+    "{%- elif item is string -%}{{- item }}{%- endif -%}{%- endfor -%}{%- else -%}{{- content }}"
+    "{%- endif -%}{%- endmacro -%}"
+    "[gMASK]{%- if tools %}{%- for tool in tools %}{{- tool | tojson(ensure_ascii=False) }}"
+    "{%- endfor %}{%- endif %}"
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}"
+    "{%- endfor %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{- '<|user|>\n' }}{{- visible(m.content) }}"
+    "{%- elif m.role == 'assistant' %}{{- '<|assistant|>' }}{%- set thoughts = '' %}"
+    "{%- set content = visible(m.content) %}"
+    "{%- if m.reasoning_content is string %}{%- set thoughts = m.reasoning_content %}"
+    "{%- elif '</think>' in content %}"
+    "{%- set thoughts = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{%- if loop.index0 > ns.last and thoughts -%}{{- '\n<think>' + thoughts.strip() + '</think>' }}"
+    "{%- else -%}{{- '\n<think></think>' }}{%- endif -%}{%- if content.strip() -%}"
+    "{{- '\n' + content.strip() }}{%- endif -%}"
+    "{%- for call in m.tool_calls or [] %}{%- if call.function %}{%- set call = call.function %}{%- endif %}"
+    "{{- '\n<tool_call>' + call.name }}{%- for k, v in call.arguments.items() %}"
+    "{{- '\n<arg_key>' + k + '</arg_key>\n<arg_value>' }}{{- v | tojson if v is not string else v }}"
+    "{{- '</arg_value>' }}"
+    "{%- endfor %}{{- '\n</tool_call>' }}{%- endfor %}"
+    "{%- elif m.role == 'tool' %}{%- if m.content is string %}{{- '<|observation|>\n' + m.content }}"
+    "{%- else %}"
+    "{%- for part in m.content %}{{- part.output or part }}{%- endfor %}{%- endif %}"
+    "{%- elif m.role == 'system' %}{{- '<|system|>\n' + visible(m.content) }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+BRACES = (  # Gemma 4: calls in braces, thoughts of turns with calls, the developer is known
+    "{%- macro value(v) -%}{%- if v is string -%}{{- '<|\"|>' + v + '<|\"|>' }}{%- elif v is boolean -%}"
+    "{{- 'true' if v else 'false' }}{%- elif v is mapping -%}{{- '{' }}{%- for k, w in v | dictsort -%}"
+    "{{- k + ':' + value(w) }}{%- if not loop.last %},{%- endif -%}{%- endfor -%}{{- '}' }}"
+    "{%- elif v is iterable -%}"
+    "{{- '[' }}{%- for w in v -%}{{- value(w) }}{%- if not loop.last %},{%- endif -%}{%- endfor -%}{{- ']' }}"
+    "{%- else -%}{{- v }}{%- endif -%}{%- endmacro -%}"
+    "{%- if tools or messages[0].role in ['system', 'developer'] %}{{- '<|turn>system\n' }}"
+    "{%- if messages[0].role in ['system', 'developer'] %}{{- messages[0].content | trim }}{%- endif %}"
+    "{%- for tool in tools or [] %}"
+    "{{- '<|tool>' + tool.function.name + value(tool.function.parameters or {}) }}{%- endfor %}"
+    "{{- '<turn|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{%- if not (loop.first and m.role in ['system', 'developer']) %}"
+    "{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{%- set thoughts = m.reasoning or m.reasoning_content %}"
+    "{%- if thoughts and m.tool_calls %}{{- '<|channel>thought\n' + thoughts + '\n<channel|>' }}{%- endif %}"
+    "{%- for call in m.tool_calls or [] %}{{- '<|tool_call>call:' + call.function.name + '{' }}"
+    "{%- if call.function.arguments is mapping %}{%- for k, v in call.function.arguments | dictsort %}"
+    "{{- k + ':' + value(v) }}{%- if not loop.last %},{%- endif %}{%- endfor %}"
+    "{%- else %}{{- call.function.arguments }}{%- endif %}{{- '}<tool_call|>' }}{%- endfor %}"
+    "{%- if m.role == 'tool' %}"
+    "{{- '<|tool_response>' + (m.name or m.tool_call_id or 'unknown') + value(m.content) }}"
+    "{%- elif m.content is string %}{{- m.content | trim }}{%- endif %}{{- '<turn|>\n' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|turn>model\n' }}{%- endif %}"
+)
 LAST_THOUGHTS = QWEN3.replace(  # Qwen3 with its calls
     "        {{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor %}",
     "        {%- for call in message.tool_calls or [] %}\n"
@@ -51,6 +109,25 @@ LAST_THOUGHTS = QWEN3.replace(  # Qwen3 with its calls
     "    {%- elif message.role == 'tool' %}\n"
     "        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}\n"
     "    {%- endif %}\n{%- endfor %}",
+)
+ONE_CALL = (  # Llama-3.1: one call a turn, results under two roles
+    "{{- '<|begin_of_text|>' }}{%- if messages[0].role == 'system' %}"
+    "{%- set system = messages[0].content | trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\n' + system + '<|eot_id|>' }}"
+    "{%- for tool in tools or [] %}{{- tool | tojson(indent=4) + '\n\n' }}{%- endfor %}"
+    "{%- for m in messages %}{%- if not (m.role == 'ipython' or m.role == 'tool' or 'tool_calls' in m) %}"
+    "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + (m.content | trim) + '<|eot_id|>' }}"
+    "{%- elif 'tool_calls' in m %}{%- if not m.tool_calls | length == 1 %}"
+    "{{- raise_exception('single calls only') }}"
+    "{%- endif %}{%- set call = m.tool_calls[0].function %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    """{{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}<|eot_id|>' }}"""
+    "{%- else %}{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}"
+    "{%- if m.content is mapping or m.content is iterable %}{{- m.content | tojson }}{%- else %}"
+    "{{- m.content }}{%- endif %}"
+    "{{- '<|eot_id|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
 STRICT = (  # Mistral-Nemo: roles alternate, calls with their identities instead of words
     "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}"
@@ -87,7 +164,8 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
 )
 TEMPLATES = {
-    "hermes": HERMES, "last thoughts": LAST_THOUGHTS, "strict": STRICT, "parts": PARTS, "without tools": CHATML,
+    "hermes": HERMES, "items": ITEMS, "braces": BRACES, "last thoughts": LAST_THOUGHTS, "one call": ONE_CALL,
+    "strict": STRICT, "parts": PARTS, "without tools": CHATML,
 }  # fmt: skip
 
 ARGUMENTS = {"city": 'Ålesund "north"', "days": 2, "deep": {"a": [1, None, True], "b": 1.5}}
@@ -106,8 +184,8 @@ def call(arguments: Any = TEXT, name: str = "get_weather", identity: str = "c000
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def result(content: Any = "21", identity: str = "c00000001") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": identity, "content": content}
+def result(content: Any = "21", identity: str = "c00000001", **more: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": identity, "content": content, **more}
 
 
 def parts(*texts: str, kind: str = "text") -> list[dict[str, str]]:
@@ -153,6 +231,7 @@ SAME: dict[str, Any] = {  # the messages of a row are those of the request
     "no calls": [user(), assistant(tool_calls=[])],
     "an empty result": [user(), assistant("", tool_calls=[call()]), result(""), assistant()],
     "a result of parts": [user(), assistant("", tool_calls=[call()]), result(parts("a", "b")), assistant()],
+    "a result with a name": [user(), assistant("", tool_calls=[call()]), result(name="get_weather"), assistant()],
     "developer": [{"role": "developer", "content": "Be brief."}, user(), assistant()],
     "developer later": [SYSTEM, user(), {"role": "developer", "content": "Be long."}, assistant()],
     "unknown keys": [user(), assistant(weight=1, refusal=None, thought="x", metadata={"a": 1}, audio=None)],
@@ -225,6 +304,6 @@ def test_renders_as_vllm(template: str, rendered: dict[Any, str | None], tokeniz
     # a template without calls keeps those that ShareGPT has as words
     names = [name for name in ROWS if template != "without tools" or not name.startswith("spoken")]
     expected = {name: text for name in names if (text := rendered[template, name]) is not None}
-    assert len(expected) >= (30 if template == "strict" else len(names))
+    assert len(expected) >= (30 if template in ("strict", "one call") else len(names))
     assert {name: document(ROWS[name][0], tokenizer).text for name in expected} == expected
     assert len(set(expected.values())) > len(expected) / 3, "the conversations are alike"
