@@ -1,8 +1,6 @@
 """Runs experts of different widths on a GPU in four Triton launches whose grids depend on shapes
 only.
 
-With few pairs, `moe_few.py` does the same in two.
-
 1. `sort_pairs`: one program per expert counts and lists the (token, slot) pairs routed to it.
 2. `gate_up`: silu(gate x) · up x, over tiles of pairs and of each expert's own channels.
 3. `down`: projects back to the hidden size, a ragged sum over channels, times the routing weight.
@@ -30,7 +28,6 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from ddp_plugins.moe_experts import FP8
-from ddp_plugins.moe_few import MOST_PAIRS, down_few, gate_up_few
 from ddp_plugins.moe_products import multiply_down, multiply_gate_up, position_of, start_after_the_launch_before
 
 # pairs per block: all pairs of a decode step, many of a prefill
@@ -58,22 +55,20 @@ class Tiles:
 
 
 # Sized to fit Hopper: accumulators in registers, the stages of all programs in shared memory.
-# Chosen by compiling and by the model of benchmarks/kernels/moe_traffic.py; neither run on a GPU nor tuned.
-FEW = Tiles(pairs=16, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=4)
+# Chosen by times on an H100 (benchmarks/results/gpu/h100.json).
+FEW = Tiles(pairs=16, columns=64, down_columns=128, depth=128, warps=4, stages=3, programs=3)
 SOME = Tiles(pairs=64, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=2)
 MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages=4, programs=1)
-# More and narrower tiles occupy the whole GPU with one token. Two of these programs fit the shared
-# memory of any GPU.
+# Two of these programs fit the shared memory of any GPU.
 NARROW = Tiles(pairs=16, columns=32, down_columns=32, depth=128, warps=4, stages=3, programs=4)
 # Only the tensor cores of Hopper and B200 read shared memory; other GPUs need registers for the
 # operands too.
 SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, down_columns=128, depth=32, warps=4, stages=4, programs=2)
 MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, down_columns=128, depth=32, warps=8, stages=4, programs=1)
 # FP8 weights take registers while they are converted, and half of the shared memory.
-FOR_FP8 = {NARROW: replace(NARROW, programs=3), FEW: replace(FEW, down_columns=64, programs=3)}
+FOR_FP8 = {NARROW: replace(NARROW, programs=3), FEW: replace(FEW, down_columns=64, depth=64, stages=4)}
 # for float32, which only tests use: no tensor cores
 EXACT = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=4, stages=2, programs=4)
-NARROW_PAIRS = 8  # pairs in all up to which NARROW is chosen on Hopper and B200
 # The mean number of pairs per expert up to which tiles are chosen. A tile of 16 rows reads the
 # weights again for every 16 pairs: with more than 8, random routing gives many experts a second
 # tile, and the reads from L2 take longer than those from HBM. The limits of other GPUs were not
@@ -83,8 +78,7 @@ OTHER_TILES = ((24, NARROW), (96, SOME_IN_REGISTERS), (math.inf, MANY_IN_REGISTE
 
 
 def tiles_of(dtype: torch.dtype, major: int) -> tuple[tuple[float, Tiles], ...]:
-    """Return all tiles of a GPU for products of many pairs, each with the pairs per expert up to
-    which it is chosen.
+    """Return all tiles of a GPU, each with the pairs per expert up to which it is chosen.
 
     dtype: of the weights. major: the first number of the GPU's compute capability.
     """
@@ -97,11 +91,9 @@ def tiles_of(dtype: torch.dtype, major: int) -> tuple[tuple[float, Tiles], ...]:
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: int) -> Tiles:
     """Choose tile sizes by the mean number of pairs per expert.
 
-    With few pairs per expert, every tile size reads the weights once, and narrow tiles occupy the
+    With few pairs per expert, every tile size reads the weights once, and small tiles occupy the
     whole GPU. With many, wide tiles reuse the weights they read. dtype, major: as in `tiles_of`.
     """
-    if major in (9, 10) and num_pairs <= NARROW_PAIRS and dtype != torch.float32:
-        return FOR_FP8[NARROW] if dtype == FP8 else NARROW
     return next(tiles for limit, tiles in tiles_of(dtype, major) if num_pairs <= limit * max(num_experts, 1))
 
 
@@ -321,18 +313,6 @@ def ragged_moe(
         "H": hidden_size, "PAIRS": tiles.pairs, "DEPTH": tiles.depth, "UPCAST": isinstance(down, InterpretedFunction),
         "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
-    if num_pairs <= MOST_PAIRS and tiles.pairs == FEW.pairs:
-        written = position.new_empty(num_tokens, num_blocks)
-        few = constants | {"NUM_SLOTS": num_slots, "NUM_BLOCKS": num_blocks, "HAS_MAP": has_map, "MOST": MOST_PAIRS}
-        gate_up_few[gate_up_grid](
-            x_TH, w13_2SH, w13_scale_2S, hidden_PW, written, ids, position, mapping, offset, width, num_pairs,
-            w2_SH.shape[0], x_TH.stride(0), max_width, COLUMNS=tiles.columns, LIMIT=limit, **few,
-        )  # fmt: skip
-        down_few[down_grid](
-            hidden_PW, w2_SH, w2_scale_EH, terms_PH, y_TH, written, weights, ids, position, mapping, offset, width,
-            num_pairs, max_width, COLUMNS=tiles.down_columns, **few,
-        )  # fmt: skip
-        return y_TH
     order, (first, count) = ids.new_empty(num_pairs, dtype=torch.int32), position.new_empty(2, num_experts)
     block, warps = (SORT_BLOCK, 4) if num_pairs <= SORT_BLOCK else (WIDE_SORT_BLOCK, 16)
     sort_pairs[(num_experts,)](
@@ -370,12 +350,11 @@ def warm_up(
     num_slots: K. scales: of w13 and w2. dtype: of the batches.
     """
     major, _ = _machine(w2_SH.device)
-    every_tiles = {choose_tiles(1, 1, w2_SH.dtype, major), *(tiles for _, tiles in tiles_of(w2_SH.dtype, major))}
-    for num_tokens in (1, MOST_PAIRS // num_slots + 1, SORT_BLOCK // num_slots + 1):
+    for num_tokens in (1, SORT_BLOCK // num_slots + 1):
         x_TH = w2_SH.new_zeros(num_tokens, w2_SH.shape[1], dtype=dtype)
         weights_TK = torch.zeros(num_tokens, num_slots, device=x_TH.device)
         ids_TK = torch.zeros_like(weights_TK, dtype=torch.int32)
-        for tiles in every_tiles:
+        for _, tiles in tiles_of(w2_SH.dtype, major):
             ragged_moe(
                 x_TH, w13_2SH, w2_SH, layout_3E, max_width, weights_TK, ids_TK, expert_map, *scales, limit, tiles
             )

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.families import pruned_config
 from ddp_vllm.remote_code.widths import Widths
-from lease import DEVICE, DRY
+from lease import DEVICE, DRY, inspect_models_in_this_process
 
 LAYERS = [  # unequal KV heads, removed attention, a removed MLP, odd widths
     ([4, 4, 4, 4], 1408), ([4, 4], 777), ([], 1000), ([4], 0), ([4, 4, 4], 65), ([4, 4, 4, 4], 512),
@@ -205,6 +205,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the random models, which are written when a case needs them."""
     from ddp_plugins.register import register_models
 
+    inspect_models_in_this_process()
     register_models()
     return tmp_path_factory.mktemp("serving")
 

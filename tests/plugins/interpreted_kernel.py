@@ -21,37 +21,19 @@ def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
         return moe_kernel.ragged_moe(problem.x, *experts, *batch, tiles)
 
 
-FEW_PAIRS = (
+EVERY_TIME = (
     *("one token", "widths 0, 1 and no block multiple", "ids of -1", "experts of another rank"),
     "products that are clamped",
 )
 
 
+@pytest.mark.parametrize("fp8", ["", "channel"])
 @pytest.mark.parametrize(
-    ("name", "path", "fp8"),
-    [
-        *(pytest.param(name, "sorted", "", marks=[pytest.mark.nightly] * (name not in FEW_PAIRS)) for name in CASES),
-        *((name, "few", "channel") for name in FEW_PAIRS),
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in EVERY_TIME)) for name in CASES]
 )
-def test_every_case(name: str, path: str, fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few pairs run in two launches as on a GPU, or are sorted as many are; both give the same bits, tested below."""
-    if path == "sorted":
-        monkeypatch.setattr(moe_kernel, "MOST_PAIRS", 0)
+def test_every_case(name: str, fp8: str) -> None:
     problem = draw(CASES[name], torch.float32, fp8=fp8)
     problem.check(run(problem, SMALL))
-
-
-def test_few_and_sorted_pairs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a token has an expert twice, and where an expert has more pairs than a tile."""
-    for name in ("experts of another rank", "all tokens to one expert", "one token"):
-        problem = draw(CASES[name], torch.bfloat16)
-        if name == "one token":
-            problem = replace(problem, ids=problem.ids[:, [0, 0, 1, 0, 1]])
-        few = run(problem, SMALL)
-        with monkeypatch.context() as patch:
-            patch.setattr(moe_kernel, "MOST_PAIRS", 0)
-            assert torch.equal(run(problem, SMALL), few)
 
 
 NIGHTLY = pytest.mark.nightly
@@ -77,7 +59,6 @@ def test_tile_sizes_of_fp8_weights(tiles: Tiles | None, fp8: str) -> None:
 
 def test_32_bit_ids_and_more_pairs_than_the_sort_looks_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = draw(CASES["experts of another rank"], torch.float32)
-    monkeypatch.setattr(moe_kernel, "MOST_PAIRS", 0)
     expected = run(problem)
     monkeypatch.setattr(moe_kernel, "SORT_BLOCK", 16)
     monkeypatch.setattr(moe_kernel, "WIDE_SORT_BLOCK", 32)

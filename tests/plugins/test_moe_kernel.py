@@ -20,8 +20,7 @@ RESERVED_BYTES = 1024  # of that, taken by CUDA for each program
 REGISTERS = 64 * 1024
 BF16_TILES = ("NARROW", "FEW", "SOME", "MANY")
 KERNELS = [(stage, name) for name in BF16_TILES for stage in ("gate_up", "down")]
-KERNELS += [(f"{stage}_few", name) for name in ("NARROW", "FEW") for stage in ("gate_up", "down")]
-EVERY_TIME = [("gate_up", "MANY", False), ("down_few", "NARROW", False), ("down", "FEW", True)]
+EVERY_TIME = [("gate_up", "MANY", False), ("down", "FEW", False), ("down", "FEW", True)]
 FORMATS = [(torch.float32, ""), (torch.float16, "tensor"), (torch.bfloat16, "channel")]
 
 
@@ -59,7 +58,7 @@ def _compile(
     from triton.compiler import ASTSource
 
     known = {"H": 2048, "NUM_EXPERTS": 128, "EXPERTS": 128, "UPCAST": False, "HAS_MAP": False, "NUM_SLOTS": 8}
-    known |= {"PAIRS": tiles.pairs, "DEPTH": tiles.depth, "MOST": 64, "NUM_BLOCKS": 2048 // tiles.down_columns}
+    known |= {"PAIRS": tiles.pairs, "DEPTH": tiles.depth}
     known["COLUMNS"] = tiles.down_columns if kernel.__name__.startswith("down") else tiles.columns
     known |= {"DEPENDENT": capability >= 90, "LIMIT": 10.0 if capability == 90 else None}
     known |= {} if fp8 else {"w13_scale_ptr": None, "w2_scale_ptr": None}
@@ -115,9 +114,6 @@ def test_the_machine_code_fits_hopper(stage: str, name: str, fp8: bool, tmp_path
     assert compiled.asm["ptx"].count("cp.async.cg") >= tiles.stages, "weights are not read ahead"
     assert not re.search(r"(ld|st)\.global\S*\.b16", compiled.asm["ptx"]), "two bytes at a time"
     assert "griddepcontrol.wait" in compiled.asm["ptx"], "the launch does not wait for the one before"
-    if stage == "down_few":
-        counting = r"bar\.sync\s+0;[^@]*@%p\d+ atom\.global\.gpu\.acq_rel\.add"
-        assert re.search(counting, compiled.asm["ptx"]), "terms may be read before they are written"
 
 
 @pytest.mark.gpu
