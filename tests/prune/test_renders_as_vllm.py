@@ -1,6 +1,6 @@
 """The text of a conversation equals what vLLM's /v1/chat/completions renders of the same messages.
 
-vLLM is the oracle, with its own functions: what it renders is what the served model will read. Eight chat templates in
+vLLM is the oracle, with its own functions: what it renders is what the served model will read. Four chat templates in
 the manner of published ones differ in what they read of a message; where vLLM rejects a request, nothing is compared.
 """
 
@@ -41,64 +41,6 @@ HERMES = (  # Qwen2.5: a system turn of its own, calls and tools as JSON
     "{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-ITEMS = (  # GLM-4.5: arguments one by one; a macro reads contents, also those of parts
-    "{%- macro visible(content) -%}{%- if content is string -%}{{- content }}"
-    "{%- elif content is iterable and content is not mapping -%}"
-    "{%- for item in content -%}{%- if item is mapping and item.type == 'text' -%}{{- item.text }}"
-    "{%- elif item is string -%}{{- item }}{%- endif -%}{%- endfor -%}{%- else -%}{{- content }}"
-    "{%- endif -%}{%- endmacro -%}"
-    "[gMASK]{%- if tools %}{%- for tool in tools %}{{- tool | tojson(ensure_ascii=False) }}"
-    "{%- endfor %}{%- endif %}"
-    "{%- set ns = namespace(last=-1) %}"
-    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}"
-    "{%- endfor %}"
-    "{%- for m in messages %}{%- if m.role == 'user' %}{{- '<|user|>\n' }}{{- visible(m.content) }}"
-    "{%- elif m.role == 'assistant' %}{{- '<|assistant|>' }}{%- set thoughts = '' %}"
-    "{%- set content = visible(m.content) %}"
-    "{%- if m.reasoning_content is string %}{%- set thoughts = m.reasoning_content %}"
-    "{%- elif '</think>' in content %}"
-    "{%- set thoughts = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
-    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
-    "{%- if loop.index0 > ns.last and thoughts -%}{{- '\n<think>' + thoughts.strip() + '</think>' }}"
-    "{%- else -%}{{- '\n<think></think>' }}{%- endif -%}{%- if content.strip() -%}"
-    "{{- '\n' + content.strip() }}{%- endif -%}"
-    "{%- for call in m.tool_calls or [] %}{%- if call.function %}{%- set call = call.function %}{%- endif %}"
-    "{{- '\n<tool_call>' + call.name }}{%- for k, v in call.arguments.items() %}"
-    "{{- '\n<arg_key>' + k + '</arg_key>\n<arg_value>' }}{{- v | tojson if v is not string else v }}"
-    "{{- '</arg_value>' }}"
-    "{%- endfor %}{{- '\n</tool_call>' }}{%- endfor %}"
-    "{%- elif m.role == 'tool' %}{%- if m.content is string %}{{- '<|observation|>\n' + m.content }}"
-    "{%- else %}"
-    "{%- for part in m.content %}{{- part.output or part }}{%- endfor %}{%- endif %}"
-    "{%- elif m.role == 'system' %}{{- '<|system|>\n' + visible(m.content) }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
-)
-BRACES = (  # Gemma 4: calls in braces, thoughts of turns with calls, the developer is known
-    "{%- macro value(v) -%}{%- if v is string -%}{{- '<|\"|>' + v + '<|\"|>' }}{%- elif v is boolean -%}"
-    "{{- 'true' if v else 'false' }}{%- elif v is mapping -%}{{- '{' }}{%- for k, w in v | dictsort -%}"
-    "{{- k + ':' + value(w) }}{%- if not loop.last %},{%- endif -%}{%- endfor -%}{{- '}' }}"
-    "{%- elif v is iterable -%}"
-    "{{- '[' }}{%- for w in v -%}{{- value(w) }}{%- if not loop.last %},{%- endif -%}{%- endfor -%}{{- ']' }}"
-    "{%- else -%}{{- v }}{%- endif -%}{%- endmacro -%}"
-    "{%- if tools or messages[0].role in ['system', 'developer'] %}{{- '<|turn>system\n' }}"
-    "{%- if messages[0].role in ['system', 'developer'] %}{{- messages[0].content | trim }}{%- endif %}"
-    "{%- for tool in tools or [] %}"
-    "{{- '<|tool>' + tool.function.name + value(tool.function.parameters or {}) }}{%- endfor %}"
-    "{{- '<turn|>\n' }}{%- endif %}"
-    "{%- for m in messages %}{%- if not (loop.first and m.role in ['system', 'developer']) %}"
-    "{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
-    "{%- set thoughts = m.reasoning or m.reasoning_content %}"
-    "{%- if thoughts and m.tool_calls %}{{- '<|channel>thought\n' + thoughts + '\n<channel|>' }}{%- endif %}"
-    "{%- for call in m.tool_calls or [] %}{{- '<|tool_call>call:' + call.function.name + '{' }}"
-    "{%- if call.function.arguments is mapping %}{%- for k, v in call.function.arguments | dictsort %}"
-    "{{- k + ':' + value(v) }}{%- if not loop.last %},{%- endif %}{%- endfor %}"
-    "{%- else %}{{- call.function.arguments }}{%- endif %}{{- '}<tool_call|>' }}{%- endfor %}"
-    "{%- if m.role == 'tool' %}"
-    "{{- '<|tool_response>' + (m.name or m.tool_call_id or 'unknown') + value(m.content) }}"
-    "{%- elif m.content is string %}{{- m.content | trim }}{%- endif %}{{- '<turn|>\n' }}{%- endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|turn>model\n' }}{%- endif %}"
-)
 LAST_THOUGHTS = QWEN3.replace(  # Qwen3 with its calls
     "        {{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor %}",
     "        {%- for call in message.tool_calls or [] %}\n"
@@ -109,25 +51,6 @@ LAST_THOUGHTS = QWEN3.replace(  # Qwen3 with its calls
     "    {%- elif message.role == 'tool' %}\n"
     "        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}\n"
     "    {%- endif %}\n{%- endfor %}",
-)
-ONE_CALL = (  # Llama-3.1: one call a turn, results under two roles
-    "{{- '<|begin_of_text|>' }}{%- if messages[0].role == 'system' %}"
-    "{%- set system = messages[0].content | trim %}"
-    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
-    "{{- '<|start_header_id|>system<|end_header_id|>\n\n' + system + '<|eot_id|>' }}"
-    "{%- for tool in tools or [] %}{{- tool | tojson(indent=4) + '\n\n' }}{%- endfor %}"
-    "{%- for m in messages %}{%- if not (m.role == 'ipython' or m.role == 'tool' or 'tool_calls' in m) %}"
-    "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + (m.content | trim) + '<|eot_id|>' }}"
-    "{%- elif 'tool_calls' in m %}{%- if not m.tool_calls | length == 1 %}"
-    "{{- raise_exception('single calls only') }}"
-    "{%- endif %}{%- set call = m.tool_calls[0].function %}"
-    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-    """{{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}<|eot_id|>' }}"""
-    "{%- else %}{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}"
-    "{%- if m.content is mapping or m.content is iterable %}{{- m.content | tojson }}{%- else %}"
-    "{{- m.content }}{%- endif %}"
-    "{{- '<|eot_id|>' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
 STRICT = (  # Mistral-Nemo: roles alternate, calls with their identities instead of words
     "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}"
@@ -160,12 +83,8 @@ PARTS = (  # Kimi, Qwen3-VL: parts, each with its kind; words that stand alone a
     "{%- endfor %}{%- endif %}"
     "{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
 )
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-)
 TEMPLATES = {
-    "hermes": HERMES, "items": ITEMS, "braces": BRACES, "last thoughts": LAST_THOUGHTS, "one call": ONE_CALL,
-    "strict": STRICT, "parts": PARTS, "without tools": CHATML,
+    "hermes": HERMES, "last thoughts": LAST_THOUGHTS, "strict": STRICT, "parts": PARTS,
 }  # fmt: skip
 
 ARGUMENTS = {"city": 'Ålesund "north"', "days": 2, "deep": {"a": [1, None, True], "b": 1.5}}
@@ -209,31 +128,18 @@ AGENT = [
 SAME: dict[str, Any] = {  # the messages of a row are those of the request
     "plain": [user(), assistant()],
     "several turns": [SYSTEM, user(), assistant(), user("why"), assistant("Because.")],
-    "two systems": [SYSTEM, user(), {"role": "system", "content": "Be long."}, assistant()],
     "parts of text": [user(parts("a", "b")), assistant(parts("c", "d"))],
-    "system of parts": [{"role": "system", "content": parts("s", "t")}, user(), assistant()],
     "a refusal": [user(), assistant([{"type": "refusal", "refusal": "No."}])],
     "parts of thinking": [user(), assistant([{"type": "thinking", "thinking": "hm"}, *parts("b")])],
     "reasoning": [user(), assistant(reasoning="Look.")],
-    "reasoning_content": [user(), assistant(reasoning_content="Look.")],
-    "both": [user(), assistant(reasoning="this", reasoning_content="that")],
     "thoughts of every turn": [user(), assistant(reasoning="one"), user("why"), assistant("b", reasoning="two")],
-    "empty thoughts": [user(), assistant(reasoning="")],
     "thoughts among words": [user(), assistant("<think>\none\n</think>\n\na"), user(), assistant("<think>2</think>b")],
-    "thoughts among parts": [user(), assistant(parts("<think>\none\n</think>\n\na")), user(), assistant(parts("b"))],
     "a call": called(call()),
-    "a call without content": [user(), {"role": "assistant", "tool_calls": [call()]}, result(), assistant()],
     "a call with words": [user(), assistant("I look.", tool_calls=[call()]), result(), assistant()],
     "two calls": [user(), assistant(None, tool_calls=[call(), OTHER_CALL]), result(), result("b", "c"), assistant()],
     "no arguments": called(call("")),
-    "broken arguments": called(call('{"city": "Os')),
-    "a list of arguments": called(call("[1]")),
-    "no calls": [user(), assistant(tool_calls=[])],
-    "an empty result": [user(), assistant("", tool_calls=[call()]), result(""), assistant()],
     "a result of parts": [user(), assistant("", tool_calls=[call()]), result(parts("a", "b")), assistant()],
-    "a result with a name": [user(), assistant("", tool_calls=[call()]), result(name="get_weather"), assistant()],
     "developer": [{"role": "developer", "content": "Be brief."}, user(), assistant()],
-    "developer later": [SYSTEM, user(), {"role": "developer", "content": "Be long."}, assistant()],
     "unknown keys": [user(), assistant(weight=1, refusal=None, thought="x", metadata={"a": 1}, audio=None)],
     "an agent": AGENT,
 }  # fmt: skip
@@ -258,14 +164,10 @@ def share_gpt(words: str) -> dict[str, Any]:
 
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {  # a row, and the request of the same meaning
     "arguments are an object": ({"messages": called(call(ARGUMENTS))}, ASKED),
-    "arguments are missing": ({"messages": called(call(None))}, {"messages": called(call(""))}),
     "function_call": ({"messages": [user(), assistant(None, function_call=TEXT_OF_ARGUMENTS), *called()[2:]]}, ASKED),
     "spoken call": (share_gpt(PACKED), SPOKEN),
-    "spoken call, its arguments are text": (share_gpt(json.dumps(TEXT_OF_ARGUMENTS)), SPOKEN),
     "spoken calls on two lines": (share_gpt(f'{PACKED}\n{{"id": "c", "name": "other"}}'), {"messages": [
         user(), assistant(None, tool_calls=[call(), OTHER_CALL]), {"role": "tool", "content": "21"}, assistant()]}),
-    "packed calls": ({"messages": [user(), assistant(None, tool_calls=json.dumps([call()])), *called()[2:]]}, ASKED),
-    "texts of calls": ({"messages": [user(), assistant(None, tool_calls=[json.dumps(call())]), *called()[2:]]}, ASKED),
     "bare calls": ({"messages": called({"id": "c00000001", "name": "get_weather", "parameters": ARGUMENTS})}, ASKED),
     "parts of responses": ({"messages": RESPONSES}, {"path": "LLM.chat", "messages": RESPONSES}),
     "blocks": ({"messages": BLOCKS}, {"path": "/v1/messages", "messages": BLOCKS}),
@@ -273,8 +175,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {  # a row, and the request of th
     "thinking_blocks": ({"messages": [user(), assistant(thinking_blocks=[{"type": "thinking", "thinking": "Look."}])]},
                         {"messages": SAME["reasoning"]}),
     "tools": ({"messages": AGENT, "tools": TOOLS}, {"messages": AGENT, "tools": TOOLS}),
-    "tools of one key": ({"messages": AGENT, "tools": [{"function": {"name": "f", "x": 1}, "z": 1}]},
-                         {"messages": AGENT, "tools": [{"function": {"name": "f", "x": 1}, "z": 1}]}),
     "bare tools": ({"messages": AGENT, "tools": json.dumps([TOOL])}, {"messages": AGENT, "tools": TOOLS}),
     "tools of messages": ({"system": parts("Be brief."), "messages": BLOCKS, "tools": TOOL_OF_MESSAGES},
                           {"path": "/v1/messages", "system": parts("Be brief."), "messages": BLOCKS,
@@ -301,9 +201,7 @@ def rendered(
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_renders_as_vllm(template: str, rendered: dict[Any, str | None], tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATES[template]
-    # a template without calls keeps those that ShareGPT has as words
-    names = [name for name in ROWS if template != "without tools" or not name.startswith("spoken")]
-    expected = {name: text for name in names if (text := rendered[template, name]) is not None}
-    assert len(expected) >= (30 if template in ("strict", "one call") else len(names))
+    expected = {name: text for name in ROWS if (text := rendered[template, name]) is not None}
+    assert len(expected) >= (20 if template == "strict" else len(ROWS))
     assert {name: document(ROWS[name][0], tokenizer).text for name in expected} == expected
     assert len(set(expected.values())) > len(expected) / 3, "the conversations are alike"

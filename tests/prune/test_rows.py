@@ -7,7 +7,6 @@ short forms of published ones, with the conditions that raise.
 import gzip
 import json
 import lzma
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -19,7 +18,6 @@ import torch
 from chat_templates import PUBLISHED, tokenizer_of
 from runs import small_files
 from seams import (
-    BLOCKS,
     Blocks,
     ChatTemplate,
     Document,
@@ -67,8 +65,6 @@ AGENT = (  # in the manner of Qwen3: thoughts and calls of an assistant
 PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
 SPOKEN_ONLY = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }}{% endif %}{% endfor %}"
 TWICE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.content }}{% endfor %}"
-COUNTED = "{% for m in messages %}<{{ m.role }}>{{ m.content | length }}{% endfor %}"
-
 A = {"role": "user", "content": "a"}
 B = {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -117,29 +113,8 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
                  "<system>s<user>a<assistant>b", "|b", [UNREAD.format("id (2)")]),
     "system beside turns": (LENIENT, said(("human", "a")) | {"system": "s"}, "<system>s<user>a", None, []),
     "trl": (LENIENT, {"prompt": [A], "completion": [B]}, "<user>a<assistant>b", "|b", []),
-    "trl, words": (LENIENT, {"prompt": [A], "completion": "b"}, "<user>a<assistant>b", "|b", []),
-    "trl with a context": (LENIENT, {"prompt": [SYSTEM, A], "context": "c", "completion": "b"},
-                           "<system>s<user>a\n\nc<assistant>b", "|b", []),
-    "input and output": (LENIENT, {"input": "a", "output": "b"}, "<user>a<assistant>b", "|b", []),
-    "empty text": (LENIENT, turns(A, text=""), "<user>a", None, []),
-    "lists": (LENIENT, [A, B], "<user>a<assistant>b", "|b", []),
-    "context of messages": (LENIENT, {"context": [A, B], "question": "c", "answer": "d"},
-                            "<user>a<assistant>b<user>c<assistant>d", "|b|d", []),
-    "context of passages": (LENIENT, {"context": ["c", "d"], "question": "a", "answer": "b"},
-                            "<user>a\n\nc\nd<assistant>b", "|b", []),
-    "history of messages": (LENIENT, {"history": [A, B], "prompt": "c", "response": "d"},
-                            "<user>a<assistant>b<user>c<assistant>d", "|b|d", []),
-    "half a history": (LENIENT, {"history": [["a", None]], "prompt": "c", "response": "d"},
-                       "<user>a<user>c<assistant>d", "|d", ["turns without words, which are dropped: assistant (2)"]),
-    "wildchat": (LENIENT, {"conversation": [A | {"toxic": False}]}, "<user>a", None, [KEYS.format("toxic (2)")]),
     "text beside messages": (LENIENT, turns(A, text="fox"), "fox", None, [UNREAD.format("messages (2)")]),
     "text beside empty columns": (LENIENT, {"text": "fox", "url": "a", "id": 1, "messages": []}, "fox", None, []),
-    "two questions": (LENIENT, {"prompt": "c", "instruction": "a", "response": "b"}, "<user>a<assistant>b", "|b",
-                      [UNREAD.format("prompt (2)")]),
-    "two answers": (LENIENT, {"question": "a", "output": "b", "answer": "c"}, "<user>a<assistant>b", "|b",
-                    [UNREAD.format("answer (2)")]),
-    "two systems": (LENIENT, turns(A, system="s", system_prompt="t"), "<system>s<user>a", None,
-                    [UNREAD.format("system_prompt (2)")]),
     "two forms": (LENIENT, turns(A, conversations=[A], input="c"), "<user>a", None,
                   [UNREAD.format("conversations (2), input (2)")]),
     "parts of a turn": (  # joined as vLLM joins them; those that are no text are dropped
@@ -162,30 +137,18 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
                          '|<think>hm</think>[look {"city": "Oslo"}]|<think>ah</think>b', [CALL_IDS]),
     "a call that later turns depend on": (ONE_CALL, turns(*ASKED), "[INST] a[/INST][CALL] look</s>[RESULT]21 b</s>",
                                           "|[CALL] look| b|", [KEYS.format("reasoning_content (4), tool_call_id (2)")]),
-    "words that a template leaves out": (
-        ONE_CALL, turns(A, {**ASKED[1], "content": "I look."}, *ASKED[2:]),
-        "[INST] a[/INST][CALL] look</s>[RESULT]21 b</s>", "|[CALL] look| b|",
-        [KEYS.format("reasoning_content (4), tool_call_id (2)"), LEFT_OUT.format("assistant")]),
     "weight 0": (LENIENT, turns(A, {**B, "weight": 0}, A, {**B, "weight": "1", "train": True}),
                  "<user>a<assistant>b<user>a<assistant>b", "|b", []),
-    "weight 0 as a string": (LENIENT, turns(A, {**B, "weight": "0"}, A, B), "<user>a<assistant>b<user>a<assistant>b",
-                             "|b", []),
     "not trained on": (LENIENT, turns(A, {**B, "train": "False"}, A, B), "<user>a<assistant>b<user>a<assistant>b", "|b",
                        []),
-    "a joined turn of weight 0": (MISTRAL, turns(A, {**B, "weight": 0}, {**B, "content": "c"}, A, B),
-                                  "<s>[INST] a [/INST]b\n\nc</s>[INST] a [/INST]b</s>", "|b|", [MISTRALS]),
     "weight 0.5": (LENIENT, turns(A, {**B, "weight": 0.5}, B), "<user>a<assistant>b<assistant>b", "|b|b",
                    ["turns with a weight other than 0 and 1, which count in full: 0.5 (2)"]),
     "assistant first": (MISTRAL, said(("gpt", "x"), ("human", "a"), ("gpt", "b")), "<s>[INST] a [/INST]b</s>", "|b|",
                         [MISTRALS]),
-    "twice the assistant first": (GEMMA, said(("gpt", "x"), ("gpt", "y"), ("human", "a")), "<user>a\n", None, [GEMMAS]),
     "neighbors": (GEMMA, said(("human", "a"), ("human", "b"), ("gpt", "c"), ("gpt", "d")),
                   "<user>a\n\nb\n<assistant>c\n\nd\n", "|c\n\nd\n", [GEMMAS]),
-    "neighbors after an empty turn": (GEMMA, said(("human", "a"), ("gpt", ""), ("human", "b")), "<user>a\n\nb\n", None,
-                                      ["turns without words, which are dropped: gpt (2)", GEMMAS]),
     "system refused": (GEMMA, turns(SYSTEM, A, B), "s\n\na\n\nb", None,
                        [REJECTED.format("System role not supported")]),
-    "system is no user": (MISTRAL, turns(SYSTEM, A, B), "s\n\na\n\nb", None, [REJECTED.format(STRICT)]),
     "rearranged": (MISTRAL, turns(A, B, {"role": "tool", "content": "21"}), "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]",
                    "|b|", [MISTRALS]),
     "system left out": (SPOKEN_ONLY, turns(SYSTEM, A, B), "ab", "|b",
@@ -194,7 +157,6 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
                     [PLAIN.format("the tokenizer has no chat template; put chat_template.jinja into the model's "
                                   "folder")]),
     "words twice": (TWICE, turns(A, B), "<user>aa<assistant>bb", "|", [UNLOCATED]),
-    "words counted": (COUNTED, turns(A, B), "<user>1<assistant>1", "|", [UNLOCATED, LEFT_OUT.format("assistant")]),
 }  # fmt: skip
 
 
@@ -220,32 +182,6 @@ def test_a_row_is_a_document_with_a_loss_mask_and_notes(case: str, tokenizer: An
         tokenizer.chat_template = None
         words = [word for word in re.split(r"<\w+>", text) if word]
         assert document(row, tokenizer) == Document("\n\n".join(words))
-
-
-def test_damaged_and_empty_texts_are_counted(tokenizer: Any, tmp_path: Path) -> None:
-    assert sorted(notes_of([{"text": ""}, {"text": "half \ud83d"}], tokenizer, tmp_path)) == [
-        "1 rows with half a character (a lone surrogate), which is replaced", "1 rows without text"
-    ]  # fmt: skip
-
-
-THOUGHTFUL = [
-    [A, {**B, "reasoning": "one"}, A, {**B, "content": "c", "reasoning": "two"}],
-    [A, {**B, "content": "<think>\none\n</think>\n\nb"}, A, {**B, "content": "<think>two</think>c"}],
-]
-
-
-@pytest.mark.parametrize("messages", THOUGHTFUL, ids=["key", "words"])
-def test_answers_whose_thoughts_a_template_leaves_out_are_counted_and_not_in_the_loss(
-    messages: list[Any], tmp_path: Path
-) -> None:
-    """Nothing is counted if the thoughts of all answers are there, or if the template knows of none."""
-    tokenizer = tokenizer_of("qwen3")
-    left_out = "answers whose thoughts the chat template leaves out, so they are not in the loss of assistants"
-    assert notes_of([turns(*messages), turns(*messages[:2])], tokenizer, tmp_path) == [f"1 {left_out}"]
-    words = in_loss(document(turns(*messages), tokenizer)).replace("|", "").strip()
-    assert words == "<think>\ntwo\n</think>\n\nc"
-    tokenizer.chat_template = LENIENT
-    assert not any(left_out in line for line in notes_of([turns(*messages)], tokenizer, tmp_path))
 
 
 REASONED = [
@@ -294,26 +230,10 @@ def talk(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"nine foxes {number}"}, {"role": "assistant", "content": "jump"}]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_named_column_may_hold_conversations(
-    packed: bool, load: Callable[..., Any], tokenizer: Any, tmp_path: Path
-) -> None:
-    tokenizer.chat_template = LENIENT
-    rows = [{"id": number, "talk": json.dumps(talk(number)) if packed else talk(number)} for number in range(60)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    blocks = load(tmp_path / "a.jsonl", tokenizer, text_column="talk")
-    assert "<user>nine foxes 8<assistant>jump" in tokenizer.decode(blocks.train.flatten())
-    assert blocks.notes == (f"{tmp_path / 'a.jsonl'}: columns that are not read, with their rows: id (60)",)
-    again = load(tmp_path / "a.jsonl", tokenizer, text_column="talk")
-    assert again.notes == blocks.notes  # from the cache
-
-
 TALKS = [talk(number) for number in range(60)]
 SHAPES = {
-    "array of lists": json.dumps(TALKS),
     "lists": "\n".join(map(json.dumps, TALKS)),
     "array": json.dumps([{"messages": messages} for messages in TALKS], indent=1),
-    "one object": json.dumps({"messages": TALKS[0] * 60}, indent=1),
     "one conversation": "\ufeff" + json.dumps(TALKS[0] * 60),
 }
 
@@ -328,19 +248,9 @@ def test_json_of_every_shape_is_read(shape: str, load: Callable[..., Any], token
 
 WRONG: dict[str, tuple[Any, str]] = {  # a row, words of the line
     "number": (turns(A, {"role": "assistant", "content": 17}), "turn 2 has a number under content"),
-    "null turn": ({"messages": [A, None]}, "turn 2 is null"),
     "no role": ({"messages": [{"content": "a"}]}, "turn 1 has no role"),
-    "dict of turns": ({"messages": {"role": "user"}}, "messages holds an object"),
-    "text is a number": ({"text": 5}, "text holds a number"),
-    "tools": (turns(A, tools="no"), "a string under tools"),
-    "history of one": ({"history": [["a", "b"], ["c"]], "prompt": "c", "response": "d"}, "history, entry 2 is no pair"),
-    "history of texts": ({"history": ["a", "b"], "prompt": "c", "response": "d"}, "history, turn 1 is a string"),
     "weight": (turns({**B, "weight": "x"}), "turn 1 has 'x' under weight"),
-    "train": (turns({**B, "train": [0]}), "turn 1 has [0] under train"),
-    "calls": (turns({**B, "tool_calls": [{"type": "x"}]}), "a list of objects under tool_calls"),
-    "thoughts": (turns({**B, "reasoning": {"a": 1}}), "turn 1 has an object under reasoning"),
     "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),
-    "list of strings": (["a", "b"], "turn 1 is a string"),
     "nested too deeply": (None, "line 2: nested too deeply"),
 }
 
@@ -356,19 +266,9 @@ def test_a_wrong_value_names_source_row_turn_and_type(case: str, load: Callable[
     assert words in str(caught.value)
 
 
-def test_a_template_that_fails_names_the_row(load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content + 1 }}{% endfor %}"
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk(1)}) + "\n")
-    with pytest.raises(TextError, match=r"chat template of .* fails on .*a\.jsonl, line 1 .*; repair"):
-        load(tmp_path / "a.jsonl", tokenizer)
-
-
 BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, words of the line
     "empty": ("a.txt", b"", ["is empty"]),
-    "no parquet": ("a.parquet", b"PAR1 but no more", ["cannot be read"]),
     "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "plain"}\n' * 999)[:40], ["cannot be read"]),
-    "unknown ending": ("a.docx", b"words", ["unknown ending", ".docx", ".jsonl"]),
-    "missing column": ("a.jsonl", b'{"body": "words", "id": 1}\n', ["no column text", "body", "id", "--text-column"]),
     "too short": ("a.jsonl", b'{"text": "a few words"}\n', ["tokens", "require 80", "--seq-len"]),
 }
 
@@ -441,18 +341,6 @@ def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path)
         load(f"{named},{plain}", text_column="body")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet.gz"])
-def test_new_text_in_a_file_of_old_name_and_time_is_read(
-    name: str, load: Callable[..., Any], tokenizer: Any, tmp_path: Path
-) -> None:
-    texts = []
-    for animal in ("fox", "cat"):
-        path = write(tmp_path / name, [text.replace("fox", animal) for text in DOCUMENTS])
-        os.utime(path, (10**9, 10**9))
-        texts.append(tokenizer.decode(load(path).train.flatten()))
-    assert "fox" in texts[0] and "cat" in texts[1] and "fox" not in texts[1]
-
-
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl"])
 def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_text(
     name: str, load: Callable[..., Any], tmp_path: Path, cache: Path
@@ -483,12 +371,3 @@ def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_templat
     assert lines[1] == (
         "conversations of mixed.jsonl were read as plain text (see above), so the loss covers all tokens"
     )
-
-
-def test_text_without_an_assistants_words_is_refused() -> None:
-    silent = torch.zeros(BLOCKS.shape, dtype=torch.bool)
-    silent[:, 0] = True  # which no token predicts
-    blocks = Blocks(train=BLOCKS, loss_mask=silent, heldout=BLOCKS, num_tokens=BLOCKS.numel())
-    assert select_loss_mask(blocks, "all", "chats.jsonl", print) is None
-    with pytest.raises(TextError, match=r"chats\.jsonl holds no words of an assistant"):
-        select_loss_mask(blocks, "assistant", "chats.jsonl", print)
