@@ -8,7 +8,7 @@ import json
 import pkgutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -16,16 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from PIL import Image
 from safetensors.torch import load_file
-from tiny_models import NUM_NEW_TOKENS, PROMPTS, cache_scales, expert_bytes, mlp_widths
+from serving import NUM_NEW_TOKENS, PROMPTS
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.plugins import load_general_plugins
-
-from ddp_plugins.register import model_class
-from ddp_vllm.remote_code.configuration_ddp import CONFIGS
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -42,26 +38,20 @@ def serve(
     folder: str,
     options: dict[str, Any],
     num_tokens: int = NUM_NEW_TOKENS,
-    prompts: Sequence[list[int] | dict[str, str]] = PROMPTS,
+    prompts: Sequence[list[int]] = PROMPTS,
     adapters: Sequence[str | None] = (),
     updates: Sequence[str] = (),
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Ask all prompts once, then once more for each adapter (None: without one) and after each of `updates`.
 
-    prompts: tokens, or a text with the file of its picture.
     updates: "reload", all weights from disk, or "pieces", tensor by tensor, the masks among them.
     compiled: let torch compile what vLLM asks it to.
     """
     torch.compiler.set_stance("default" if compiled else "force_eager")
     engine = LLM(folder, **{**DEFAULTS, **options})
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
-    inputs: list[Any] = [
-        {"prompt": each["prompt"], "multi_modal_data": {"image": Image.open(each["picture"])}}
-        if isinstance(each, dict)
-        else {"prompt_token_ids": each}
-        for each in prompts
-    ]
+    inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
 
     def ask(request: LoRARequest | None = None) -> list[dict[str, Any]]:
         answers = [answer.outputs[0] for answer in engine.generate(inputs, greedy, lora_request=request)]
@@ -122,12 +112,35 @@ def counters(engine: LLM) -> dict[str, float]:
     return {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
 
 
+def expert_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of routed experts that one rank holds; vLLM calls it in its workers."""
+    return sum(parameter.nbytes for name, parameter in model.named_parameters() if ".routed_experts." in name)
+
+
+def cache_scales(model: Any) -> dict[str, list[float]]:
+    """Return the scales of query, keys and values in the KV cache of each attention of this rank."""
+    return {
+        name: [module._q_scale_float, module._k_scale_float, module._v_scale_float]
+        for name, module in model.named_modules()
+        if hasattr(module, "_k_scale_float")
+    }
+
+
+def mlp_widths(model: Any) -> list[int]:
+    """Return the channels of every MLP that vLLM built on this rank, without those of experts."""
+    layers = [module for name, module in model.named_modules() if name.endswith("mlp.down_proj")]
+    return [getattr(layer, "base_layer", layer).input_size_per_partition for layer in layers]  # LoRA wraps layers
+
+
 def chosen_logprobs(answer: Any) -> list[float]:
     return [chosen[token].logprob for token, chosen in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
 def skip_inspection(folders: Iterable[Path] = ()) -> None:
     """Hand vLLM all classes: to look at one that it knows by name, it would import itself in a new process."""
+    from ddp_plugins.register import model_class
+    from ddp_vllm.remote_code.configuration_ddp import CONFIGS
+
     load_general_plugins()
     for folder in folders:
         for name in json.loads((folder / "config.json").read_text()).get("architectures") or ():
@@ -143,9 +156,8 @@ def num_ranks(job: dict[str, Any]) -> int:
     return options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
 
 
-def main() -> None:
-    jobs = json.loads(Path(sys.argv[1]).read_text())
-    skip_inspection(Path(job["folder"]) for job in jobs)
+def run_jobs(jobs: list[dict[str, Any]], serve: Callable[..., dict[str, Any]]) -> None:
+    """Write what `serve` returns of each job, or its error."""
     results: dict[int, Any] = {}
     for number in sorted(range(len(jobs)), key=lambda number: -num_ranks(jobs[number])):  # threads survive no fork
         start = time.perf_counter()
@@ -159,4 +171,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    all_jobs = json.loads(Path(sys.argv[1]).read_text())
+    skip_inspection(Path(job["folder"]) for job in all_jobs)
+    run_jobs(all_jobs, serve)

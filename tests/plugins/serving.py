@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 
 Serve = Callable[..., dict[str, Any]]
+PROMPTS = [
+    [5],  # a single token: nothing to attend to but itself
+    [1, 2, 3, 4, 5, 6, 7],
+    [(7 * i) % 120 + 1 for i in range(140)],  # longer than a block of the KV cache and than a sliding window
+]
+NUM_NEW_TOKENS = 8
 LOGPROB_TOLERANCE = 1e-4
 VLLM = find_spec("vllm")  # not imported in this process
 RELOAD = "model_executor/model_loader/reload/inplace.py"  # an older vLLM updates weights in other ways

@@ -16,6 +16,7 @@ SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 64, "max_window_la
 GEMMA3_WINDOWS = ["sliding_attention" if index % 3 else "full_attention" for index in range(len(RAGGED_LAYERS))]
 GEMMA2_SCALES = {"query_pre_attn_scalar": 32, "attn_logit_softcapping": None}
 GRANITE_SCALES = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+AT_NIGHT = ("mistral", "qwen3", "gemma3", "smollm3", "seed_oss")  # the same code as another family
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     # every ragged case at once; biases, so that padded rows and removed blocks could leak one
     "ragged": {"family": "Llama", "layers": RAGGED_LAYERS, "attention_bias": True, "mlp_bias": True},
@@ -43,10 +44,18 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Each checkpoint's folder, and what transformers makes of it."""
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Each checkpoint's folder, and what transformers makes of it; those of the night only if they are selected."""
+    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = {case["name"] for case in cases if isinstance(case.get("name"), str)}
     root = tmp_path_factory.mktemp("models")
-    return {name: (root / name, make_checkpoint(root / name, **settings)) for name, settings in CHECKPOINTS.items()}
+    return {
+        name: (root / name, make_checkpoint(root / name, **settings))
+        for name, settings in CHECKPOINTS.items()
+        if name not in AT_NIGHT or name in chosen
+    }
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # how else a model is served, which must not change its answers
@@ -86,7 +95,9 @@ def served(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPa
     return serve(jobs)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in AT_NIGHT)) for name in CHECKPOINTS]
+)
 def test_served_model_computes_what_transformers_computes(name: str, served: Any, models: Any) -> None:
     assert_same(served[name], models[name][1])
 

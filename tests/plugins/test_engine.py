@@ -34,7 +34,6 @@ REFUSED = {  # what cannot be served, and what the user reads before any worker 
 }
 FOREIGN = {  # adapters that were trained on another model
     "another block": r"the adapter changes model.layers.0.mlp.\w+_proj, .* its block was pruned away",
-    "deeper": r"the adapter changes model.layers.7.mlp.\w+_proj, to which no LoRA is applied here",
 }
 
 
@@ -58,7 +57,6 @@ def made(root: Path) -> dict[str, Any]:
     make_checkpoint(root / "int4", "Llama", RAGGED_LAYERS, hidden_size=96)
     state_quantization(root / "int4", GROUPS_OF_INT4)  # to be refused before it is loaded
     make_checkpoint(root / "another block", "Llama", [RAGGED_LAYERS[1], *RAGGED_LAYERS[1:]])
-    make_checkpoint(root / "deeper", "Llama", [*RAGGED_LAYERS, RAGGED_LAYERS[1]])
     for name in FOREIGN:
         make_adapter(root / f"adapter {name}", root / name)
     return {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from any_families import EXPERT_WIDTHS, load
-from any_models import LAYERS, MIXTURES, NUM_EXPERTS, SIZES, write_model
+from any_models import MIXTURES, NUM_EXPERTS, SIZES, write_model
 from commands import invoke, passed
 from core_fixtures import tiny_model, tiny_text  # noqa: F401  # fixtures
 from seams import GatedModel, load_model, open_source, read_masks
@@ -52,7 +52,6 @@ FP8 = {  # vLLM's FP8 for linear layers rounds activations too; on CPUs without 
     },
     "linear layers too": {"dtype": "bfloat16", "quantization": "fp8_per_channel"},
 }
-LIMIT = 0.3  # many products are larger
 BY_DAY = ("qwen3_moe", "mixtral", "deepseek_v2")
 FAMILIES = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in MIXTURES]
 ADAPTED = {"adapted attention": ["qkv_proj", "o_proj"], "o_proj left out": ["qkv_proj"]}
@@ -124,7 +123,6 @@ def one_process(
     for name, targets in ADAPTED.items():
         lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
         jobs[name] = job(made("mixtral") / "narrow", **lora) | {"adapters": [str(adapter[0])]}
-    jobs["clamped"] = job(made("exaone_moe") / "narrow", hf_overrides={"swiglu_limits": [LIMIT] * LAYERS})
     jobs["mixtral narrow"] = job(made("mixtral") / "narrow") | {"updates": UPDATES}
     for name, options in ({BFLOAT16: {"dtype": "bfloat16"}} | FP8).items():
         jobs[name] = {**job(made("qwen3_moe") / "narrow", **options), "updates": UPDATES}
@@ -194,55 +192,6 @@ def test_bfloat16_is_near_and_stays_the_same_when_updated(one_process: Any, answ
         assert_same_outputs(result["updated"][update], result["outputs"])
     if moe_cpu_rows.kernel():
         assert result["expert_bytes"] == [ROWS * 3 * SIZES["hidden_size"] * 2]
-
-
-@served
-def test_products_of_experts_are_clamped_where_the_model_clamps_them(
-    one_process: Any, made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As vLLM's class of EXAONE-MoE does; transformers' class knows no limit, so it is written out here."""
-    model = load(made("exaone_moe") / "zeroed")
-
-    def product(act: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return act(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
-
-    kinds = {type(module).__name__: type(module) for module in model.modules()}
-    experts, mlp = kinds["ExaoneMoeExperts"], kinds["ExaoneMoeMLP"]
-    monkeypatch.setattr(experts, "_apply_gate", lambda self, both: product(self.act_fn, *both.chunk(2, -1)))
-    monkeypatch.setattr(
-        mlp, "forward", lambda self, x: self.down_proj(product(self.act_fn, self.gate_proj(x), self.up_proj(x)))
-    )
-    model.set_experts_implementation("batched_mm")  # calls `_apply_gate`
-    assert_same(one_process["clamped"], {"outputs": [generate(model, prompt) for prompt in PROMPTS]})
-
-
-REFUSED = """
-import torch
-from types import SimpleNamespace
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from ddp_plugins.moe_layer import RaggedExpertsMethod
-
-stated = {"activation": MoEActivation.SILU, "apply_router_weight_on_input": False, "swiglu_alpha": 1.0}
-stated |= {"swiglu_beta": None, "swiglu_limit": None}
-for name, value in (
-    ("activation", MoEActivation.SWIGLUOAI), ("apply_router_weight_on_input", True), ("has_bias", True),
-    ("swiglu_alpha", 1.702), ("swiglu_beta", 1.0), ("swiglu_beta", 0.0),
-):
-    layer = SimpleNamespace(layer_name="layer", expert_map_manager=None, **stated | {name: value})
-    method = RaggedExpertsMethod(SimpleNamespace(has_bias=name == "has_bias"), [3, 5])
-    try:
-        method.create_weights(layer, 2, 64, 5, torch.float32)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}")
-"""
-
-
-def test_what_our_experts_do_not_compute_is_refused_by_name(run_in_vllm: Callable[..., str]) -> None:
-    *refused, accepted = run_in_vllm(REFUSED).splitlines()
-    words = ("activation swigluoai", "apply_router_weight_on_input", "biases", "swiglu_alpha 1.702", "swiglu_beta 1.0")
-    for line, stated in zip(refused, words, strict=True):
-        assert line.startswith(f"CheckpointError: layer: experts of different widths are not served with {stated};")
-    assert accepted.startswith("AttributeError")  # the stub has no map of experts
 
 
 ROWS = 2 * sum(-(-width // 16) * 16 for width in EXPERT_WIDTHS)  # of two layers with experts

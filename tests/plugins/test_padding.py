@@ -1,14 +1,11 @@
 """Padding for several ranks adds zeros and nothing else."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_plugins.padding import channel_block, fit, pad, share_channels
-from ddp_vllm.errors import SettingError
+from ddp_plugins.padding import fit, pad, share_channels
 from ddp_vllm.remote_code.tensors import DENSE, FUSED, TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
 from ddp_vllm.tensor_parallel import splits
@@ -43,11 +40,6 @@ def test_fitted_widths_divide(kept: tuple[int, ...], num_ranks: int, expected: t
     assert fitted.num_query_heads % num_ranks == 0
 
 
-def test_every_rank_has_whole_blocks_of_channels() -> None:
-    for channels, num_ranks, block, expected in ((17, 1, 1, 17), (24, 1, 8, 24), (17, 2, 8, 32), (0, 2, 64, 0)):
-        assert fit(widths(1, intermediate_size=channels), num_ranks, block).intermediate_size == expected
-
-
 @given(st.lists(st.integers(1, 6), max_size=8), st.integers(0, 40), st.integers(1, 12))
 def test_what_splits_evenly_is_what_needs_no_padding(kept: list[int], channels: int, num_ranks: int) -> None:
     """The rule that `prune --tp` and the card go by, against the widths that are really built."""
@@ -71,23 +63,6 @@ def test_each_query_head_stays_beside_its_kv_head(fused: bool) -> None:
     heads = q.unflatten(0, (4, HEAD_DIM))
     assert torch.equal(padded[0, :3], heads[:3]) and torch.equal(padded[1, 0], heads[3])
     assert not padded[0, 3].any() and not padded[1, 1:].any()
-
-
-def test_which_block_channels_are_filled_up_to() -> None:
-    """Ours where a model is large enough for it; the user's goes before; 1 where weights cannot be padded."""
-
-    def choose(size: int, num_ranks: int = 1, *, can_pad: bool = True, on_cpu: bool = False, **config: Any) -> int:
-        return channel_block({"intermediate_size": size, **config}, num_ranks, can_pad=can_pad, on_cpu=on_cpu)
-
-    assert choose(1536) == 64 and choose(1536, on_cpu=True) == 128
-    assert choose(1536, can_pad=False) == 1
-    assert choose(1536, 2) == choose(1536, 2, on_cpu=True) == 1  # a share of 768 is too small
-    assert choose(11008, 8) == 64 and choose(512) == 1
-    assert choose(512, 4, ddp_pad_channels_to=16) == 16
-    assert choose(1536, on_cpu=True, ddp_pad_channels_to=1) == 1
-    for block in (0, -8, 2.0, "64", True):
-        with pytest.raises(SettingError, match="ddp_pad_channels_to"):
-            choose(512, ddp_pad_channels_to=block)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])

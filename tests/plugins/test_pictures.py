@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from any_families import load
 from any_models import UNSERVED, random_model, tiny_config
 from commands import invoke, passed
 from PIL import Image
-from serving import Serve, assert_same, job
+from serving import assert_same
 from test_convert_stock import cut, zeroed
 from test_gguf import save_tokenizer
 from tiny_models import edit_weights
@@ -62,26 +60,6 @@ def llava(folder: Path) -> str:
     transformers.LlavaProcessor(pictures, tokenizer, image_token="<image>", **sizes).save_pretrained(folder)
     _save(config, folder)
     return "<image>the quick brown"
-
-
-def qwen3_vl(folder: Path) -> str:
-    """Write a Qwen3-VL, and return a prompt with a picture."""
-    names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    tokenizer = _tokenizer(folder, *names)
-    start, end, picture, video = map(tokenizer.convert_tokens_to_ids, names)
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
-    text = tiny_config("Qwen3VLTextConfig", head_dim=32, vocab_size=len(tokenizer), rope_parameters=rope)
-    vision = {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
-    config = transformers.Qwen3VLConfig(
-        text_config=text.to_dict(), vision_config=VISION | vision | {"deepstack_visual_indexes": [0, 1]},
-        image_token_id=picture, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end,
-    )  # fmt: skip
-    sizes = {"patch_size": 16, "merge_size": 2}
-    pictures = transformers.Qwen2VLImageProcessor(**sizes, min_pixels=32 * 32, max_pixels=64 * 64)
-    videos = transformers.Qwen3VLVideoProcessor(**sizes)
-    transformers.Qwen3VLProcessor(pictures, tokenizer, videos).save_pretrained(folder)
-    _save(config, folder)
-    return "<|vision_start|><|image_pad|><|vision_end|>the quick brown"
 
 
 def _save(config: Any, folder: Path) -> None:
@@ -148,20 +126,3 @@ def test_every_verb_copies_what_the_dense_folder_holds(tmp_path: Path, picture: 
     edit = cut(".1.mlp.", to=50, where="language_model")
     expected = answers(tmp_path / "converted", prompt, picture, zeroed(dense, edit))
     assert_same(answers(tmp_path / "converted", prompt, picture), expected)
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(not find_spec("torchvision"), reason="vLLM's pictures require torchvision")
-def test_vllm_takes_a_picture(serve: Serve, tmp_path: Path, picture: Path) -> None:
-    """With vLLM's default flags, by the folder's own processor."""
-    prompt = qwen3_vl(tmp_path / "dense")
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps " * 400)
-    passed(invoke("prune", tmp_path / "dense", "--data", tmp_path / "text.txt", *SMALL, "-o", tmp_path / "pruned"))
-    folders: dict[str, Callable[[], dict[str, Any]]] = {}
-    jobs = {}
-    for name in ("dense", "pruned"):
-        asked = {"prompts": [{"prompt": prompt, "picture": str(picture)}], "num_tokens": 8}
-        jobs[name] = job(tmp_path / name, skip_tokenizer_init=False) | asked
-        folders[name] = lambda folder=tmp_path / name: answers(folder, prompt, picture)  # type: ignore[misc]
-    for name, result in serve(jobs).items():
-        assert_same(result, folders[name]())

@@ -11,7 +11,7 @@ from any_models import NUM_EXPERTS, write_model
 from seams import GatedModel, export, load_model, open_source
 from serving import Serve, assert_same, job
 from test_dense import CHECKPOINTS
-from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, generate, make_checkpoint
+from tiny_models import PROMPTS, add_remote_code, edit_weights, generate, make_checkpoint
 
 from ddp_vllm.dimensions import unit_shapes
 
@@ -89,8 +89,6 @@ def served(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPa
     jobs |= {"missing weight": job(broken), "old vLLM": job(models["ragged"][0]) | {"asks_layers": False}}
     for family in jobs.keys() & {*FEWER_EXPERTS, *FEWER_AT_NIGHT}:
         jobs[family]["options"] |= {"model_impl": "vllm", "trust_remote_code": False}
-    for options in jobs.values():
-        options |= {"prompts": PROMPTS, "num_tokens": NUM_NEW_TOKENS}
     return serve(jobs, "stock_tiny.py")
 
 

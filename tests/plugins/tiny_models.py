@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from serving import NUM_NEW_TOKENS, PROMPTS
 
 from ddp_vllm.families import code_of, pruned_config
 from ddp_vllm.remote_code import modeling_ddp
@@ -15,12 +16,6 @@ from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import Widths
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PROMPTS = [
-    [5],  # a single token: nothing to attend to but itself
-    [1, 2, 3, 4, 5, 6, 7],
-    [(7 * i) % 120 + 1 for i in range(140)],  # longer than a block of the KV cache and than a sliding window
-]
-NUM_NEW_TOKENS = 8
 
 RAGGED_LAYERS = [
     {"query_heads_per_kv_head": [], "intermediate_size": 0},  # nothing left, and first: the residual starts here
@@ -58,9 +53,9 @@ def make_checkpoint(folder: Path, family: str, layers: list[dict[str, Any]], **s
 def add_remote_code(folder: Path) -> None:
     """Make a folder of `make_checkpoint` one that loads without ddp-vllm, as the export does."""
     config = json.loads((folder / "config.json").read_text())
-    whole = pruned_config({**config, "model_type": dense_type(config)}, Widths.of(config))
-    (folder / "config.json").write_text(json.dumps(whole))
-    for file in code_of(whole):
+    exported = pruned_config({**config, "model_type": dense_type(config)}, Widths.of(config))
+    (folder / "config.json").write_text(json.dumps(exported))
+    for file in code_of(exported):
         shutil.copyfile(file, folder / file.name)
 
 
@@ -107,11 +102,6 @@ def score(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).flatten().tolist()
 
 
-def expert_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of routed experts that one rank holds; vLLM calls it in its workers."""
-    return sum(parameter.nbytes for name, parameter in model.named_parameters() if ".routed_experts." in name)
-
-
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     config = json.loads((folder / "config.json").read_text())
     edit(config)
@@ -122,18 +112,3 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) 
     weights = load_file(folder / "model.safetensors")
     edit(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def cache_scales(model: Any) -> dict[str, list[float]]:
-    """Return the scales of query, keys and values in the KV cache of each attention of this rank."""
-    return {
-        name: [module._q_scale_float, module._k_scale_float, module._v_scale_float]
-        for name, module in model.named_modules()
-        if hasattr(module, "_k_scale_float")
-    }
-
-
-def mlp_widths(model: Any) -> list[int]:
-    """Return the channels of every MLP that vLLM built on this rank, without those of experts."""
-    layers = [module for name, module in model.named_modules() if name.endswith("mlp.down_proj")]
-    return [getattr(layer, "base_layer", layer).input_size_per_partition for layer in layers]  # LoRA wraps layers
