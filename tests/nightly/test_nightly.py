@@ -33,7 +33,7 @@ def test_a_few_hundred_mutations_find_nothing() -> None:
 
 
 def test_a_few_kills_find_nothing() -> None:
-    names = "export,apply,joint training"
+    names = "export,apply,joint training,recover,family"
     found = run(kills.__file__, "--kills", str(KILLS), "--seed", "1000", "--commands", names)
     assert found["faults"] == [] and found["kills"] == KILLS and sum(found["by_command"].values()) == KILLS
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import assert_refused, invoke, passed
-from runs import out_of_memory, prune
+from runs import prune
 
 from ddp_prune.core.loss import OutputHead, agreement
 from ddp_prune.models.evaluation import Evaluation
@@ -112,14 +112,6 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
     assert ratio and ratio[0] == pytest.approx(quality["pruned"] / quality["dense"], rel=1e-6)
 
 
-def test_text_that_a_device_cannot_hold(pruned: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is made where torch makes it in reading."""
-    monkeypatch.setattr("transformers.models.llama.LlamaModel.forward", out_of_memory)
-    refused = invoke("eval", pruned, "--max-length", "16", "--text", text)
-    assert_refused(refused, 6, str(pruned), "memory of the device", "--max-length")
-    assert not (pruned / "eval").exists()
-
-
 def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a word")
@@ -127,22 +119,15 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
     for words, reason in (
         (own, "give more text, or lower --max-length"),
         ([tiny_model, "--text", short], "pass that model with --against"),
-        ([*own, "--max-length", "3"], "--max-length is 3; it must be at least 16"),
-        ([*own, "--limit", "3"], "--limit has no effect without --tasks"),
         ([*own, "--text", twin], "two texts are called short.txt"),
-        ([pruned, "--text", tmp_path / "none.txt"], "is not a file"),
     ):
         refused = invoke("eval", *words)
         assert_refused(refused, refused.exit_code, reason)
         assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
     other, config = tmp_path / "other", json.loads((tiny_model / "config.json").read_text())
     shutil.copytree(tiny_model, other)
-    for quantized, reason in (
-        ({"quant_method": "awq"}, "is quantized (awq); supported is compressed-tensors"),
-        ({"quant_method": "compressed-tensors"}, "has a vocabulary of 321 tokens and "),
-    ):
-        changed = config | {"quantization_config": quantized, "vocab_size": 1 + config["vocab_size"]}
-        (other / "config.json").write_text(json.dumps(changed))
-        assert_refused(invoke("eval", other, "--against", tiny_model, "--text", short), 3, reason)
+    (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    refused = invoke("eval", other, "--against", tiny_model, "--text", short)
+    assert_refused(refused, 3, "is quantized (awq); supported is compressed-tensors")
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
     assert_refused(invoke("eval", *own), 2, "which is not on this machine; pass it with --against")

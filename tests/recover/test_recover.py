@@ -1,13 +1,10 @@
 """Recovery: the weights of a pruned model are trained, written as evaluated, and a killed run resumes to the bit."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from ddp_prune.core.loss import losses
 from ddp_prune.recover import WeightTrainer
-from ddp_prune.run_folder import RunFolder
 from ddp_prune.text.blocks import load_blocks
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
@@ -81,98 +77,6 @@ def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, 
     assert lines == list(range(1, 31))
 
 
-def test_minutes_become_a_number_of_steps_that_a_resumed_run_keeps(
-    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step is timed once: a run that resumes on a machine of another speed ends with the same weights."""
-    seconds, timed = iter([1.0, 50.0]), WeightTrainer.seconds_a_step
-    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: timed(self) and next(seconds))
-    run = partial(invoke, "recover", pruned, "-o", tmp_path / "out", "--minutes", "0.15", "--save-every", "2")
-    die_at(4, run, WeightTrainer)
-    result = run()
-    assert "resuming after step 4" in result.output, result.output
-    assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["tokens"] == 9 * 32
-    passed(recover(pruned, tmp_path / "untimed", "--tokens", "288"))
-    assert_same_weights(tmp_path / "out", tmp_path / "untimed")  # timing a step trained nothing
-
-
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches a kill."""
-
-
-def _die(*_: Any) -> None:
-    raise Killed
-
-
-def _rename_and_die(one: Path, two: Path) -> None:
-    one.replace(two)
-    if two.name == ".out.old":
-        raise Killed
-
-
-def _remove_half(run: RunFolder) -> None:
-    run.metrics.unlink()
-    raise Killed
-
-
-KILLS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
-    "between": [(os, "rename", _rename_and_die)],
-    "removal": [(RunFolder, "remove", _remove_half)],
-}
-
-
-@pytest.mark.parametrize("moment", KILLS)
-def test_a_recovery_over_an_older_output_loses_nothing_whenever_it_was_killed(
-    moment: str, pruned: Path, recovered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`tests/nightly/kills.py` kills at every other moment."""
-    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 2.0)
-    out = Path(shutil.copytree(pruned, tmp_path / "out"))
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill runs no finally
-        for change in KILLS[moment]:
-            patch.setattr(*change)
-        recover(pruned, out, "--overwrite")
-    passed(recover(pruned, out, "--overwrite"))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert_same_weights(out, recovered)
-
-
-def test_a_command_that_was_killed_before_it_deleted_its_run_resumes_after_the_last_step(
-    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same command writes the output again and deletes the run; afterwards the output exists."""
-    run = partial(recover, pruned, tmp_path / "out")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(RunFolder, "remove", _die)
-        run()
-    assert (tmp_path / "out.run" / "run.json").exists()
-    before = weights(tmp_path / "out")
-    assert_refused(run("--seed", "1"), 5, "seed 0 instead of 1")  # another command leaves the output and the run
-    result = passed(run())
-    assert "was written before" in result.output and "search 1/" not in result.output
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert all(torch.equal(weights(tmp_path / "out")[name], tensor) for name, tensor in before.items())
-    assert_refused(run(), 5, "exists")
-
-
-def test_an_output_that_appears_during_the_training_is_not_replaced(
-    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another command wrote it, and this one was started without --overwrite; its run is kept."""
-    step = WeightTrainer.step
-
-    def meet(self: Any, number: int) -> Any:
-        if not (tmp_path / "out").exists():
-            shutil.copytree(pruned, tmp_path / "out")
-            (tmp_path / "out" / "mark").touch()
-        return step(self, number)
-
-    monkeypatch.setattr(WeightTrainer, "step", meet)
-    assert_refused(recover(pruned, tmp_path / "out", "--tokens", "64"), 5, "exists")
-    assert (tmp_path / "out" / "mark").exists() and (tmp_path / "out.run" / "run.json").exists()
-
-
 def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
     pruned: Path, recovered: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
 ) -> None:
@@ -184,11 +88,6 @@ def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
     (name,) = read_checkpoint(tmp_path / "out").provenance["recovery"]["watched"]
     assert re.search(f"worse than before recovery on .*/{name};", result.output)
     assert f"worse than before recovery on {numbers}" not in result.output
-    result = recover(recovered, tmp_path / "both", "--data", f"{tiny_text},{numbers}", "--tokens", "64")
-    assert "no other text is evaluated" in result.output
-    again, short = os.path.relpath(tiny_text), write_texts("short.jsonl", ["a fox"])
-    assert_refused(recover(recovered, tmp_path / "no", "--watch", again), 2, "watch", "data trains on part of it")
-    assert_refused(recover(recovered, tmp_path / "no", "--watch", str(short)), 4, str(short), "more text")
     rows = [f"the fox number {i} jumps over {i * i} clouds and rests" for i in range(60)]
     text, part = write_texts("rows.jsonl", rows), write_texts("part.jsonl", rows[:30])
     result = recover(recovered, tmp_path / "no", "--data", str(text), "--watch", str(part))

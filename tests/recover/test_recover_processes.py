@@ -7,39 +7,9 @@ import torch
 from commands import invoke, passed
 from runs import SMALL, die_at, prune
 from safetensors.torch import load_file
-from two_processes import command_line, launch, stopped_command_line, timed_command_line
-
-from ddp_vllm.checkpoint import read_checkpoint
+from two_processes import command_line, launch, stopped_command_line
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]  # in this process, not in the two
-
-
-@pytest.mark.parametrize(
-    ("method", "ways"),
-    [
-        pytest.param("weights", {"cut": ["--shard"]}, marks=pytest.mark.nightly),  # prune has the same trainer
-        pytest.param("lora", {"two": [], "cut": ["--shard"]}, marks=pytest.mark.nightly),
-    ],
-)
-def test_two_processes_recover_what_one_does(
-    method: str, ways: dict[str, list[str]], tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
-    passed(prune(tiny_model, tiny_text, tmp_path / "pruned"))
-    command = [
-        "recover", str(tmp_path / "pruned"), "--teacher", str(tiny_model), "--data", str(tiny_text), "--train", method,
-        "--tokens", "320", "--learning-rate", "1e-3", "-o",
-    ]  # fmt: skip
-    passed(invoke(*command, tmp_path / "one"))
-    for name, more in ways.items():
-        (first, out, err), (second, silence, _) = launch(tmp_path, command_line, *command, str(tmp_path / name), *more)
-        assert first == second == 0, err
-        assert "recover 10/10" in out and silence == ""
-    before, one = (load_file(tmp_path / name / "model.safetensors") for name in ("pruned", "one"))
-    assert max(float((one[name] - before[name]).abs().max()) for name in one) > 3e-3
-    for name in ways:
-        assert_close(tmp_path / name, tmp_path / "one")
-        losses = [read_checkpoint(tmp_path / each).provenance["perplexity"]["recovered"] for each in ("one", name)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def assert_close(two: Path, one: Path) -> None:
@@ -49,30 +19,20 @@ def assert_close(two: Path, one: Path) -> None:
         torch.testing.assert_close(found[name], tensor, atol=5e-4, rtol=0, msg=lambda text, at=name: f"{at}: {text}")
 
 
-def test_two_processes_with_cut_weights_learn_them_with_the_masks_as_one_does(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path
+@pytest.mark.parametrize("verb", ["prune", pytest.param("recover", marks=pytest.mark.nightly)])
+def test_two_processes_with_sharded_weights_train_as_one_does(
+    verb: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    options = [*SMALL, "--train", "weights", "--sparsity", "0.4"]
-    command = ["prune", str(tiny_model), "--data", str(tiny_text), *options, "-o"]
+    command = ["prune", str(tiny_model), *SMALL, "--train", "weights", "--sparsity", "0.4"]
+    if verb == "recover":
+        passed(prune(tiny_model, tiny_text, tmp_path / "pruned"))
+        command = ["recover", str(tmp_path / "pruned"), "--teacher", str(tiny_model), "--train", "lora"]
+        command += ["--tokens", "320", "--learning-rate", "1e-3"]
+    command += ["--data", str(tiny_text), "-o"]
     passed(invoke(*command, tmp_path / "one"))
     (first, _, err), (second, _, _) = launch(tmp_path, command_line, *command, str(tmp_path / "two"), "--shard")
     assert first == second == 0, err
     assert_close(tmp_path / "two", tmp_path / "one")
-
-
-@pytest.mark.nightly
-def test_two_processes_with_sharded_weights_prune_for_minutes(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
-    """The batch that fits into the minutes is one that the processes can divide."""
-    command = [
-        "prune", str(tiny_model), "--data", str(tiny_text), "--sparsity", "0.4", "--train", "weights",
-        "--learning-rate", "1e-4", "--shard", "--minutes", "0.003", "--batch-size", "2", "--seq-len", "512",
-        "--heldout-blocks", "1", "-o", "out",
-    ]  # fmt: skip
-    (first, out, err), (second, silence, _) = launch(tmp_path, timed_command_line, *command)
-    assert first == second == 0, err
-    assert " 3 steps of 2 × 256 tokens" in out and "polish 3/3" in out and silence == ""
 
 
 @pytest.mark.nightly

@@ -33,13 +33,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Path, Path], list[str]], int, tuple[str
     "teacher of another vocabulary": (
         lambda p, d, t: [str(p), "--teacher", other_model(t, vocab_size=300)], 3, ("vocab_size", "300", "320"),
     ),
-    "teacher of other shapes": (
-        lambda p, d, t: [str(p), "--teacher", other_model(t, num_hidden_layers=4)], 3, ("other layers than",),
-    ),
     "teacher that is pruned": (lambda p, d, t: [str(p), "--teacher", str(p)], 3, ("pruned already",)),
-    "no teacher": (lambda p, d, t: [str(p), "--teacher", "nowhere/at/all"], 3, ("nowhere/at/all",)),
     "no masks file": (lambda p, d, t: [maskless(p, t), "--teacher", str(d), "--data", str(p)], 7, ("ddp_masks",)),
-    "a dense model": (lambda p, d, t: [str(d)], 7, ("not a pruned checkpoint",)),
     "a rate below 0": (lambda p, d, t: [str(p), "--learning-rate", "-1"], 2, ("--learning-rate is -1",)),
 }  # fmt: skip
 
