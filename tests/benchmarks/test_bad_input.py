@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.evaluate import EvalSettings
-from ddp_benchmarks.models import check_vocabularies, max_model_len
+from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.sharegpt import BenchSettings, results_file
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError
 
@@ -62,24 +62,12 @@ def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[list[str], int, str]] = {  # options of bench sharegpt, exit code, what is said
     "no prompts": (["--num-prompts", "0"], 2, "--num-prompts is 0; it must be at least 1"),
-    "no pairs": (["--pairs", "0"], 2, "--pairs is 0; it must be at least 1"),
-    "no requests": (["--mode", "serve", "--request-rate", "0"], 2, "sends nothing"),
-    "a rate that is no number": (["--mode", "serve", "--request-rate", "nan"], 2, "sends nothing"),
-    "none at once": (["--mode", "serve", "--max-concurrency", "0"], 2, "sends nothing"),
-    "half a client": (
-        ["--mode", "serve", "--max-concurrency", "none,2.5"],
-        2,
-        "'none,2.5' is neither a number nor several",
-    ),
-    "a rate without a server": (["--request-rate", "4"], 2, "--request-rate has no effect without --mode serve"),
-    "goodput without a server": (["--goodput", "ttft:500"], 2, "--goodput has no effect without --mode serve"),
     "a cache that answers the warm-up": (
         ["--", "--enable-prefix-caching"],
         2,
         "--enable-prefix-caching after -- is set",
     ),
     "another model": (["--", "--model=gpt2"], 2, "--model after -- is set by this measurement; omit it"),
-    "another tokenizer": (["--", "--served_model_name", "x"], 2, "--served-model-name after -- is set"),
     "a folder that is not there": (["--pruned", "./nowhere"], 3, "nowhere is not the folder of a model"),
 }
 
@@ -93,13 +81,6 @@ def test_what_cannot_be_measured_is_refused(case: str, tiny: Path, tmp_path: Pat
     result = invoke(*command)
     assert result.exit_code == code and reason in result.stderr, result.output
     assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.parametrize(("kind", "longest"), [("llama3", 256), ("yarn", None)])
-def test_only_a_context_that_vllm_stretches_is_unknown(kind: str, longest: int | None, tmp_path: Path) -> None:
-    config = {"max_position_embeddings": 256, "rope_parameters": {"rope_type": kind, "factor": 8.0}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert max_model_len(str(tmp_path)) == longest
 
 
 def test_a_context_beyond_the_models_starts_no_engine(tiny: Path, tmp_path: Path) -> None:
@@ -139,7 +120,6 @@ with terminable():
 @pytest.mark.parametrize(
     ("before", "number", "said"),
     [
-        ("SIG_DFL", signal.SIGTERM, "stopping\n"),
         ("SIG_DFL", signal.SIGHUP, "stopping\n"),
         ("SIG_IGN", signal.SIGHUP, ""),  # nohup
     ],

@@ -33,14 +33,9 @@ def test_array_and_lines_read_alike(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize(
     ("text", "where", "reason"),
     [
-        ('{"conversations": []}\n{"conversations": [', "line 2", "not JSON"),
         ('[\n{"conversations": []},\n{"conversations"', "line 3", "cut off"),
-        ('[\n{"conversations": []}\n{"conversations": []}]', "line 3", "Expecting ',' delimiter"),
-        ('[\n\n{"text": "hello"}]', "row 1", "holds a text, not a conversation"),
-        ("[\n1]", "row 1", "is a number, not an object"),
         ('{"conversations": [{"from": "human", "value": 1}]}', "line 1", "turn 1 has a number under value"),
         ('{"conversations": []}\n{"conversations": [{"value": "a \\ud83d"}]}', "line 2", "a lone surrogate (\\ud83d)"),
-        ('{"conversations": [], "id": "\\udc00"}', "line 1", "a lone surrogate (\\udc00)"),
     ],
 )
 def test_malformed_files_name_line_and_reason(tmp_path: Path, text: str, where: str, reason: str) -> None:
@@ -50,9 +45,6 @@ def test_malformed_files_name_line_and_reason(tmp_path: Path, text: str, where: 
         read_conversations(file)
     assert where in str(caught.value)
     assert reason in str(caught.value)
-
-
-TALK = [("human", "a question of five words"), ("gpt", "an answer of five words")]
 
 
 def test_files_without_a_conversation_are_refused(tmp_path: Path) -> None:

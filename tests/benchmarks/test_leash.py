@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from ddp_benchmarks.engine import Engine
-
 PATIENCE = 600  # seconds, for a busy machine
 ENGINE = """
 import sys, time
@@ -72,26 +70,3 @@ def test_what_a_killed_command_started_is_killed_too(
     finally:
         for number in filter(is_alive, (leader, child)):
             os.kill(int(number), signal.SIGKILL)
-
-
-def test_an_interrupt_while_an_engine_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C may come when the process is there and nobody knows its number yet."""
-    start, started = subprocess.Popen, []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        started.append(start(*arguments, **options))
-        signal.raise_signal(signal.SIGINT)
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", interrupted)
-    (tmp_path / "started.py").write_text("import time; time.sleep(3600)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    try:
-        with pytest.raises(KeyboardInterrupt), Engine([], module="started", log=tmp_path / "log.txt"):
-            pytest.fail("the interrupt was lost")
-        assert started and all(process.poll() is not None for process in started)
-    finally:
-        signal.signal(signal.SIGINT, before)
-        for process in started:
-            process.kill()

@@ -15,9 +15,7 @@ CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "
 @pytest.mark.parametrize(
     ("files", "whole"),
     [
-        (["tokenizer.json", "config.json"], False),
         (["config.json", "model.safetensors"], True),
-        (["model.safetensors"], False),
         (["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"], False),
         (["config.json", "model.safetensors.index.json", *INDEX["weight_map"].values()], True),
     ],

@@ -9,10 +9,8 @@ import pytest
 from commands import invoke
 
 import ddp_vllm
-from ddp_benchmarks import engine, profile, side_by_side
+from ddp_benchmarks import profile, side_by_side
 from ddp_benchmarks.profile import ProfileSettings, run_profile
-from ddp_benchmarks.side_by_side import is_narrow
-from ddp_vllm import machine
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Workload, read_profile, shapes_of
 from ddp_vllm.remote_code.widths import LayerWidths
@@ -164,33 +162,6 @@ def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text("mine")
     result = invoke(*arguments)
     assert result.exit_code == 5 and "exists" in result.stderr and (tmp_path / "machine.json").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "narrow"), [(1.2, 1.25, True), (1.2, 1.27, False), (0.97, 1.01, True), (None, None, False)]
-)
-def test_steps_are_timed_until_the_interval_is_narrow(low: float | None, high: float | None, narrow: bool) -> None:
-    assert is_narrow({"low": low, "high": high}) is narrow
-
-
-@pytest.mark.parametrize(
-    ("flags", "words", "expected"),
-    [
-        ("avx2", [], ["--dtype", "float32"]),
-        ("avx2 avx512_bf16", [], []),
-        ("avx2 amx_bf16", [], []),
-        ("avx2", ["--dtype", "bfloat16"], []),
-        ("avx2", ["--dtype=half"], []),
-    ],
-)
-def test_a_processor_without_bfloat16_serves_in_float32(
-    flags: str, words: list[str], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "Path", lambda _: tmp_path / "cpuinfo")
-    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
-    monkeypatch.setattr(engine, "runs_on_cpu", lambda: True)
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert engine.number_format(words) == expected
 
 
 @pytest.mark.parametrize("dtype", ["avx2-float32", "avx512-bfloat16"])

@@ -1,56 +1,18 @@
-"""The study: budgets that are equal and exact, cells that are measured once, and findings."""
+"""The study: budgets that are equal and exact, and cells that are measured once."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from seams import read_masks
 
 import study
-from findings import CELLS, STUDY_FILE, write_study
+from findings import CELLS
 from rows import METHODS
-from scores import Score, even_support
-
-LAYERS, EXPERTS, CHANNELS, KEPT = 3, 4, 10, 73
-WORTH = torch.rand(LAYERS, EXPERTS, CHANNELS, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(("scope", "parts"), [("global", 1), ("layer", LAYERS), ("expert", LAYERS * EXPERTS)])
-def test_the_budget_is_exact_and_even_and_the_best_stay(scope: str, parts: int) -> None:
-    support = even_support(WORTH, KEPT, scope, torch.Generator().manual_seed(0))
-    assert support.shape == WORTH.shape and int(support.sum()) == KEPT
-    kept, worth = support.view(parts, -1), WORTH.view(parts, -1)
-    counts = kept.sum(1)
-    assert counts.max() - counts.min() <= 1
-    for part in range(parts):
-        assert worth[part][kept[part]].min() > worth[part][~kept[part]].max()
-
-
-def test_a_finding_holds_by_means_over_seeds_and_a_row_without_results_has_its_reason(tmp_path: Path) -> None:
-    settings = {"test": "/texts/wiki.txt", "data": "c4", "model": "m", "samples": 8, "steps": 4, "batch_size": 2}
-    names = ["fisher", "paper", "ours", "camera"]
-    (tmp_path / STUDY_FILE).write_text(json.dumps(settings | {"seq_len": 16, "tables": {"methods": names}}))
-    (tmp_path / CELLS).mkdir()
-
-    def write(name: str, seed: int, **values: Any) -> None:
-        cell = {"method": name, "sparsity": 0.2, "seed": seed, "source": "S", "is_search": name in ("paper", "ours")}
-        (tmp_path / CELLS / f"{name}_{seed}.json").write_text(json.dumps(cell | values))
-
-    (tmp_path / CELLS / "dense.json").write_text(json.dumps({"method": "dense", "perplexity": 10.0, "heldout": 8.0}))
-    for seed in (0, 1):
-        write("fisher", seed, perplexity=20.0 + seed, heldout=9.0, seconds=2.0)
-        write("paper", seed, perplexity=22.0 - 4 * seed, heldout=9.0, seconds=200.0)
-        write("ours", seed, perplexity=21.0, heldout=9.0, seconds=0.5)
-        write("camera", seed, reason="no experts")
-    text = write_study(tmp_path, "methods").read_text()
-    assert "at 20 % paper 20.00, holds, ours 21.00, does not hold (best score: fisher 20.50)" in text
-    assert "| dense | 10.00 [8.00] |  |" in text and "| camera | no experts | – |" in text
-    assert text.index("| paper | 20.00 (18.00 to 22.00) [9.00] | 200 |") < text.index("| fisher | 20.50")
-    assert (tmp_path / "methods.csv").read_text().count("\n") == 10
+from scores import Score
 
 
 def run(table: str, model: Path, text: Path, output: Path, *options: str, code: int = 0) -> str:
