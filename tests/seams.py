@@ -31,20 +31,13 @@ from ddp_prune.core.batches import Batches
 from ddp_prune.core.budget import Pool, keep_schedule
 from ddp_prune.core.experts import grouped, looped
 from ddp_prune.core.fusion import ROTARY, fuse_elementwise
-from ddp_prune.core.gates import GatedModel, GatedProjection, Masks, NarrowLayers, _Scale, block_losses
+from ddp_prune.core.gates import GatedModel, Masks, NarrowLayers, _Scale, block_losses
 from ddp_prune.core.learn import learn
 from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses, perplexity_of
 from ddp_prune.core.processes import raise_on_all_ranks
 from ddp_prune.core.rate import RATES, change, find_rate
 from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.selection import (
-    best_support,
-    choose_counts,
-    cut_rows,
-    exact_support,
-    greedy,
-    rank_evenly_per_kv_head,
-)
+from ddp_prune.core.selection import best_support, choose_counts, cut_rows, exact_support, greedy
 from ddp_prune.core.trainer import PRIOR_PRECISION, Learned, Trainer, natural_step
 from ddp_prune.core.weights import (
     BETAS,
@@ -55,25 +48,23 @@ from ddp_prune.core.weights import (
     rate_of,
     step_seed,
 )
-from ddp_prune.devices import free_memory, peak_bytes
+from ddp_prune.devices import free_memory
 from ddp_prune.export import apply_masks, export
 from ddp_prune.fidelity import open_model
-from ddp_prune.fit import CARDS, MODES, Devices, Fit, Mode, SizedModel, choose, fit, flops_per_token, held_bytes
-from ddp_prune.masks_file import read_masks, read_scores, write_masks
+from ddp_prune.fit import MODES, Devices, Fit, Mode, SizedModel, choose, fit, held_bytes
+from ddp_prune.masks_file import read_masks, read_scores
 from ddp_prune.models import evaluation as evaluation_module
 from ddp_prune.models import writing
-from ddp_prune.models.evaluation import PROMPTS, Evaluation, bos_warning
+from ddp_prune.models.evaluation import Evaluation, bos_warning
 from ddp_prune.models.loading import check_head, load_model, load_sharded, loading_options
 from ddp_prune.models.source import Source, open_source, weight_files
-from ddp_prune.models.structure import find_structure
 from ddp_prune.plan import estimate
-from ddp_prune.pools import make_checked_pools, make_pools
+from ddp_prune.pools import make_pools
 from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
-from ddp_prune.recover import WeightTrainer
 from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_prune.resolve import fit_minutes, resolve_training_mode
 from ddp_prune.run import Run, schedule
-from ddp_prune.run_folder import RunFolder, SizeFolder, check_run_folder, find_record, inputs_of
+from ddp_prune.run_folder import RunFolder, SizeFolder, check_run_folder, find_record
 from ddp_prune.text import blocks as blocks_module
 from ddp_prune.text import rows as rows_module
 from ddp_prune.text.blocks import (
@@ -201,19 +192,6 @@ class Lab:
         pools = pools_of(self.gated, recipe)
         with saved_in(self.folder / name, recipe) as progress:
             return learn(self.gated, blocks, Run.alone(recipe), pools, progress.run.accelerator, progress, report)
-
-    def interrupted_run(self, stop: int, **changes: Any) -> tuple[Learned, list[float]]:
-        """Return what a run learns that was interrupted at the end of step `stop`, and the steps it did."""
-        steps: list[float] = []
-
-        def report(metrics: dict[str, float]) -> None:
-            steps.append(metrics["step"])
-            if len(steps) == stop:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            self.run("broken", report, **changes)
-        return self.run("broken", report, **changes), steps
 
 
 def assert_same(first: Learned, second: Learned) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable
 from math import prod
@@ -15,7 +14,6 @@ from any_models import EXPERT, MIXTURES, MODELS, NUM_EXPERTS, UNSERVED, stack_ex
 from commands import assert_refused, invoke, passed
 from family_cases import CASES
 from runs import edit_json, edit_weights, prune, same_weights, weights
-from safetensors.torch import save_file
 from seams import (
     GatedModel,
     Masks,
@@ -23,7 +21,6 @@ from seams import (
     Source,
     check_head,
     cut,
-    export_whole,
     gated,
     gates_module,
     load_model,
@@ -34,14 +31,14 @@ from seams import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ddp_vllm.checkpoint import read_checkpoint, read_config
+from ddp_vllm.checkpoint import read_config
 from ddp_vllm.dimensions import widths_of
-from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.pages.metrics import gather
 from ddp_vllm.pages.summary import footprint, units
 
+BY_DAY = ("llama", "qwen2", "granite", "gemma2", "phi3")  # biases, scales, norms around blocks, fused projections
 TOKENS = torch.randint(1, 96, (2, 17), generator=torch.Generator().manual_seed(0))
 
 
@@ -75,7 +72,9 @@ def learned(model: GatedModel, gates: Masks, narrow: NarrowLayers | None) -> tup
 
 
 @pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in CASES]
+)
 def test_masked_equals_narrow_equals_exported(
     family: str, head_unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,19 +115,6 @@ def test_masked_equals_narrow_equals_exported(
     assert sum(map(prod, checkpoint.dense_shapes.values())) == num_dense
     leftover = ("layers.1.self_attn.", "layers.1.input_layernorm.", "layers.2.mlp.", "layers.2.pre_feedforward")
     assert not [name for name in checkpoint.shapes if any(part in name for part in leftover)]
-
-
-@pytest.mark.parametrize("family", ["phi3", "gemma3_text"])
-def test_every_tensor_of_another_shape_is_refused(family: str, tmp_path: Path) -> None:
-    """Of fused projections, and of norms on queries and keys."""
-    folder = export_whole(written(CASES[family], tmp_path / "dense"), tmp_path / "pruned")
-    tensors = weights(folder)
-    for name, tensor in tensors.items():
-        if ".layers." not in name or ".layers.0." in name:
-            for wrong in (torch.cat([tensor, tensor[:1]]), tensor[..., None], tensor[..., :-1]):
-                save_file({**tensors, name: wrong.contiguous()}, folder / "model.safetensors")
-                with pytest.raises(CheckpointError, match=re.escape(name)):
-                    read_checkpoint(folder)
 
 
 PLAIN = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -247,10 +233,6 @@ def test_experts_that_are_stacked_on_disk(
     ("family", "changes"),
     [
         *((family, {}) for family in MIXTURES),
-        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
-        ("qwen2_moe", {"decoder_sparse_step": 3}),
-        ("deepseek", {"moe_layer_freq": 2}),
-        ("deepseek_v2", {"first_k_dense_replace": 2}),
     ],
     ids=str,
 )
@@ -381,32 +363,3 @@ def test_whole_experts_leave_a_stock_checkpoint_that_equals_the_dense_model_rout
         for folder in (tmp_path / "out", dense(family)):
             result = invoke(words[0], folder, *words[1:], "-o", tmp_path / "none")
             assert_refused(result, result.exit_code, said)
-
-
-def test_a_gone_expert_gets_no_token_and_weights_learn_around_it(dense: Callable[[str], Path]) -> None:
-    """Choices are counted under the dense model's numbers, and rows of the router learn where experts are open."""
-    model, gates = gated(open_source(str(dense("olmoe"))), "expert"), whole_gates(3)
-    counts = torch.zeros(model.shapes["experts"][:2], dtype=torch.int64)
-    routers = [model.model.get_submodule(f"model.layers.{layer}.mlp.gate").weight for layer in range(3)]
-    for weight in routers:
-        weight.requires_grad_()  # type: ignore[operator]
-    with model.masks(gates), model.counting(counts):
-        model.model(TOKENS).logits.square().mean().backward()
-    is_open = gates["experts"].any(-1)
-    assert not counts[~is_open].any() and counts.sum(1).tolist() == [TOKENS.numel() * 3] * 3
-    for weight, open_E in zip(routers, is_open, strict=True):
-        gradient: Any = weight.grad
-        assert gradient[open_E].any(-1).all() and not gradient[~open_E].any()
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "reason"),
-    [("deepseek_v2", {"n_group": 2}, "experts in groups"), ("deepseek", {}, "no stock class in transformers")],
-)
-def test_models_whose_experts_cannot_go(
-    family: str, changes: dict[str, Any], reason: str, dense: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(dense(family), tmp_path / "dense"))
-    edit_json(folder / "config.json", **changes)
-    with pytest.raises(SettingError, match=reason):
-        cut(open_source(str(folder)), whole_gates(2), tmp_path / "out", "expert")

@@ -1,4 +1,4 @@
-"""Two processes (gloo, on a CPU) learn what one does, with whole weights and with weights cut over them."""
+"""Two processes (gloo, on a CPU) learn what one does, with whole and with sharded weights."""
 
 import json
 from collections.abc import Iterator
@@ -53,9 +53,9 @@ def learned(
     return learn(gated, BLOCKS, Run.alone(recipe), pools, Accelerator(), Unsaved(), lambda _: None), folder
 
 
-@pytest.mark.parametrize("name", ["whole", "cut", "cut-again", "resumed", "clocks"])
+@pytest.mark.parametrize("name", ["unsharded", "sharded", "recomputed", "resumed", "clocks"])
 def test_masks_are_those_of_one_process(name: str, learned: tuple[Learned, Path]) -> None:
-    """With weights whole, cut, cut and with checkpointed layers, interrupted between two saves, and where process 1
+    """With whole and with sharded weights, with checkpointed layers, interrupted between two saves, and where process 1
     chooses another support in the time that it has."""
     one, folder = learned
     two = load_file(folder / name)
@@ -83,10 +83,12 @@ def test_each_process_holds_its_share_of_every_layer_and_the_head(
 ) -> None:
     _, folder = learned
     model = tiny_experts if learned[0].routed else tiny_model
-    whole = {name: value.nbytes for name, value in load_model(open_source(str(model)), "float32").named_parameters()}
+    num_bytes_of = {
+        name: value.nbytes for name, value in load_model(open_source(str(model)), "float32").named_parameters()
+    }
     shares = [json.loads((folder / f"facts-{rank}.json").read_text())["bytes"] for rank in (0, 1)]
-    assert shares[0].keys() == shares[1].keys() == whole.keys()
-    for name, num_bytes in whole.items():
+    assert shares[0].keys() == shares[1].keys() == num_bytes_of.keys()
+    for name, num_bytes in num_bytes_of.items():
         mine, others = shares[0][name], shares[1][name]
         if ".layers." in name:
             assert mine + others == num_bytes, name
@@ -96,7 +98,7 @@ def test_each_process_holds_its_share_of_every_layer_and_the_head(
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_gradients_of_cut_weights_are_summed_in_float32(
+def test_gradients_of_sharded_weights_are_summed_in_float32(
     kind: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path
 ) -> None:
     """As one process sums those of its passes. In bfloat16 the sum of every pass would be rounded to 8 bits."""

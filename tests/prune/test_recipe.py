@@ -9,37 +9,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
-from seams import AlmSettings, Recipe, RecoveryRecipe, Run, load_recipe, load_recipes
+from seams import AlmSettings, Recipe, RecoveryRecipe, Run, load_recipe
 
 from ddp_vllm.errors import SettingError
 
 GIVEN = {"model": "m", "sparsity": 0.2}
 OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its message names
     ("sparsity", 0.0, "between 0 and 1"),
-    ("sparsity", 20, "between 0 and 1"),
     ("sparsity", float("nan"), "finite"),
     ("steps", 0, "at least 1"),
-    ("steps", 10.0, "must be a int"),
-    ("batch_size", 0, "at least 1"),
-    ("save_every", -1, "at least 0"),
     ("seq_len", 7, "at least 8"),
     ("distillation", -0.1, "at least 0"),
-    ("polish", 1.0, "below 1"),
     ("seed", -1, "at least 0"),
-    ("seed", 2**32, "below 2^32"),
     ("scope", "block", "global, layer, expert"),
-    ("tp", 0, "at least 1"),
-    ("context_length", 0, "at least 1"),
-    ("learning_rate", 0, "above 0"),
     ("model", None, "must be a str"),
 ]
 ALM_OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("learning_rate", -1.0, "at least 0"),
-    ("warmup", 1.0, "below 1"),
     ("mu_end", 0.0, "0 < mu_end"),
-    ("mu_end", 0.6, "mu_end ≤ mu_start"),
     ("gate_floor", 0.1, "at most 0"),
 ]
 
@@ -95,17 +83,9 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     [
         ('model = "m"\nsparsity = 0.2\nstpes = 3\n', ["'stpes'", "unknown", "steps"]),
         ("sparsity = \n", ["cannot be read", "TOML"]),
-        (f"sparsity = {'[' * 100_000}\n", ["cannot be read", "recursion", "TOML"]),
-        (f"steps = {'9' * 5000}\n", ["cannot be read", "TOML"]),
         ("sparsity = 0.2\n", ["model is missing"]),
-        ('model = "m"\ntarget = "many"\n', ["'many' is not a size", "5.5B"]),
-        ('model = "m"\n', ["sparsity is missing", "--target-params"]),
-        ("mu_end = 0.1\n", ["'mu_end'", "unknown"]),  # it stands in [alm]
         ('model = "m"\nsparsity = 0.2\n[alm]\nmu = 0.1\n', ["[alm]", "'mu'", "unknown", "mu_start"]),
-        ('model = "m"\nsparsity = 0.2\nalm = 0.1\n', ["alm is 0.1", "a table, [alm]"]),
         ('model = "m"\nsparsity = 0.2\n[alm]\nwarmup = 0.1\n', ["[alm] of", 'r.toml is for controller = "alm"']),
-        ("\udcff\udcfe", ["cannot be read"]),
-        ("", ["none.toml", "cannot be read"]),
     ],
 )
 def test_a_wrong_file_is_refused(text: str, words: list[str], tmp_path: Path) -> None:
@@ -117,9 +97,7 @@ def test_a_wrong_file_is_refused(text: str, words: list[str], tmp_path: Path) ->
 
 PASSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # the file, what is passed, what the recipe then has
     ("sparsity = 0.3\nminutes = 5.0\n", {"steps": 100}, {"steps": 100, "minutes": 0.0}),
-    ("sparsity = 0.3\nsteps = 500\n", {"minutes": 1.0}, {"minutes": 1.0, "steps": 1000}),
     ("sparsity = 0.3\n", {"speedup": 1.25}, {"sparsity": 0.0, "speedup": 1.25, "budget": "latency"}),
-    ("speedup = 1.25\n", {"sparsity": 0.3}, {"sparsity": 0.3, "speedup": 0.0, "budget": "units"}),
     ('sparsity = 0.3\nbudget = "params"\n', {"target": "5.5B"}, {"sparsity": 0.0, "target": 5.5e9}),
 ]
 
@@ -140,9 +118,7 @@ def test_what_is_passed_replaces_its_alternatives(
     ("text", "passed", "words"),
     [
         ("sparsity = 0.3\nsteps = 5\nminutes = 5.0\n", {}, "steps and minutes are given; give one"),
-        ("sparsity = 0.3\n", {"steps": 5, "minutes": 5.0}, "steps and minutes are given; give one"),
         ("", {"sparsity": 0.2, "speedup": 1.25}, "sparsity and speedup are given; give one"),
-        ("sparsity = 0.2\ntarget = 5.5e9\n", {}, "sparsity and target are given; give one"),
     ],
 )
 def test_two_alternatives_at_one_level_are_refused(
@@ -151,16 +127,6 @@ def test_two_alternatives_at_one_level_are_refused(
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(SettingError, match=words):
         load_recipe(tmp_path / "r.toml", {**passed, "model": "m"})
-
-
-def test_a_recipe_in_python_states_a_speedup_alone_and_sizes_of_any_type_of_number() -> None:
-    assert Recipe(model="m", speedup=1.25).budget == "latency"
-    with pytest.raises(SettingError, match=r"speedup is 0\.9; it must be above 1"):
-        Recipe(model="m", speedup=0.9)
-    with pytest.raises(SettingError, match=r"sparsity 0\.2 and speedup 1\.25 are given"):
-        Recipe(model="m", sparsity=0.2, speedup=1.25)
-    with pytest.raises(SettingError, match="sparsity has 'a', a str; give numbers"):
-        load_recipes(None, {"model": "m", "sparsity": [0.1, "a"]})
 
 
 @pytest.mark.parametrize("make", [Recipe, RecoveryRecipe])
@@ -180,10 +146,3 @@ def test_text_that_is_trained_on_is_not_watched(make: Any, tmp_path: Path, monke
         with pytest.raises(SettingError, match=r"watch is .*, but data trains on part of it"):
             make(**known, data=data, watch=watch)
     make(**known, data="a.jsonl,b/c:small", watch="b/c:large,b/c:small:test")
-
-
-def test_sizes_may_come_from_numpy() -> None:
-    for sizes in (numpy.array([0.5, 0.25]), [*numpy.array([0.5, 0.25], dtype="float32")], [numpy.float64(0.5), 0.25]):
-        found = [recipe.sparsity for recipe in load_recipes(None, {"model": "m", "sparsity": sizes})]
-        assert found == [0.25, 0.5] and all(type(size) is float for size in found)
-    assert load_recipe(None, {"model": "m", "sparsity": numpy.float64(0.25), "steps": numpy.int64(5)}).steps == 5

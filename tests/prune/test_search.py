@@ -4,12 +4,10 @@ Also every schedule with its values, and the paper's equations as properties (se
 arXiv:2603.08065).
 """
 
-import json
 import math
 import shutil
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,22 +25,18 @@ from seams import (
     WARMUP,
     AlmSettings,
     AugmentedLagrangian,
-    GatedProjection,
     Lab,
     Learned,
     Recipe,
     Run,
-    SizeFolder,
     TrainedWeights,
     assert_same,
     batches_module,
     block_losses,
     gate,
-    gates_module,
     keep_schedule,
     learning_rate,
     logits,
-    loop_module,
     natural_step,
     out_of_memory,
     perplexity_of,
@@ -191,37 +185,6 @@ def test_aligned_widths_are_multiples_at_the_largest_count_below_the_budget(lab:
             assert revived.any() and (scales != 1).all() and (scales > 0.3).all()
 
 
-@pytest.mark.parametrize(("stop", "controller"), [(3, "gradual"), (5, "alm"), (8, "alm"), (11, "gradual")])
-def test_an_interrupted_run_resumes_to_the_same_gates(stop: int, controller: str, lab: Lab) -> None:
-    """Stops right after a save, between saves, at the end of the search, and in the polish."""
-    resumed, steps = lab.interrupted_run(stop, controller=controller)
-    assert_same(resumed, lab.run("whole", controller=controller))
-    assert steps == [*range(1, stop + 1), *range(stop // 3 * 3 + 1, STEPS + 1)]
-    lines = (lab.folder / "broken.run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
-
-
-def test_a_run_is_saved_by_time_and_no_more_often_than_saving_costs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock of the test's own: a step takes 50 s, a save 1 s, later 10 s."""
-    saves, now, cost = list[int](), [0.0], [1.0]
-
-    def save(_run: SizeFolder, step: int, *_: Any) -> None:
-        saves.append(step)
-        now[0] += cost[0]
-
-    def report(_metrics: dict[str, float]) -> None:
-        now[0] += 50.0
-
-    monkeypatch.setattr(SizeFolder, "save", save)
-    lab.run("out", save_every=5)
-    assert saves == [5, 10, STEPS]  # the last one too: an export can fail
-    monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    for cost[0], expected in ((1.0, [4, 7, 10, STEPS]), (10.0, [4, 8, STEPS])):  # after two minutes, and after 200 s
-        saves.clear()
-        lab.run(f"{cost[0]}", report, save_every=0)
-        assert saves == expected
-
-
 def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_masks(lab: Lab) -> None:
     def poison(metrics: dict[str, float]) -> None:
         if metrics["step"] == 10:  # in the polish
@@ -281,33 +244,6 @@ def test_the_teacher_is_computed_once_per_block_where_its_states_fit(lab: Lab, m
     cached = lab.run("cached", blocks=BLOCKS[:10])  # cached and new blocks meet in one micro-batch
     monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
     assert_near(cached, lab.run("plain", blocks=BLOCKS[:10]), 1e-4)
-
-
-@pytest.mark.parametrize(("sparsity", "closed"), [(0.4, 10), (0.9, 22)])
-def test_layers_keep_their_share_until_a_whole_head_of_it_is_gone(sparsity: float, closed: int, lab: Lab) -> None:
-    """Of 8 heads a layer 4.8 and 0.8 stay: 14 and 2 of all 24, not 12 and none."""
-    learned = lab.run("out", sparsity=sparsity, scope="layer")
-    assert learned.rounding["attn"] == {"raw_sparsity": pytest.approx(closed / 24), "revived": 0, "dropped": 0}
-
-
-def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory is short all are computed: the same support, scales within what other sums round to."""
-    widths: dict[str, list[int]] = {"attn": [], "mlp": []}
-    weights_at = GatedProjection.weights_at
-
-    def note(self: GatedProjection, kept: torch.Tensor) -> Any:
-        widths[self.projection.block].append(len(kept))
-        return weights_at(self, kept)
-
-    monkeypatch.setattr(GatedProjection, "weights_at", note)
-    monkeypatch.setattr(gates_module, "CHANNEL_BLOCK", 8)
-    narrow = lab.run("narrow")
-    assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
-    assert widths["attn"] and max(widths["attn"]) < 4  # KV heads
-    monkeypatch.setattr(trainer_module, "narrow_layers", lambda *_: None)
-    computed = len(widths["mlp"])
-    assert_near(narrow, lab.run("whole"), 1e-4)
-    assert len(widths["mlp"]) == computed
 
 
 def test_perplexity_is_that_of_plain_transformers_and_of_a_broken_model_infinite(lab: Lab) -> None:
@@ -413,18 +349,6 @@ def test_the_gradient_of_the_score_passes_its_clamp(mu: float, seed: int) -> Non
     torch.testing.assert_close(leaf.grad[inside], numeric[inside], rtol=1e-5, atol=0)
 
 
-@given(st.floats(1e-3, 1.0), st.floats(0.01, 0.5), st.integers(0, 2**31))
-def test_with_a_margin_the_relaxed_budget_is_the_count(margin: float, share: float, seed: int) -> None:
-    """Lemma of the exact-budget theorem: |z| ≥ δ and μ ≤ δ/2 make Σs equal the number of open gates."""
-    generator = torch.Generator().manual_seed(seed)
-    sign = torch.where(torch.rand(3, 7, generator=generator) < 0.5, -1.0, 1.0).double()
-    z = sign * (margin + torch.rand(3, 7, generator=generator).double())
-    count = int((gate(z) > 0).sum())
-    assert retention_score(z, share * margin).sum().item() == pytest.approx(count, abs=1e-9)
-    blurred = retention_score(torch.full((3, 7), margin, dtype=torch.float64), 2 * margin)
-    assert (blurred < 1).all()  # without it, the same gates do not fill the budget
-
-
 UNITS = 20
 COST = torch.linspace(0.0015, 0.03, UNITS)[torch.randperm(UNITS, generator=torch.Generator().manual_seed(1))]
 
@@ -456,11 +380,3 @@ def test_the_papers_multipliers_recover_the_exact_budget_and_the_best_support(ke
     assert found[alive].min() >= 2 * 0.05  # the margin at which s is exactly 1
     regret = (COST * (gate(found) - 1).square()).sum() / COST[~alive].sum()
     assert regret.item() == pytest.approx(1.0, abs=2e-3)
-
-
-def test_multipliers_ascend_by_what_is_kept_too_much_weighed_by_its_cost() -> None:
-    alm = AugmentedLagrangian({"params": 0.5})
-    alm({"params": torch.tensor([[1.0, 0.5]])}, {"params": torch.tensor([[1.0, 3.0]])}).backward()
-    assert alm.lambda1["params"].grad == pytest.approx(2.5 / 4 - 0.5)
-    assert alm.lambda2["params"].grad == pytest.approx((2.5 / 4 - 0.5) ** 2)
-    assert alm.lambda3["params"].grad == pytest.approx(0.75 / 4)

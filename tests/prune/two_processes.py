@@ -36,7 +36,6 @@ from seams import (
     open_source,
     pools_of,
     raise_on_all_ranks,
-    resolve,
     saved_in,
 )
 from seams import loop_module as train_module
@@ -95,12 +94,6 @@ def command_line(*arguments: str) -> None:
     runpy.run_module("ddp_vllm", run_name="__main__", alter_sys=True)
 
 
-def timed_command_line(*arguments: str) -> None:
-    """Be `ddp-vllm` where a step of pruning takes 0.05 seconds, and two are enough."""
-    with patch.object(resolve, "FEWEST_STEPS", 2), patch.object(resolve, "seconds_a_step", lambda *_: 0.05):
-        command_line(*arguments)
-
-
 def stopped_command_line(stop: int, *arguments: str) -> None:
     """Be `ddp-vllm`, interrupted before the step of this number. Nothing is compiled, which takes half a minute."""
     step = Trainer.step
@@ -132,9 +125,9 @@ def learn_in_two(model: str, folder: Path) -> None:
     facts: dict[str, Any] = {"world": world, "steps": []}
     source, recipe = open_source(model), Recipe(model=model, **SETTINGS)
     unit = "auto" if source.sizes.num_experts else "query-head"
-    whole = GatedModel(load_model(source, "float32"), source.widths, source.sizes, unit)
-    cut_model = load_sharded(source, "float32", accelerator.device, world)
-    cut = GatedModel(cut_model, source.widths, source.sizes, unit)
+    unsharded = GatedModel(load_model(source, "float32"), source.widths, source.sizes, unit)
+    sharded_model = load_sharded(source, "float32", accelerator.device, world)
+    sharded = GatedModel(sharded_model, source.widths, source.sizes, unit)
 
     def run(name: str, gated: GatedModel, recipe: Recipe, stop: int = 0) -> None:
         def report(metrics: dict[str, float]) -> None:
@@ -147,25 +140,26 @@ def learn_in_two(model: str, folder: Path) -> None:
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
-    run("whole", whole, recipe)
-    run("cut", cut, recipe)
-    run("cut-again", cut, replace(recipe, activation_checkpointing="on"))
+    run("unsharded", unsharded, recipe)
+    run("sharded", sharded, recipe)
+    run("recomputed", sharded, replace(recipe, activation_checkpointing="on"))
     try:
-        run("resumed", whole, recipe, stop=5)
+        run("resumed", unsharded, recipe, stop=5)
     except KeyboardInterrupt:
-        run("resumed", whole, recipe)
+        run("resumed", unsharded, recipe)
     saved, ticks = facts.setdefault("saved", []), count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * (10.0, 10_000.0)[rank])  # a step asks three times
     choose = Trainer.choose
-    closed = {kind: torch.zeros(shape, dtype=torch.bool) for kind, shape in whole.shapes.items()}
+    closed = {kind: torch.zeros(shape, dtype=torch.bool) for kind, shape in unsharded.shapes.items()}
     with (
         patch.object(train_module, "time", clock),
         patch.object(Trainer, "state", noting(saved, Trainer.state)),
         patch.object(Trainer, "choose", lambda *parts: closed if rank else choose(*parts)),  # the main process decides
     ):
-        run("clocks", whole, replace(recipe, save_every=0))
+        run("clocks", unsharded, replace(recipe, save_every=0))
     facts["bytes"] = {
-        name: getattr(parameter, "_local_tensor", parameter).nbytes for name, parameter in cut_model.named_parameters()
+        name: getattr(parameter, "_local_tensor", parameter).nbytes
+        for name, parameter in sharded_model.named_parameters()
     }
     try:
         with raise_on_all_ranks(accelerator):
@@ -178,7 +172,7 @@ def learn_in_two(model: str, folder: Path) -> None:
 
 
 def summed_gradients(model: Any, accelerator: Accelerator, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return the whole gradients of all weights that learn, from these sequences of each process."""
+    """Return the full gradients of all weights that learn, from these sequences of each process."""
     weights = TrainedWeights(model, accelerator)
     for number in numbers:
         tokens = BLOCKS[[number]]
@@ -189,11 +183,11 @@ def summed_gradients(model: Any, accelerator: Accelerator, numbers: Sequence[int
 
 
 def sum_gradients(model: str, folder: Path) -> None:
-    """Sum the gradients of cut weights in bfloat16 over four sequences; process 0 writes `gradients`."""
+    """Sum the gradients of sharded weights in bfloat16 over four sequences; process 0 writes `gradients`."""
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
-    cut = load_sharded(open_source(model), "bfloat16", accelerator.device, world)
-    found = summed_gradients(cut, accelerator, range(rank, 4, world))
+    sharded = load_sharded(open_source(model), "bfloat16", accelerator.device, world)
+    gradients = summed_gradients(sharded, accelerator, range(rank, 4, world))
     if rank == 0:
-        save_file(found, folder / "gradients")
+        save_file(gradients, folder / "gradients")
     accelerator.end_training()
