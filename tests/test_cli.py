@@ -36,12 +36,6 @@ def test_help_lists_every_verb_and_every_exit_code() -> None:
     assert codes == [0, *sorted({kind.exit_code for kind in _error_classes()}), cli.INTERRUPTED]
 
 
-def test_help_of_prune_describes_what_most_runs_need() -> None:
-    text = invoke("prune", "--help").stdout
-    assert len(re.findall(r"^  -", text, re.MULTILINE)) <= 36
-    assert "--polish" in text.partition("Rarely needed:")[2] and "--steps" in text.partition("Rarely needed:")[0]
-
-
 @pytest.mark.parametrize("kind", _error_classes())
 def test_an_error_is_one_line_with_its_exit_code(kind: type[DdpError], monkeypatch: pytest.MonkeyPatch) -> None:
     result = _verb_that_raises(kind("first line\n  second line"), monkeypatch)
@@ -127,11 +121,7 @@ def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
     ("words", "message"),
     [
         (["prnue", "x"], "there is no command 'prnue'; did you mean prune?"),
-        (["zzz"], "there is no command 'zzz'; known: prune, "),
         (["prune", "a/b", "--sparsity", "1.2", "-o", "o"], "--sparsity is 1.2; it must lie"),
-        (["prune", "a/b", "--sparsity", "0.2", "--heldout-blocks", "0", "-o", "o"], "--heldout-blocks is 0; it must"),
-        (["prune", "a/b", "--seed", "1", "-o", "o"], "sparsity is missing; "),
-        (["prune", "a/b", "--sparsity", "0.2", "--speedup", "2", "-o", "o"], "--sparsity and --speedup are given"),
         (["prune", "a/b", "--target-params", "5X", "-o", "o"], "'5X' is not a size; give a number such as 5.5B"),
         (["prune", "a/b", "--recipe", "wrong.toml", "-o", "o"], "sets 'sparsty', which is unknown; did you mean spar"),
     ],
@@ -146,36 +136,20 @@ def test_messages_name_what_was_meant(
 
 WRONG = {  # words of a command -> exit code, and a part of the message
     "prune ./gone --sparsity 0.2 -o o": (3, "neither a folder nor a hub name"),
-    "prune owner/name --sparsity 0.2 -o o": (3, "HF_HUB_OFFLINE is set"),
     "prune dense --sparsity 0.2 --data gone.jsonl -o o": (4, "is not a file"),
     "prune dense --sparsity 0.2 --data bad.jsonl -o o": (4, "line 1: not JSON"),
-    "prune dense --sparsity 0.2 --data good.jsonl --text-column b -o o": (4, "has no column b, only text"),
     "prune dense --sparsity 0.2 --data odd.jsonl -o o": (4, "has no column text, messages or conversations"),
-    "prune dense --sparsity 0.2 --data good.jsonl,x.docx -o o": (4, "unknown ending '.docx'"),
-    "prune dense --sparsity 0.2 --data good.jsonl --watch gone.txt -o o": (4, "is not a file"),
-    "prune dense --sparsity 0.2 -o o": (4, "HF_HUB_OFFLINE is set); give a .txt"),
     "prune dense --sparsity 0.2 --data good.jsonl -o /proc/o": (5, "not a folder you may write to"),
-    "prune dense --sparsity 0.2 --profile p.json --data good.jsonl -o o": (2, "no effect without a speedup"),
     "prune dense --speedup 1.2 --profile p.json --data good.jsonl -o o": (2, "is not a file"),
-    "prune dense --sparsity 0.2 --speedup 1.25 -o o": (2, "give one of them"),
-    "prune dense --speedup 1.2 --profile good.jsonl --data good.jsonl -o o": (2, "is not a profile of this version"),
-    "prune dense --sparsity 0.2 --whole-experts --data good.jsonl -o o": (2, "not a mixture of experts"),
     "prune x.gguf --sparsity 0.2 -o o": (3, "is a GGUF file, which cannot be pruned"),
     "prune adapter --sparsity 0.2 -o o": (3, "is a LoRA adapter; merge it"),
     "prune oss --sparsity 0.2 -o o": (3, "gpt_oss cannot be pruned: its experts have biases"),
-    "prune bare --sparsity 0.2 --data good.jsonl -o o": (3, "has no tokenizer"),
-    "prune ./gone --sparsity 0.2 --dry-run -o o": (3, "neither a folder nor a hub name"),
-    "prune dense --sparsity 0.2 --dry-run --on h300": (2, "--on is 'h300'; give a card"),
     "prune dense --sparsity 0.2 --on h100-80gb -o o": (2, "--on estimates for other GPUs"),
     "apply dense --masks good.jsonl -o o": (7, "is not a masks file"),
-    "apply dense --masks gone -o o": (7, "is not a file"),
     "recover ./gone -o o": (7, "is missing"),
-    "quantize ./gone --scheme W8A8 -o o": (7, "is missing"),
     "eval ./gone": (3, "is not the folder of a model"),
     "eval dense": (4, "HF_HUB_OFFLINE is set); pass --include-path"),
-    "eval dense --text gone.jsonl": (4, "is not a file"),
     "bench steps --dense ./gone --pruned ./away": (3, "is missing"),
-    "bench sharegpt --dense ./gone --pruned ./gone": (3, "is not the folder of a model"),
     "profile ./gone": (3, "is not the folder of a model"),
 }
 
@@ -188,11 +162,10 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
     shapes |= {"model.embed_tokens.weight": [4, 8], "lm_head.weight": [4, 8], "model.norm.weight": [8]}
     sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
     config = dict(zip(sizes, (8, 1, 1, 8, 8, 4), strict=True)) | {"model_type": "llama", "num_hidden_layers": 1}
-    for name in ("dense", "bare"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
     (tmp_path / "dense" / "tokenizer.json").write_text("{}")
     for name, file, content in (
         ("adapter", "adapter_config.json", "{}"),
@@ -204,7 +177,6 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
     (tmp_path / "bad.jsonl").write_text("no JSON\n")
     (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "odd.jsonl").write_text('{"a": "text"}\n')
-    (tmp_path / "x.docx").write_text("x")
     code = (
         "import json, sys\n"
         "from click.testing import CliRunner\n"
@@ -223,13 +195,3 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
     for (words, (expected, part)), line in zip(WRONG.items(), result.stdout.splitlines(), strict=True):
         exit_code, stderr, heavy = json.loads(line)
         assert (exit_code, stderr.count("\n"), heavy) == (expected, 1, []) and part in stderr, (words, line)
-
-
-def test_no_verb_prints_by_another_way() -> None:
-    """`echo` and `SafeConsole` show control characters; click's and rich's own would send them to the terminal."""
-    root = Path(cli.__file__).parents[1]
-    files = [root / "ddp_vllm", root / "prune", root / "benchmarks" / "ddp_benchmarks"]
-    for file in sorted(path for folder in files for path in folder.rglob("*.py")):
-        text = file.read_text(encoding="utf-8")
-        assert "click.echo(" not in text, file
-        assert not re.search(r"(?<!Safe)\bConsole\((?!stderr)", text.replace("SafeConsole(Console)", "")), file

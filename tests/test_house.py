@@ -66,34 +66,31 @@ def test_a_room_imports_itself_and_the_ground_floor_only(room: str) -> None:
     assert _named(TABLE) == set(ROOMS) - without_verbs
 
 
-ABOVE = {  # package -> its files, all or those of its top folder, and the modules of ours that they do not import
-    "ddp_vllm": (
-        "*.py",
-        ("ddp_vllm.pages", "ddp_vllm.gguf", "ddp_vllm.hub", "ddp_vllm.conversion"),
-    ),  # these build on what a checkpoint is
-    "ddp_prune": ("**/*.py", ("ddp_vllm.pages.report", "ddp_vllm.pages.pictures")),  # callers hand in what draws
-}
+BELOW: dict[str, tuple[Path, str, tuple[str, ...], tuple[str, ...]]] = {
+    # part -> its folder and files, modules of ours that it does not import, and exceptions from these
+    "what a checkpoint is": (
+        ROOMS["ddp_vllm"], "*.py", ("ddp_vllm.pages", "ddp_vllm.gguf", "ddp_vllm.hub", "ddp_vllm.conversion"), ()
+    ),
+    "prune": (ROOMS["ddp_prune"], "**/*.py", ("ddp_vllm.pages.report", "ddp_vllm.pages.pictures"), ()),
+    "core": (  # knows settings and steps as plain values, and no files, commands or memory
+        ROOMS["ddp_prune"] / "core", "*.py", ("ddp_prune",),
+        ("ddp_prune.core", "ddp_prune.recipe", "ddp_prune.run", "ddp_prune.settings"),
+    ),
+    "text": (ROOMS["ddp_prune"] / "text", "*.py", ("ddp_prune",), ("ddp_prune.text",)),
+    "models": (
+        ROOMS["ddp_prune"] / "models", "*.py", ("ddp_prune",),
+        ("ddp_prune.models", "ddp_prune.core", "ddp_prune.text", "ddp_prune.settings"),
+    ),
+    "benchmarks": (ROOMS["ddp_benchmarks"], "**/*.py", ("ddp_prune",), ("ddp_prune.text",)),
+}  # fmt: skip
 
 
-INSIDE = {  # room of ddp_prune -> the modules of ddp_prune that it may import besides its own
-    "core": ("ddp_prune.recipe", "ddp_prune.run", "ddp_prune.settings"),  # settings and steps, as plain values
-    "text": (),
-    "models": ("ddp_prune.core", "ddp_prune.text", "ddp_prune.settings"),
-}
-
-
-@pytest.mark.parametrize("room", INSIDE)
-def test_the_core_knows_no_files_commands_or_memory(room: str) -> None:
-    allowed = (f"ddp_prune.{room}", *INSIDE[room])
-    for file in (ROOMS["ddp_prune"] / room).glob("*.py"):
-        ours = {module for _, module in _imports(file) if module.startswith("ddp_prune")}
-        assert not {module for module in ours if not module.startswith(allowed)}, file
-
-
-def test_benchmarks_read_texts_as_pruning_does_and_nothing_else_of_it() -> None:
-    for file in ROOMS["ddp_benchmarks"].rglob("*.py"):
-        ours = {module for _, module in _imports(file) if module.startswith("ddp_prune")}
-        assert not {module for module in ours if not module.startswith("ddp_prune.text")}, file
+@pytest.mark.parametrize("part", BELOW)
+def test_what_lies_below_imports_nothing_above(part: str) -> None:
+    folder, pattern, above, allowed = BELOW[part]
+    for file in set(folder.glob(pattern)) - {TABLE}:
+        imported = {module for _, module in _imports(file) if module.startswith(above)}
+        assert not {module for module in imported if not module.startswith(allowed or ("none",))}, file
 
 
 def test_one_file_of_the_tests_names_the_inside_of_prune() -> None:
@@ -103,13 +100,6 @@ def test_one_file_of_the_tests_names_the_inside_of_prune() -> None:
         named = [*(module for _, module in _imports(file)), *_strings(file)]
         if file.relative_to(tests).parts[0] not in others:
             assert not [name for name in named if name.startswith("ddp_prune.")], file
-
-
-@pytest.mark.parametrize("room", ABOVE)
-def test_what_lies_below_imports_nothing_above(room: str) -> None:
-    pattern, above = ABOVE[room]
-    for file in set(ROOMS[room].glob(pattern)) - {TABLE}:
-        assert not [module for _, module in _imports(file) if module.startswith(above)], file
 
 
 def test_travelling_files_import_nothing_of_ours_but_each_other() -> None:

@@ -78,7 +78,7 @@ def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
         read_profile(tmp_path / "machine.json")
 
 
-CHANGES: dict[str, Any] = {"times": [], "config": {}, "hardware": {}, "multiple": "128", "shapes": ["dense", "mlp 5"]}
+CHANGES: dict[str, Any] = {"times": [], "shapes": ["dense", "mlp 5"]}
 
 
 @pytest.mark.parametrize("field", CHANGES)
@@ -86,16 +86,6 @@ def test_a_profile_that_was_edited_is_refused(field: str, tmp_path: Path) -> Non
     path = written(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: CHANGES[field]}))
     with pytest.raises(SettingError, match="is broken"):
-        read_profile(path)
-
-
-@pytest.mark.parametrize("value", [-1.0, 0, "fast", float("nan")])
-def test_times_are_positive_numbers(value: Any, tmp_path: Path) -> None:
-    path = written(tmp_path)
-    content = json.loads(path.read_text())
-    content["times"][3]["cells"][0]["decode"] = value
-    path.write_text(json.dumps(content))
-    with pytest.raises(SettingError, match=r"times\[3\].cells\[0\].decode: expected `float`"):
         read_profile(path)
 
 

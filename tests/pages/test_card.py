@@ -15,7 +15,7 @@ from ddp_vllm.remote_code.widths import LayerWidths
 
 
 @pytest.mark.parametrize(("model", "there", "named"), [
-    ("models/llama", False, True), ("models/llama", True, False), ("~/llama", False, False), ("./llama", False, False),
+    ("models/llama", False, True), ("models/llama", True, False), ("./llama", False, False),
 ])  # fmt: skip
 def test_a_folder_is_no_base_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, there: bool, named: bool
