@@ -8,7 +8,6 @@ are only compared if they asked the same questions.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -233,13 +232,10 @@ def _of(kind: type[Kind], files: Iterable[Results]) -> list[Kind]:
 
 
 def _find(models: Sequence[Facts], facts: ModelFacts, notes: Notes) -> Facts | None:
-    """Return the entry of this model among a results file's models; among copies, the entry with
-    its folder."""
-    same = [model for model in models if _is_same(model, facts)]
-    in_place = [model for model in models if model.model == facts.model]
-    if in_place and not same:
+    """Return the entry of this model among a results file's models."""
+    if any(model.model == facts.model and not _is_same(model, facts) for model in models):
         notes[f"results of {facts.name} are left out, because it has changed since they were measured"] = ""
-    return next((model for model in in_place if model in same), same[0] if same else None)
+    return next((model for model in models if _is_same(model, facts)), None)
 
 
 def _is_same(model: ModelFacts, facts: ModelFacts) -> bool:
@@ -293,19 +289,3 @@ def difference(model: Model, dense: Model | None) -> tuple[float, float] | None:
     if model.evaluation.conditions != dense.evaluation.conditions:
         return None
     return mean_difference(model.evaluation.ddp_vllm.answers, dense.evaluation.ddp_vllm.answers)
-
-
-def engine_fact(model: Model, comparison: Comparison, fact: str) -> float | None:
-    """Return the median of a value that a model's engines reported in the benchmark of the picture.
-
-    Served and offline engines differ in processes, so only one benchmark is read. Peak memory is
-    unknown on a GPU.
-    """
-    speeds = [model.speed] if model.facts.pruned else [other.speed for other in comparison.pruned]
-    speed = next(filter(None, speeds), None)
-    if speed is None or (fact == "peak_memory_bytes" and speed.bench.on_gpu):
-        return None
-    label = speed.verdict.label if model.facts.pruned else speed.bench.models[0].label
-    engines = [run.engine for run in speed.bench.measured(label, speed.verdict.load)]
-    values = [engine[fact] for engine in engines if fact in engine]
-    return median(values) if values else None
