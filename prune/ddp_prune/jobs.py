@@ -34,11 +34,11 @@ from ddp_prune.text.tokens import load_tokenizer
 from ddp_prune.texts import Text, read_text
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError
+from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
-from ddp_vllm.speed import Measure, predicted_latency
 
 
 class Job(NamedTuple):

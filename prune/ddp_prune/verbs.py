@@ -23,6 +23,7 @@ from ddp_prune.text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.errors import CheckpointError, SettingError, echo, line_printer
 from ddp_vllm.evaluations import default_output
+from ddp_vllm.latency import find_profile
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output, clear
@@ -30,7 +31,6 @@ from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.results import results_folder
 from ddp_vllm.settings import Option, command, documents
-from ddp_vllm.speed import find_profile
 
 if TYPE_CHECKING:
     from ddp_prune.plan import Plan
