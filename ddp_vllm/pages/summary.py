@@ -199,10 +199,11 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
     }
     if not checkpoint.widths.is_family:  # its cache differs by architecture
         del labels["kv-bytes"]
-    return [
-        (label, *(round(whole_model(budget, checkpoint.config, *model, context)) for model in models))
-        for budget, label in labels.items()
-    ]
+    counts = list[Size]()
+    for budget, label in labels.items():
+        dense, left = (round(whole_model(budget, checkpoint.config, *model, context)) for model in models)
+        counts.append((label, dense, left))
+    return counts
 
 
 def width_table(checkpoint: Checkpoint) -> Table:
