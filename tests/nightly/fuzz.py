@@ -293,7 +293,7 @@ def limited() -> Iterator[None]:
 
 
 def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float) -> Picture:
-    return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="", png=b"")
+    return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="")
 
 
 def run(first: int, last: int) -> dict[str, Any]:
