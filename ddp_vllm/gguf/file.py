@@ -12,9 +12,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -37,8 +37,7 @@ AGAIN = "copy the folder again, whole"
 FACTORS = "rope_freqs.weight"  # a tensor of the file; a folder states them in its config
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """One tensor of the file."""
 
     name: str

@@ -12,7 +12,6 @@ module finds it by the rules in `tokenizer.json`.
 
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -156,18 +155,15 @@ def _tokens(folder: Path, tokenizer: dict[str, Any], vocab_size: int) -> tuple[l
     texts = {number: text for text, number in numbers.items()}
     if (largest := max(texts)) >= vocab_size:
         raise ModelError(f"{folder} has token {largest}, but embeddings of {vocab_size}; copy it whole again")
-    rows = [texts.get(index, f"[PAD{index}]") for index in range(vocab_size)]
-    return rows, [_kind(text, numbers, added, bool(model.get("byte_fallback"))) for text in rows]
-
-
-def _kind(
-    text: str, numbers: Mapping[str, int], added: Mapping[str, dict[str, Any]], has_bytes: bool
-) -> gguf.TokenType:
-    if text in added:
-        return gguf.TokenType.CONTROL if added[text]["special"] else gguf.TokenType.USER_DEFINED
-    if text not in numbers:
-        return gguf.TokenType.UNUSED
-    return gguf.TokenType.BYTE if has_bytes and _BYTE.fullmatch(text) else gguf.TokenType.NORMAL
+    rows, kinds = [texts.get(index, f"[PAD{index}]") for index in range(vocab_size)], list[gguf.TokenType]()
+    for text in rows:
+        kind = gguf.TokenType.NORMAL if text in numbers else gguf.TokenType.UNUSED
+        if text in added:
+            kind = gguf.TokenType.CONTROL if added[text]["special"] else gguf.TokenType.USER_DEFINED
+        elif model.get("byte_fallback") and text in numbers and _BYTE.fullmatch(text):
+            kind = gguf.TokenType.BYTE
+        kinds.append(kind)
+    return rows, kinds
 
 
 def _scores(tokens: list[str], merges: list[str | list[str]]) -> list[float]:

@@ -97,7 +97,6 @@ def _ratios(comparison: Comparison, heading: str, bounds: Iterable[Any]) -> Row:
 def _facts(comparison: Comparison) -> Iterator[Row]:
     """Yield the rows of sizes and memory."""
     models = comparison.models
-    yield _row("units removed", lambda share: f"{100 * share:g} %", (model.sparsity for model in models))
     yield _row("parameters", _millions, (model.facts.parameters for model in models))
     yield _row("KV-cache bytes per token", "{:,}".format, (model.facts.kv_bytes_per_token for model in models))
 

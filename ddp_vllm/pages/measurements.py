@@ -53,8 +53,6 @@ class Model:
     """One model of a comparison, and what is known of it."""
 
     facts: ModelFacts
-    sparsity: float | None = None
-    """The fraction of units to remove, from the recipe; None for another budget than `units`."""
     quality: Quality | None = None
     """Perplexities on held-out text of the kind it was trained on, as `prune` stores them."""
     predicted: Interval | None = None
@@ -117,11 +115,7 @@ class Comparison:
     @property
     def benches(self) -> list[Bench]:
         """The benchmarks that the speeds come from."""
-        benches: list[Bench] = []
-        for speed in (speed for model in self.pruned for speed in model.speeds):
-            if speed.bench not in benches:
-                benches.append(speed.bench)
-        return benches
+        return [*{id(speed.bench): speed.bench for model in self.pruned for speed in model.speeds}.values()]
 
 
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
@@ -198,7 +192,7 @@ def _read_file(path: Path) -> Results | None:
 def _pruned_model(checkpoint: Checkpoint, dense: str | None, files: Sequence[Results], notes: Notes) -> Model:
     """Return a pruned model with its measurements, and add notes on missing ones."""
     folder, provenance = checkpoint.folder, checkpoint.provenance
-    facts, recipe = describe_model(str(folder)), provenance.get("recipe") or {}
+    facts = describe_model(str(folder))
     evaluation = _best_evaluation(files, facts, notes)
     latest: dict[str, Speed] = {}
     """Load -> the verdict of the latest benchmark that ended, or else of the latest."""
@@ -218,7 +212,6 @@ def _pruned_model(checkpoint: Checkpoint, dense: str | None, files: Sequence[Res
     latency = msgspec.convert(provenance.get("latency"), Latency | None)
     return Model(
         facts=facts,
-        sparsity=recipe.get("sparsity") or None if recipe.get("budget", "units") == "units" else None,
         quality=provenance.get("perplexity") or None,
         predicted=(latency.speedup, latency.low, latency.high) if latency else None,
         evaluation=evaluation,
