@@ -14,9 +14,8 @@ from rich.console import Console
 
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import Joint, learn
+from ddp_prune.core.learn import Joint, Learned, learn
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
-from ddp_prune.core.trainer import Learned
 from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.devices import describe_device, explained, finish_run, make_accelerator, start_tracker
 from ddp_prune.export import export, layer_widths
@@ -27,7 +26,7 @@ from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_chec
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import load_trained, resolve_runs, too_large
 from ddp_prune.run import Run
-from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.run_folder import RunFolder
 from ddp_prune.settings import TrainingSettings
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
@@ -77,7 +76,7 @@ def begin_job(
     print_line: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
     print_line(describe_device(accelerator))
     check_sharding(recipes[0], accelerator.num_processes)
-    run = RunFolder(output, accelerator)
+    run = RunFolder(output, accelerator, print_line)
     with run.open(recipes, overwrite=overwrite):
         num_written = len(run.written(folders))
         for folder in folders[:num_written]:
@@ -141,12 +140,10 @@ def _prune(recipes: Sequence[Recipe], job: Job, folders: Sequence[Path], measure
         size = runs[number]
         for pool in pools[number]:
             print_line(pool.describe())
-        search = size.steps.search if size is not last else None
+        job.run.size, job.run.search = number, size.steps.search if size is not last else None
         set_seed(first.seed)
         with explained(too_large(size.recipe)):
-            result = _learn_size(
-                size, pools[number], source, tokenizer, text, job, SizeFolder(job.run, number, search, print_line)
-            )
+            result = _learn_size(size, pools[number], source, tokenizer, text, job)
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
                 checkpoint = _write(size, pools[number], source, inputs, result, job.run, folders[number])
@@ -187,9 +184,7 @@ class Result(NamedTuple):
     """The updated weights; None if only masks were trained."""
 
 
-def _learn_size(
-    run: Run, pools: Sequence[Pool], source: Source, tokenizer: Any, text: Text, job: Job, progress: SizeFolder
-) -> Result:
+def _learn_size(run: Run, pools: Sequence[Pool], source: Source, tokenizer: Any, text: Text, job: Job) -> Result:
     """Load the dense model, train gates, and weights too if the run says so, and evaluate both
     models.
 
@@ -199,7 +194,7 @@ def _learn_size(
     recipe, accelerator, print_line = run.recipe, job.accelerator, job.print_line
     heldout, head_unit = text.blocks.heldout, head_unit_of(recipe, source)
     gated, weights = load_trained(run, source, head_unit, accelerator)
-    joint = Joint(weights, heldout) if weights else None
+    joint = Joint(weights, heldout, print_line=print_line) if weights else None
     evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
     evaluation.evaluate("dense", gated.model)
     if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
@@ -213,9 +208,8 @@ def _learn_size(
     phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
     with StepProgress(job.console, run.steps.last, phase, accelerator.is_main_process) as report:
         learned = learn(
-            gated, text.blocks.train, run, pools, accelerator, progress, report, joint, loss_mask=text.loss_mask,
-            print_line=print_line,
-        )  # fmt: skip
+            gated, text.blocks.train, run, pools, accelerator, job.run, report, joint, loss_mask=text.loss_mask
+        )
     gates = {kind: values.to(accelerator.device) for kind, values in learned.gates.items()}
     untrained, transform = dict[str, float](), None
     if joint:

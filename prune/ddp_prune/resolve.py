@@ -19,7 +19,7 @@ from ddp_prune.core.batches import Batches, sequences_at_once
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import TRAINERS, prepare_passes
+from ddp_prune.core.learn import Joint, prepare_passes, trainer_class
 from ddp_prune.core.rate import trial_steps
 from ddp_prune.core.weights import TrainedWeights, obstacle_to_8_bits
 from ddp_prune.devices import explained
@@ -220,14 +220,12 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
         model: Any = gated.model
         blocks = torch.randint(model.config.get_text_config().vocab_size, (4 * tried.batch_size, recipe.seq_len))
         batches = prepare_passes(model, Batches(blocks, tried, accelerator), run)
-        trainer = TRAINERS[recipe.controller](
-            gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator
-        )
-        if weights:
-            copied = run.train == "weights" and recipe.distillation > 0
-            dense = load_teacher(source, recipe, accelerator, model) if copied else None
-            trainer.train_weights(weights, dense, lambda: {"highest": 0.0})
-        trainer.begin()
+        joint = Joint(weights) if weights else None
+        if joint and run.train == "weights" and recipe.distillation > 0:
+            joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, model))
+        run = dataclasses.replace(run, recipe=tried)
+        trainer = trainer_class(recipe.controller)(gated, batches, run, pools, accelerator, joint)
+        trainer.rate = {"highest": 0.0}
         seconds = list[float]()
         # all on other blocks
         for size, step in ((1, 0), (1, 1), (2, 1)) if share > at_once else ((1, 0), (1, 1)):

@@ -147,6 +147,11 @@ class TrainingSettings(Settings):
         if self.seed >= 2**32:
             raise SettingError("seed", f"is {self.seed}; it must be below 2^32, {2**32:,}")
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        raise NotImplementedError
+
     def holds_teacher(self, train: str) -> bool:
         """Tell whether a run in this training mode loads the dense model a second time, as the teacher."""
         return train == "weights" and self.distillation > 0
