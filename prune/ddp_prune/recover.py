@@ -22,7 +22,7 @@ from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate, rate_of, step_seed
 from ddp_prune.devices import explained, start_tracker
 from ddp_prune.fit import Devices, fit
-from ddp_prune.jobs import Job, begin_job
+from ddp_prune.jobs import begin_job
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_prune.models.evaluation import Evaluation, bos_warning
 from ddp_prune.models.loading import load
@@ -56,16 +56,17 @@ def recover(
     Raises: a child of DdpError.
     """
     reads = [recipe.model, recipe.teacher]
-    with begin_job(
-        [recipe], output, [output], reads=reads, overwrite=overwrite, tracker=tracker, console=console
-    ) as job:
-        if job.left:
-            _recover(recipe, job)
+    with begin_job([recipe], output, [output], reads=reads, overwrite=overwrite, tracker=tracker, console=console) as (
+        run,
+        left,
+    ):
+        if left:
+            _recover(recipe, run, console)
     return read_checkpoint(output)
 
 
-def _recover(recipe: RecoveryRecipe, job: Job) -> None:
-    run, accelerator, print_line = job.run, job.accelerator, job.print_line
+def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console) -> None:
+    accelerator, print_line = run.accelerator, run.print_line
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe))
     start_tracker(accelerator, "ddp-vllm-recover", recipe)
     set_seed(recipe.seed)
@@ -121,7 +122,7 @@ def _recover(recipe: RecoveryRecipe, job: Job) -> None:
             print_line(warning)
         evaluation.evaluate("pruned", model)
         trainer = trainer_on(text.blocks.train, text.loss_mask)
-        with StepProgress(job.console, resolved.steps, _phase, accelerator.is_main_process) as report:
+        with StepProgress(console, resolved.steps, _phase, accelerator.is_main_process) as report:
             take_steps(trainer, resolved.steps, run, report)
         transform = weights.finish()
         evaluation.evaluate("recovered", model)
@@ -131,7 +132,7 @@ def _recover(recipe: RecoveryRecipe, job: Job) -> None:
                 written = _write(checkpoint, transform, run, provenance)
                 for line in evaluation.recovery_summary():
                     print_line(line)
-                print_written(written, recipe.teacher, job.console)
+                print_written(written, recipe.teacher, console)
 
 
 def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:

@@ -96,17 +96,17 @@ def resolve_runs(
         recipes = [dataclasses.replace(recipe, steps=steps, batch_size=batch, seq_len=seq_len) for recipe in recipes]
         # a resumed run may have had fewer processes
         check_sharding(recipes[-1], accelerator.num_processes)
-    found = fits(recipes[-1])
+    fitted = fits(recipes[-1])
     usual = sequences_at_once(recipes[-1], devices.number, devices.type)
-    if found.num_sequences < usual:
-        print_line(f"memory is short: the micro-batch size is {found.num_sequences} instead of {usual} sequences")
+    if fitted.num_sequences < usual:
+        print_line(f"memory is short: the micro-batch size is {fitted.num_sequences} instead of {usual} sequences")
     starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
     in_family = len(recipes) > 1
     runs = [
-        Run(recipe=recipe, steps=steps, **found.resolved(), profile=profile, start=start, in_family=in_family)
+        Run(recipe=recipe, steps=steps, **fitted.resolved(), profile=profile, start=start, in_family=in_family)
         for recipe, steps, start in zip(recipes, schedule(recipes), starts, strict=True)
     ]
-    return runs, found
+    return runs, fitted
 
 
 def resolve_training_mode(
@@ -213,10 +213,10 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
     recipe = run.recipe
     with explained(too_large(recipe)):
         gated, weights = load_trained(run, source, head_unit, accelerator)
-        share = -(-recipe.batch_size // accelerator.num_processes)
-        usual = sequences_at_once(recipe, accelerator.num_processes, accelerator.device.type)
-        at_once = run.num_sequences or usual
-        tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
+        number = accelerator.num_processes
+        share = -(-recipe.batch_size // number)
+        at_once = run.num_sequences or sequences_at_once(recipe, number, accelerator.device.type)
+        tried = dataclasses.replace(recipe, batch_size=at_once * number)
         model: Any = gated.model
         blocks = torch.randint(model.config.get_text_config().vocab_size, (4 * tried.batch_size, recipe.seq_len))
         batches = prepare_passes(model, Batches(blocks, tried, accelerator), run)

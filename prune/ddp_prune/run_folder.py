@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_prune.core.saved import Like, Saved, Unsaved
-from ddp_prune.settings import TrainingSettings, decisive
+from ddp_prune.settings import INDECISIVE, TrainingSettings
 from ddp_vllm.errors import DdpError, OutputError
 from ddp_vllm.output import atomic_file, locked, sync
 from ddp_vllm.provenance import provenance_of
@@ -263,15 +263,16 @@ def run_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.run")
 
 
-def clear_run(output: Path) -> None:
-    """Remove the empty folder of a command that was killed when it had removed all else of its
-    run. Raises: OutputError if another process works on it."""
+def has_run(output: Path) -> bool:
+    """Tell whether there is an interrupted run; remove the empty folder of a command that was killed
+    when it had removed all else of its run. Raises: OutputError if another process works on it."""
     folder = run_folder(output)
     with suppress(OSError):
         if set(os.listdir(folder)) <= {LOCK}:
             with _locked(folder):
                 pass
             folder.rmdir()
+    return (folder / RECORD).exists()
 
 
 def interrupted_run(output: Path, recipes: Sequence[TrainingSettings], *, overwrite: bool) -> bool:
@@ -279,7 +280,7 @@ def interrupted_run(output: Path, recipes: Sequence[TrainingSettings], *, overwr
 
     Raises: OutputError if another process works on it, or as `find_record`.
     """
-    if not (run_folder(output) / RECORD).exists():
+    if not has_run(output):
         return False
     with _locked(run_folder(output)):
         return bool(find_record(output, recipes, overwrite=overwrite))
@@ -324,10 +325,9 @@ def _changed(record: Mapping[str, Any], recipes: Sequence[TrainingSettings]) -> 
         return f"{len(before)} sizes instead of {len(recipes)}"
     for saved, recipe in zip(before, recipes, strict=True):
         requested = json.loads(json.dumps(recipe.to_dict()))
-        first, second = decisive(saved), decisive(requested)
-        for name in sorted(first.keys() | second.keys()):
-            if first.get(name) != second.get(name):
-                return f"{name} {first.get(name)!r} instead of {second.get(name)!r}"
+        for name in sorted((saved.keys() | requested.keys()) - {*INDECISIVE}):
+            if saved.get(name) != requested.get(name):
+                return f"{name} {saved.get(name)!r} instead of {requested.get(name)!r}"
         for name in ("train", "optimizer"):  # `auto` is whatever was resolved
             resolved = record["resolved"].get(name)
             if resolved is not None and requested[name] not in ("auto", resolved) and (name == "train" or resolved):
