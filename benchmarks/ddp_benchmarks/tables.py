@@ -1,10 +1,8 @@
-"""Prints results as tables in the terminal, draws a picture, and returns one line of JSON for
-programs."""
+"""Prints results as tables in the terminal, and returns one line of JSON for programs."""
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,7 +15,7 @@ from ddp_benchmarks.protocol import result_line
 from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, mean_accuracy, mean_difference
 from ddp_vllm.intervals import spread, with_interval
 from ddp_vllm.pages.terminal import SafeConsole
-from ddp_vllm.results import Bench, main_metric
+from ddp_vllm.results import Bench
 
 FILE_WIDTH = 200  # characters; rich's default of 80 truncates the columns of several models
 _METRICS = (  # metric, heading, decimals
@@ -108,44 +106,6 @@ def json_line(bench: Bench, results: Mapping[str, Any]) -> str:
         requests_per_second=medians,
         verdicts=[{key: getattr(verdict, key) for key in keep} for verdict in bench.verdicts],
     )
-
-
-def draw_speed(bench: Bench, path: Path) -> None:
-    """Draw every run of each model, and the ratios with their intervals; PNG or SVG by the suffix
-    of `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    labels, loads = [model.label for model in bench.models], bench.loads
-    plt.rcParams["text.parse_math"] = False  # print a $ in a name as it is
-    figure, rows = plt.subplots(
-        len(loads), 2, figsize=(9, 0.9 + 1.1 * len(loads) * len(labels)), squeeze=False, layout="constrained"
-    )
-    for (speeds, ratios), load in zip(rows, loads, strict=True):
-        metric = main_metric(load)
-        for row, label in enumerate(labels):
-            values = [run.metrics[metric] for run in bench.measured(label, load) if metric in run.metrics]
-            speeds.plot(values, [row] * len(values), "o", color="black", fillstyle="none", markersize=7)
-            if values:
-                speeds.plot([median(values)] * 2, [row - 0.25, row + 0.25], color="black")
-        heading = next(heading for name, heading, _ in _METRICS if name == metric)
-        speeds.set(xlabel=f"{heading} (circles: runs, bar: median)", title=load)
-        speeds.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
-        speeds.set_xlim(0, 1.08 * speeds.get_xlim()[1])
-        for verdict in (verdict for verdict in bench.verdicts if verdict.load == load):
-            row, (ratio, *ends) = labels.index(verdict.label), verdict.main.bounds
-            if None not in ends:
-                ratios.plot(ends, [row, row], color="black", marker="|", markersize=10)
-            ratios.plot(ratio, row, "s", color="black")
-            place = ratios.get_yaxis_transform()
-            ratios.text(0.5, row - 0.2, verdict.sentence, transform=place, ha="center", fontsize=9)
-        ratios.axvline(1, color="black", linestyle=":")
-        ratios.set(xlabel="times better than dense, 95 % interval", yticks=[])
-        ratios.set(ylim=(len(labels) - 0.5, -0.5))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def print_quality(evaluation: Evaluation, dense: Evaluation | None, console: Console) -> None:

@@ -4,7 +4,6 @@ what draws or prints when it is called."""
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,18 +119,12 @@ def bench(
 
 
 def _report(file: Path) -> None:
-    """Print the results, and draw them if matplotlib is installed."""
-    from ddp_benchmarks.tables import draw_speed, plain_console, print_report
+    from ddp_benchmarks.tables import plain_console, print_report
 
     if not (results := read_results(file)).runs:
         return
     print_report(results, plain_console())
     echo(f"{file} has vLLM's raw results")
-    if find_spec("matplotlib"):
-        draw_speed(results, picture := file.with_suffix(".png"))
-        echo(f"{picture} shows them")
-    else:
-        echo("no picture of the results: matplotlib is missing; pip install matplotlib")
 
 
 def _print_verdicts(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:

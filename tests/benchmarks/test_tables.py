@@ -1,19 +1,18 @@
-"""What the terminal and the picture say of stored runs."""
+"""What the terminal says of stored runs."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from ddp_benchmarks.tables import draw_speed, plain_console, print_report
+from ddp_benchmarks.tables import plain_console, print_report
 from ddp_vllm.results import Bench, verdicts
 
 RATE = "0.25 requests/s"
 LABELS = ("dense", "[/b] $x^$ :x:")
 
 
-def test_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brackets_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rich reads [/pytorch…] as the end of a style and raises, which hid the error itself."""
     reason = "vllm serve ended with code 1: RuntimeError: [/pytorch/gloo/pair.cc:534] Connection closed :x: [bold]"
     metrics = {"requests_per_second": 1.0, "p50_tpot_ms": 30.7, "p99_ttft_ms": 61.4}
@@ -34,4 +33,3 @@ def test_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.Mo
     with console.capture() as capture:
         print_report(bench, console)
     assert f"Incomplete: {reason}" in capture.get() and f"{LABELS[1]}, {RATE}: time" in capture.get()
-    draw_speed(bench, tmp_path / "speed.png")
