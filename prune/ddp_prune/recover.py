@@ -246,7 +246,8 @@ class WeightTrainer(Learner):
         return f"try a --learning-rate below {self.highest:g}"
 
     def _backward(self, step: int) -> torch.Tensor:
-        """Add up the gradients of a step; return this process's share of CE and KL, in nats per token."""
+        """Add up the gradients of a step; return this process's share of CE and KL, in nats per
+        token."""
         losses = torch.zeros(2, device=self.accelerator.device)
         for batch in self.batches.step(step):
             teacher_NH = self.teacher.hidden(batch) if self.teacher else None

@@ -1,9 +1,10 @@
-"""Learns the gates of a model in memory, and its weights too: a loaded model, blocks of tokens and budgets in; gates
-out.
+"""Learns the gates of a model in memory, and its weights too: a loaded model, blocks of tokens and
+budgets in; gates out.
 
-`Trainer.step` is the algorithm: masks, forward, backward, natural step, closing of gates, weights. In the default
-search, a closed gate never reopens, and the scales of the open gates are trained. `round` then chooses the final
-support, and the last steps polish its scales. Files, commands, pages and memory are no concern of this room.
+`Trainer.step` is the algorithm: masks, forward, backward, natural step, closing of gates, weights.
+In the default search, a closed gate never reopens, and the scales of the open gates are trained.
+`round` then chooses the final support, and the last steps polish its scales. Files, commands, pages
+and memory are no concern of this room.
 Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a layer. Where this file
 writes [L, U], the masks of routed experts are [L, E, C]: E experts with C channels each.
 """
@@ -176,7 +177,8 @@ class Trainer(Learner):
         return self.gates.support
 
     def begin(self) -> None:
-        """Find the learning rate of the weights, as passed or by trials, unless that was done before."""
+        """Find the learning rate of the weights, as passed or by trials, unless that was done
+        before."""
         joint, recipe = self.joint, self.recipe
         if not joint or self.rate:
             return

@@ -53,8 +53,10 @@ class Learner:
         raise NotImplementedError
 
     def metrics_of(self, step: int, losses: torch.Tensor) -> dict[str, float]:
-        """Return the metrics of a step from each process's share of [CE, KL], in nats per token. Raises: as
-        `step`."""
+        """Return the metrics of a step from this process's share of its losses.
+
+        losses: CE and KL in nats per token. Raises: as `step`.
+        """
         cross_entropy, divergence = self.accelerator.reduce(losses, "sum").tolist()
         loss = cross_entropy + self.recipe.distillation * divergence
         if not math.isfinite(loss):
