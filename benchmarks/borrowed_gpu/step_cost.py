@@ -23,9 +23,8 @@ from accelerate import Accelerator
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import prepare_passes
+from ddp_prune.core.learn import Trainer, prepare_passes
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
-from ddp_prune.core.trainer import Trainer
 from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
