@@ -32,7 +32,7 @@ from seams import (
     Learned,
     Recipe,
     Run,
-    SizeFolder,
+    RunFolder,
     TrainedWeights,
     assert_same,
     batches_module,
@@ -40,6 +40,7 @@ from seams import (
     gate,
     gates_module,
     keep_schedule,
+    learn_module,
     learning_rate,
     logits,
     loop_module,
@@ -51,7 +52,6 @@ from seams import (
     saved_in,
     schedule,
     sharpness_at,
-    trainer_module,
 )
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -160,7 +160,7 @@ def test_an_expert_that_never_fires_is_not_pruned_for_that(routed: Lab, monkeypa
     assert learned.routed["experts"][IDLE] == 0 and int((learned.routed["experts"] == 0).sum()) == 1
     assert int((learned.gates["experts"][IDLE] > 0).sum()) > 0.7 * 24
     assert (learned.z["experts"][IDLE] > 0.5).all()
-    monkeypatch.setattr(trainer_module, "neutral_where_idle", lambda saliency, _: saliency)
+    monkeypatch.setattr(learn_module, "neutral_where_idle", lambda saliency, _: saliency)
     assert not routed.run("unfair").gates["experts"][IDLE].any()  # without our rule it would be the first to go
 
 
@@ -172,7 +172,7 @@ def test_raw_masks_are_those_of_the_search(lab: Lab) -> None:
         assert torch.equal(gates, learned.z[kind]) and (gates >= 0).all()
         assert learned.rounding[kind]["raw_sparsity"] == pytest.approx(1 - (gates > 0).float().mean().item())
     kept = torch.cat([gates.flatten() for gates in learned.gates.values()])
-    assert int((kept > 0).sum()) != 14 + 173 and kept[kept > 0].min() < trainer_module.KEPT_FLOOR
+    assert int((kept > 0).sum()) != 14 + 173 and kept[kept > 0].min() < learn_module.KEPT_FLOOR
 
 
 def test_aligned_widths_are_multiples_at_the_largest_count_below_the_budget(lab: Lab) -> None:
@@ -205,14 +205,14 @@ def test_a_run_is_saved_by_time_and_no_more_often_than_saving_costs(lab: Lab, mo
     """A clock of the test's own: a step takes 50 s, a save 1 s, later 10 s."""
     saves, now, cost = list[int](), [0.0], [1.0]
 
-    def save(_run: SizeFolder, step: int, *_: Any) -> None:
+    def save(_run: RunFolder, step: int, *_: Any) -> None:
         saves.append(step)
         now[0] += cost[0]
 
     def report(_metrics: dict[str, float]) -> None:
         now[0] += 50.0
 
-    monkeypatch.setattr(SizeFolder, "save", save)
+    monkeypatch.setattr(RunFolder, "save", save)
     lab.run("out", save_every=5)
     assert saves == [5, 10, STEPS]  # the last one too: an export can fail
     monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -304,7 +304,7 @@ def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: py
     narrow = lab.run("narrow")
     assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
     assert widths["attn"] and max(widths["attn"]) < 4  # KV heads
-    monkeypatch.setattr(trainer_module, "narrow_layers", lambda *_: None)
+    monkeypatch.setattr(learn_module, "narrow_layers", lambda *_: None)
     computed = len(widths["mlp"])
     assert_near(narrow, lab.run("whole"), 1e-4)
     assert len(widths["mlp"]) == computed
