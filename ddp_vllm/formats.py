@@ -26,11 +26,11 @@ from ddp_vllm.dimensions import (
     is_routed,
     widths_of,
 )
-from ddp_vllm.errors import ModelError
+from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import KNOWN, check_known, pruned_config
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads, head_dim
-from ddp_vllm.schema import SchemaError, checked
+from ddp_vllm.schema import checked
 
 # LLM-Drop's keys -> the blocks that they remove
 DROPPED = {"drop_attn_list": "attn", "drop_mlp_list": "mlp"}
@@ -38,7 +38,6 @@ FORMATS = ("per_layer_config", "block_configs", *DROPPED)
 # in the config that vLLM gets: the folder may have tensors that are left out
 IN_PLACE = "ddp_opened_in_place"
 SUBBLOCKS = "subblocks_safetensors"  # folder in which Puzzletron keeps a file for every block
-ONLY_EXPERTS = "in a mixture of experts only the widths of the experts may differ between layers"
 _OTHERS = (
     *("base_architecture", "anymodel_arch_info", "architectures", "auto_map"),
     *("allow_global_per_layer_attribute_access", "serialize_explicit_per_layer_config"),
@@ -46,8 +45,7 @@ _OTHERS = (
 NEMOTRON_NAS = "nemotron-nas"  # a model type whose layers are Llama's
 HEADS, KV_HEADS, WIDTH = "num_attention_heads", "num_key_value_heads", "intermediate_size"
 _Size = Annotated[int, Meta(ge=0, le=10_000_000)] | None
-_Window = str | Annotated[int, Meta(ge=1)] | None
-_Dropped = Annotated[list[bool | Annotated[int, Meta(ge=0, le=100_000)]], Meta(max_length=10_000)] | None
+AGAIN = "write the checkpoint again with the tool that made it"
 
 
 class _Layer(TypedDict, total=False):
@@ -56,30 +54,6 @@ class _Layer(TypedDict, total=False):
     intermediate_size: _Size
     moe_intermediate_size: _Size
     skip: list[str] | None
-
-
-class _Part(TypedDict, total=False):
-    no_op: bool | None
-    kind: str
-    n_heads_in_group: Annotated[int, Meta(ge=1, le=10_000)] | None
-    gated: bool | None
-    ffn_mult: Annotated[float, Meta(ge=0, le=1000)] | None
-    sliding_window_size: _Window
-    window_length: _Window
-    moe: dict[str, Any] | None
-
-
-class _Block(TypedDict, total=False):
-    attention: _Part | None
-    ffn: _Part | None
-    subblock_configs: list[_Part] | None
-
-
-class _Form(TypedDict, total=False):
-    per_layer_config: dict[str, dict[str, Any]] | None
-    block_configs: Annotated[list[_Block], Meta(max_length=10_000)] | None
-    drop_attn_list: _Dropped
-    drop_mlp_list: _Dropped
 
 
 _SKIPPED = {"attention": "attn", "self_attn": "attn", "mla": "attn", "mlp": "mlp", "ffn": "mlp", "moe": "mlp"}
@@ -120,42 +94,24 @@ def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[LayerWidths] | None:
     """Return the widths that config.json states for each layer; None if it states none. Raises:
     ModelError."""
-    _check(config, _Form, "config.json")
-    number = dense["num_hidden_layers"]
-    dropped = _dropped_blocks(config, number)
+    number, dropped = dense["num_hidden_layers"], dict[int, set[str]]()
     fields: dict[int, dict[str, Any]] = {}
-    if layers := config.get("per_layer_config"):
-        if wrong := [name for name in layers if not (name.isdecimal() and len(name) < 6 and int(name) < number)]:
-            raise ModelError(f"config.json: per_layer_config names layer {short(wrong[0])}, of {number} layers")
-        fields = {int(name): dict(entry) for name, entry in layers.items()}
-    elif blocks := config.get("block_configs"):
-        if len(blocks) != number:
-            raise ModelError(f"config.json: block_configs has {len(blocks)} entries for {number} layers")
-        fields = {index: _fields(block, dense, index) for index, block in enumerate(blocks)}
-    elif not dropped:
-        return None
-    return [_widths(index, fields.get(index, {}), dense, dropped.get(index, set())) for index in range(number)]
-
-
-def _dropped_blocks(config: Mapping[str, Any], number: int) -> dict[int, set[str]]:
-    """Return the blocks that LLM-Drop's lists remove, by layer. Raises: ModelError for a layer that
-    does not exist."""
-    dropped: dict[int, set[str]] = {}
-    for key, block in DROPPED.items():
-        for place, entry in enumerate(config.get(key) or ()):
-            if entry is not False:
-                dropped.setdefault(place if entry is True else entry, set()).add(block)
-    if dropped and max(dropped) >= number:
-        raise ModelError(f"config.json: {' or '.join(DROPPED)} names layer {max(dropped)}, of {number} layers")
-    return dropped
-
-
-def _check(value: Any, form: type, place: str) -> None:
-    """Refuse values that no tool writes. Raises: ModelError."""
-    try:
-        checked(value, form, place)
-    except SchemaError as error:
-        raise ModelError(f"{error}; write the checkpoint again with the tool that made it") from error
+    with reading("config.json", ModelError, AGAIN):
+        for key, block in DROPPED.items():
+            for place, entry in enumerate(config.get(key) or ()):
+                if entry is not False:
+                    dropped.setdefault(place if entry is True else entry, set()).add(block)
+        if layers := config.get("per_layer_config"):
+            fields = {int(name): dict(entry) for name, entry in layers.items()}
+        elif blocks := config.get("block_configs"):
+            if len(blocks) != number:
+                raise ModelError(f"config.json: block_configs has {len(blocks)} entries for {number} layers")
+            fields = {index: _fields(block, dense, index) for index, block in enumerate(blocks)}
+        if wrong := {*fields, *dropped} - {*range(number)}:
+            raise ModelError(f"config.json states widths of layer {short(wrong.pop())}, of {number} layers")
+        if fields or dropped:
+            return [_widths(index, fields.get(index, {}), dense, dropped.get(index, set())) for index in range(number)]
+    return None
 
 
 def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -172,8 +128,11 @@ def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> d
     if others:
         what = short(others[0])
         raise ModelError(f"config.json: layer {index} of block_configs has {what}, which no supported family has")
+    width = "moe_intermediate_size" if dense.get("moe_intermediate_size") else WIDTH
+    count = next((key for key in EXPERT_COUNT_KEYS if dense.get(key)), "num_experts")
+    renamed = {**_RENAMED, **dict.fromkeys(("num_experts", "num_local_experts"), count)}
+    renamed |= dict.fromkeys(("expert_intermediate_dim", "expert_intermediate_size"), width)
     fields: dict[str, Any] = {"skip": [kind for kind, part in parts if part.get("no_op")]}
-    renamed = _renamed_fields(dense)
     for _, part in (pair for pair in parts if not pair[1].get("no_op")):
         fields |= {renamed.get(key, key): part[key] for key in part if key not in _NO_FIELDS and _is_set(part[key])}
         fields |= {"gated": False} if part.get("gated") is False else {}
@@ -183,25 +142,13 @@ def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> d
                 raise ModelError(f"config.json: layer {index} has {fault}")
             fields[KV_HEADS] = dense[HEADS] // group
         if (factor := part.get("ffn_mult")) is not None and part.get(WIDTH) is None:
-            width = int(2 * factor * dense["hidden_size"] / 3)
-            fields[WIDTH] = ceil(width / 256) * 256  # as in Nemotron-NAS's own code
+            channels = int(2 * factor * dense["hidden_size"] / 3)
+            fields[WIDTH] = ceil(channels / 256) * 256  # as in Nemotron-NAS's own code
         if window := part.get("sliding_window_size") or part.get("window_length"):
             attention_window = attended(dense, 1 << 40)[index]
             if attention_window != (1 << 40 if window == "full" else window):
                 fields["sliding_window"] = window
     return fields
-
-
-def _renamed_fields(dense: Mapping[str, Any]) -> dict[str, str]:
-    """Return `_RENAMED` with the names that the family gives to the number and the width of its
-    experts."""
-    count = next((key for key in EXPERT_COUNT_KEYS if dense.get(key)), "num_experts")
-    width = "moe_intermediate_size" if dense.get("moe_intermediate_size") else WIDTH
-    return {
-        **_RENAMED,
-        **dict.fromkeys(("num_experts", "num_local_experts"), count),
-        **dict.fromkeys(("expert_intermediate_dim", "expert_intermediate_size"), width),
-    }
 
 
 def _is_set(value: Any) -> bool:
@@ -214,7 +161,7 @@ def _is_set(value: Any) -> bool:
 def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dropped: set[str]) -> LayerWidths:
     """Return the widths of a layer from its own fields of config.json; dropped: removed blocks.
     Raises: ModelError."""
-    _check(fields, _Layer, f"config.json: layer {index}")
+    checked(fields, _Layer, f"config.json: layer {index}")
     routed, stated = is_routed(dense, index), {key: value for key, value in fields.items() if value is not None}
     skipped = {_SKIPPED.get(name, name) for name in stated.get("skip", ())} | dropped
     others = {key for key, value in fields.items() if value != _dense_value(dense, key, value)}
@@ -234,10 +181,11 @@ def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dro
     if not count_experts(dense):
         return LayerWidths(query_heads_per_kv_head=queries, intermediate_size=0 if "mlp" in skipped else width)
     unpruned = widths_of(dense).dense_layers[index]
-    if queries != unpruned.query_heads_per_kv_head:
-        raise ModelError(f"config.json: layer {index} lacks attention heads, but {ONLY_EXPERTS}")
-    if "mlp" in skipped or (not routed and width != dense[WIDTH]):
-        raise ModelError(f"config.json: layer {index} lacks its MLP or channels of it, but {ONLY_EXPERTS}")
+    if queries != unpruned.query_heads_per_kv_head or "mlp" in skipped or (not routed and width != dense[WIDTH]):
+        raise ModelError(
+            f"config.json: layer {index} lacks heads or channels, but in a mixture of experts only the widths of the "
+            "experts may differ between layers"
+        )
     return replace(unpruned, expert_intermediate_sizes=(of_experts,) * count_experts(dense)) if routed else unpruned
 
 

@@ -11,9 +11,11 @@ Between measured widths the cost is linear, in steps of the multiple to which th
 A removed block costs nothing, so the first kept unit of a block also pays the block's fixed cost.
 """
 
+import hashlib
+import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -21,13 +23,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ddp_vllm.cache import cache_folder
 from ddp_vllm.dimensions import Dimensions, dimensions_of, widths_of
-from ddp_vllm.errors import DdpError, SettingError
-from ddp_vllm.machine import Hardware, Workload
+from ddp_vllm.errors import SettingError, reading
+from ddp_vllm.machine import Hardware, Workload, hardware, versions
+from ddp_vllm.output import make_folder
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.schema import SchemaError, checked
+from ddp_vllm.schema import checked
 
 FORMAT = "ddp-vllm profile 2"
 FRACTIONS = (0.25, 0.5, 0.75)  # timed widths of MLPs and experts, as fractions of the dense width
@@ -217,7 +221,28 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
         """
         runs = [run for run in self.runs if turn in (None, run.round)]
         dense = median(seconds_of(run.dense, workload) for run in runs)
-        return self._parts(dense, {name: dense * median(shares) for name, shares in _shares(runs, workload).items()})
+        by_width: dict[str, dict[int, float]] = {}
+        for name, shares in _shares(runs, workload).items():
+            kind, width = name.split()
+            by_width.setdefault(kind, {})[int(width)] = dense * median(shares)
+        sizes = dimensions_of(self.config)
+        kinds = {"attention": (sizes.num_kv_heads, 1), "mlp": (sizes.intermediate_size, self.multiple)}
+        if sizes.num_experts:
+            kinds = {"experts": (sizes.expert_intermediate_size, 1)}
+        layers = len(sizes.routed_layers) or sizes.num_layers
+        curves, blocks = dict[str, Curve](), 0.0
+        for kind, (full, multiple) in kinds.items():
+            # a model without attention keeps it in one layer
+            removed = max(1, layers - (kind == "attention"))
+            block = max(0.0, (dense - by_width[kind].pop(0)) / removed)
+            points, highest = dict[int, float](), 0.0
+            # rises to the widest pruned block: noise may make a wider block measure faster
+            for number, value in sorted(by_width[kind].items()):
+                points[number] = highest = max(highest, block - (dense - value) / layers)
+            points.setdefault(full, block)
+            curves[kind] = Curve(points=tuple(points.items()), multiple=multiple)
+            blocks += block
+        return StepTimes(dense=dense, curves=curves, prunable=layers * blocks, sizes=sizes)
 
     def each_round(self, workload: Workload) -> list[StepTimes]:
         """Return the parts of a step, once per round."""
@@ -231,42 +256,8 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
         """Return the predicted speedup of a model of these widths over the dense model, and its
         range over rounds."""
-        middle = self.times(workload).speedup(layers)
-        speedups = [middle, *(times.speedup(layers) for times in self.each_round(workload))]
-        return middle, min(speedups), max(speedups)
-
-    def check(self) -> None:
-        """Refuse a profile that is unusable, for example after an edit by hand. Raises: LookupError,
-        ValueError, DdpError."""
-        checked(self.hardware, Hardware, "its hardware")
-        rounds = {name: sorted(run.round for run in self.runs if run.shape == name) for name in self.shapes}
-        if not self.runs or any(turns != rounds[self.runs[0].shape] for turns in rounds.values()):
-            raise SchemaError("not every shape was timed in every round")
-        self._parts(1.0, dict.fromkeys(self.shapes, 1.0))
-
-    def _parts(self, dense: float, seconds: Mapping[str, float]) -> StepTimes:
-        """Return the parts of a step, from the seconds of the dense model and of every shape."""
-        sizes, by_width = dimensions_of(self.config), dict[str, dict[int, float]]()
-        for name, value in seconds.items():
-            kind, width = name.split()
-            by_width.setdefault(kind, {})[int(width)] = value
-        kinds = {"attention": (sizes.num_kv_heads, 1), "mlp": (sizes.intermediate_size, self.multiple)}
-        if sizes.num_experts:
-            kinds = {"experts": (sizes.expert_intermediate_size, 1)}
-        layers = len(sizes.routed_layers) or sizes.num_layers
-        curves, blocks = dict[str, Curve](), list[float]()
-        for kind, (full, multiple) in kinds.items():
-            # a model without attention keeps it in one layer
-            removed = max(1, layers - (kind == "attention"))
-            block = max(0.0, (dense - by_width[kind].pop(0)) / removed)
-            points, highest = dict[int, float](), 0.0
-            # rises to the widest pruned block: noise may make a wider block measure faster
-            for number, value in sorted(by_width[kind].items()):
-                points[number] = highest = max(highest, block - (dense - value) / layers)
-            points.setdefault(full, block)
-            curves[kind] = Curve(points=tuple(points.items()), multiple=multiple)
-            blocks.append(block)
-        return StepTimes(dense=dense, curves=curves, prunable=layers * sum(blocks), sizes=sizes)
+        middle, *rounds = (times.speedup(layers) for times in (self.times(workload), *self.each_round(workload)))
+        return middle, min(middle, *rounds), max(middle, *rounds)
 
 
 def _shares(runs: Sequence[ShapeRun], workload: Workload) -> dict[str, list[float]]:
@@ -281,23 +272,17 @@ def _shares(runs: Sequence[ShapeRun], workload: Workload) -> dict[str, list[floa
 
 def read_profile(path: Path) -> Profile:
     """Read a profile. Raises: SettingError if the file is not a finished profile."""
-    try:
+    again = "write one with ddp-vllm profile MODEL"
+    with reading(path, SettingError, again):
         content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise SettingError(f"{path} cannot be read ({error}); write one with ddp-vllm profile MODEL") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise SettingError(f"{path} is not a profile of this version; write one with ddp-vllm profile MODEL")
+        raise SettingError(f"{path} is not a profile of this version; {again}")
     if not content.get("complete"):
         raise SettingError(f"{path} is not finished; the command that started it resumes it")
-    try:
+    with reading(path, SettingError, f"{again} --overwrite"):
         profile = checked(content, Profile, "it")
-        profile.check()
-    except (LookupError, ValueError, DdpError) as error:
-        raise SettingError(
-            f"{path} is broken: {type(error).__name__}, {error}; write it again with ddp-vllm profile MODEL --overwrite"
-        ) from error
-    profile.path = path
-    return profile
+        profile.path = path
+        return profile
 
 
 def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,7 +305,49 @@ def seconds_of(cells: Sequence[Cell], workload: Workload) -> float:
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
     """Return the value at `x` of the line through the two points around it, or nearest to it."""
     right = min(max(bisect_left([position for position, _ in points], x), 1), len(points) - 1)
-    if len(points) == 1:
-        return points[0][1]
     (low, first), (high, last) = points[right - 1 : right + 1]
     return first + (last - first) * (x - low) / (high - low)
+
+
+Measure = Callable[..., Profile]
+"""`ddp_vllm.profile`, or a function with its arguments; this module does not import the benchmarks.
+"""
+
+
+def find_profile(
+    path: str, model: Path, config: Mapping[str, Any], workload: Workload, measure: Measure, *, other_machine: bool
+) -> Profile:
+    """Return the latency profile of a model on this machine, checked.
+
+    path: the file to read; if empty, the profile is looked up in the cache, and measured if it is
+        not there.
+    model, config: the folder of the dense model and its config.
+    other_machine: accept a profile that was measured on another machine.
+
+    Raises: SettingError for a profile of another model or machine; ServingError if measuring fails.
+    """
+    here = hardware()
+    # of the config, not of the folder, because engines for profiling are built from the config alone
+    key = [FORMAT, config, workload.batch, workload.context, here["cpu"], here["cores"], here["gpus"], versions()]
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = Path(path) if path else cache_folder() / "profiles" / f"{name}.json"
+    try:
+        profile = read_profile(file)
+    except SettingError:
+        if path:
+            raise
+        make_folder(file.parent)  # not measured yet, or not to its end
+        grid = {"concurrency": (workload.batch,), "context_length": (workload.context,)}
+        profile = measure(model, output=file, overwrite=True, **grid)
+    if not other_machine:
+        profile.check_here(here)
+    profile.check_suits(config)
+    return profile
+
+
+def predicted_latency(profile: Profile, layers: Sequence[LayerWidths], workload: Workload) -> dict[str, Any]:
+    """Return the predicted speedup of a pruned model as the provenance records it, with its range
+    and conditions."""
+    speedup, low, high = profile.speedup(layers, workload)
+    prediction = {"speedup": speedup, "low": low, "high": high, "workload": asdict(workload)}
+    return prediction | {"hardware": profile.hardware, "versions": profile.versions}

@@ -9,7 +9,7 @@ none.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -56,12 +56,6 @@ class _Recipe(TypedDict, total=False):
     tokens: Count
     scope: str
     budget: str
-
-
-class _Rounding(TypedDict):
-    raw_sparsity: Share
-    dropped: Count
-    revived: Count
 
 
 class _Run(TypedDict, total=False):
@@ -116,7 +110,6 @@ class Provenance(_Training, total=False):
     converted: _Converted
     fingerprint: _Fingerprint
     perplexity: Quality | None
-    rounding: dict[str, _Rounding]
     routing: _Routing
     latency: Latency
     recovery: _Training
@@ -127,20 +120,20 @@ def is_mask(name: str) -> bool:
     return MASK.fullmatch(name) is not None
 
 
-def checksums(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Return a hash of a file's header, and one of the labels and bytes of its tensors, in the
-    given order."""
+def checksums(header: str, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of a file's header, and one of the names, types, shapes and bytes of its
+    tensors, numpy arrays by name."""
     digest = hashlib.sha256()
-    for label, content in tensors:
-        digest.update(label.encode())
-        digest.update(content)
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.tobytes())
     return {"header": hashlib.sha256(header.encode()).hexdigest(), "tensors": digest.hexdigest()}
 
 
 def masks_metadata(provenance: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a masks file; tensors: numpy arrays by name."""
     text = json.dumps(provenance)
-    return {"ddp": json.dumps({**provenance, "checksums": checksums(text, _labeled(tensors))})}
+    return {"ddp": json.dumps({**provenance, "checksums": checksums(text, tensors)})}
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
@@ -168,7 +161,7 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
         provenance = parse_json(metadata.get("ddp", "{}"))
         check_provenance(provenance)
         if stored := provenance.pop("checksums", None):
-            computed = checksums(json.dumps(provenance), _labeled(tensors))
+            computed = checksums(json.dumps(provenance), tensors)
             if stored["header"] != computed["header"]:
                 raise ValueError("its provenance does not match its checksum")
             if with_tensors and stored["tensors"] != computed["tensors"]:
@@ -196,7 +189,3 @@ def check_provenance(provenance: Any) -> None:
         tokens = quality.get("block_tokens") if quality else None
         if [] in losses or len({len(blocks) for blocks in (*losses, tokens) if blocks is not None}) > 1:
             raise SchemaError(f"its perplexity{' on ' * bool(name)}{name} is not of the same blocks for each model")
-
-
-def _labeled(tensors: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-    return [(f"{name} {value.dtype} {list(value.shape)}", value.tobytes()) for name, value in sorted(tensors.items())]

@@ -1,6 +1,6 @@
 """Copies and writes the files of a model's folder other than its weights: config, tokenizer, code.
 
-Nothing here imports torch.
+Importing it does not import torch.
 """
 
 import json
@@ -64,6 +64,18 @@ def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> 
 def write_json(content: Mapping[str, Any], path: Path) -> None:
     """Write an object as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file. Raises: OSError, also where safetensors raises an error of its
+    own."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def finish_shards(folder: Path, shards: Sequence[tuple[Path, Iterable[str]]]) -> None:

@@ -20,14 +20,13 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddp_vllm.errors import OutputError, is_utf8
+from ddp_vllm.errors import OutputError
 from ddp_vllm.masks import MASKS_FILE
 
-LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
 # on some network file systems; filelock itself handles ENOSYS
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -65,7 +64,8 @@ def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] =
             raise OutputError(f"{output} holds {folder}, which this command reads; choose another folder")
     clear(output)
     with writing(output):
-        _check_name(output)
+        if output.is_symlink() or output.name in ("", "..") or os.path.ismount(output):
+            raise OutputError(f"{output} is a link, a mount point or no name, so a finished folder cannot replace it")
         parent = next(folder for folder in output.absolute().parents if folder.exists())
         try:
             # os.access trusts root, whom some mounts refuse
@@ -78,21 +78,6 @@ def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] =
             raise OutputError(f"{output} exists, and ddp-vllm did not write it; choose another folder")
         if output.exists() and not overwrite:
             raise OutputError(f"{output} exists; choose another folder or pass --overwrite")
-
-
-def _check_name(output: Path) -> None:
-    """Refuse a name that a finished folder cannot be given. Raises: OutputError."""
-    if output.is_symlink():
-        raise OutputError(f"{output} is a link, which a finished folder would replace; give the folder it points to")
-    if output.name in ("", "..") or os.path.ismount(output) or Path.cwd().is_relative_to(output.resolve()):
-        raise OutputError(
-            f"{output} is a mount point, the current folder or one above it, and cannot be replaced; "
-            "choose a folder inside it"
-        )
-    if len(os.fsencode(output.name)) > LONGEST_NAME or not is_utf8(output.name):
-        raise OutputError(f"{output.name} is not a name of at most {LONGEST_NAME} bytes of UTF-8; choose a shorter one")
-    if output.name.startswith("."):
-        raise OutputError(f"{output} begins with a dot, as the names of temporary folders do; choose another name")
 
 
 def check_file(output: Path, *, overwrite: bool) -> None:
@@ -222,19 +207,10 @@ def clear_file(output: Path) -> None:
 
 def write_text(text: str, output: Path) -> None:
     """Replace a text file in one step, and make its folder. Raises: OutputError."""
-    write_files(output.parent, {output.name: text.encode()})
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Replace files (name -> content) of a folder, each in one step. Raises: OutputError."""
-    for name, content in files.items():
-        path = folder / name
-        with writing(path):
-            if path.parent != folder and path.parent.is_symlink():
-                raise OutputError(f"{path.parent} is a link, which ddp-vllm does not follow; remove it")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(path) as temporary:
-                temporary.write_bytes(content)
+    with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(output) as temporary:
+            temporary.write_bytes(text.encode())
 
 
 class _TakenError(OutputError):

@@ -21,10 +21,10 @@ from ddp_prune import fit as fit_module
 from ddp_prune.core import batches as batches_module
 from ddp_prune.core import experts as experts_module
 from ddp_prune.core import gates as gates_module
+from ddp_prune.core import learn as learn_module
 from ddp_prune.core import loop as loop_module
 from ddp_prune.core import loss as loss_module
 from ddp_prune.core import selection
-from ddp_prune.core import trainer as trainer_module
 from ddp_prune.core import weights as weights_module
 from ddp_prune.core.alm import AugmentedLagrangian, gate, learning_rate, retention_score, sharpness_at
 from ddp_prune.core.batches import Batches
@@ -32,13 +32,12 @@ from ddp_prune.core.budget import Pool, keep_schedule
 from ddp_prune.core.experts import grouped, looped
 from ddp_prune.core.fusion import ROTARY, fuse_elementwise
 from ddp_prune.core.gates import GatedModel, Masks, NarrowLayers, _Scale, block_losses
-from ddp_prune.core.learn import learn
+from ddp_prune.core.learn import PRIOR_PRECISION, Learned, Trainer, learn, natural_step
 from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses, perplexity_of
 from ddp_prune.core.processes import raise_on_all_ranks
 from ddp_prune.core.rate import RATES, change, find_rate
 from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.selection import best_support, choose_counts, cut_rows, exact_support, greedy
-from ddp_prune.core.trainer import PRIOR_PRECISION, Learned, Trainer, natural_step
+from ddp_prune.core.selection import best_support, choose_counts, cut_rows, greedy
 from ddp_prune.core.weights import (
     BETAS,
     LARGEST_GRADIENT,
@@ -64,7 +63,7 @@ from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
 from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_prune.resolve import fit_minutes, resolve_training_mode
 from ddp_prune.run import Run, schedule
-from ddp_prune.run_folder import RunFolder, SizeFolder, check_run_folder, find_record
+from ddp_prune.run_folder import RunFolder, check_run_folder, find_record
 from ddp_prune.text import blocks as blocks_module
 from ddp_prune.text import rows as rows_module
 from ddp_prune.text.blocks import (
@@ -152,12 +151,12 @@ def pools_of(gated: GatedModel, recipe: Recipe) -> Sequence[Pool]:
 
 
 @contextmanager
-def saved_in(output: Path, recipe: Recipe) -> Iterator[SizeFolder]:
+def saved_in(output: Path, recipe: Recipe) -> Iterator[RunFolder]:
     """Yield where a run is saved that is trained in this process."""
     run = RunFolder(output, Accelerator())
     with run.open([recipe], overwrite=False):
         run.begin({}, {}, shared_by=1)
-        yield SizeFolder(run)
+        yield run
 
 
 class Lab:
@@ -191,7 +190,7 @@ class Lab:
         self.forwards = 0
         pools = pools_of(self.gated, recipe)
         with saved_in(self.folder / name, recipe) as progress:
-            return learn(self.gated, blocks, Run.alone(recipe), pools, progress.run.accelerator, progress, report)
+            return learn(self.gated, blocks, Run.alone(recipe), pools, progress.accelerator, progress, report)
 
 
 def assert_same(first: Learned, second: Learned) -> None:

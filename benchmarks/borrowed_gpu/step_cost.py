@@ -5,8 +5,7 @@ random weights.
 
 Paper (LLaMA-2-7B, 4 GPUs, 16 x 2,048 tokens): masks 2.1 s and 18 GB, with distillation 2.5 and 19,
 LoRA 2.4 and 18, full fine-tuning 2.9 and 83. A step here is one micro-batch of 4 x 2,048 tokens; 4
-of them are the paper's batch on one GPU. The profiler's most expensive operators give a slow spot
-its name.
+of them are the paper's batch on one GPU.
 """
 
 import gc
@@ -24,9 +23,8 @@ from accelerate import Accelerator
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import prepare_passes
+from ddp_prune.core.learn import Trainer, prepare_passes
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
-from ddp_prune.core.trainer import Trainer
 from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
@@ -95,17 +93,6 @@ def mask_step(
     return lambda: trainer.step(next(numbers)), facts
 
 
-def profiled(step: Callable[[], Any]) -> dict[str, Any]:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as observed:
-        step()
-        synchronize()
-    events = sorted(observed.key_averages(), key=lambda event: -event.self_device_time_total)
-    operators = {e.key[:60]: [round(e.self_device_time_total / 1e3, 2), e.count] for e in events[:14]}
-    return {"operators_ms": operators, "gpu_busy_ms": sum(e.self_device_time_total for e in events) / 1e3}
-
-
 def main() -> None:
     results = Results(sys.argv[1])
     for name, which, options in CASES:
@@ -135,7 +122,7 @@ def main() -> None:
             }  # fmt: skip
             if not DRY:
                 peak = torch.cuda.max_memory_allocated()
-                row |= {"peak_gb": peak / 1e9, "above_weights_gb": (peak - weights) / 1e9} | profiled(step)
+                row |= {"peak_gb": peak / 1e9, "above_weights_gb": (peak - weights) / 1e9}
         model = step = None
         gc.collect()
         if not DRY:

@@ -216,7 +216,7 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
             engine.wait_for_model()
         for turn in range(-1, settings.rounds):  # the first one is discarded
             print_line("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
-            measured = take_turns(engines, workload, settings.steps, max(turn, 0))
+            measured = take_turns(engines, workload, TURN if turn < 0 else settings.steps, max(turn, 0))
             for model, cell in measured.items() if turn >= 0 else ():
                 cells[model].append(cell)
             if turn + 1 >= FEWEST_ROUNDS and all(map(is_narrow, verdicts_of(settings, cells))):

@@ -23,10 +23,9 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from ddp_prune.core.gates import GatedModel, Masks, block_losses
-from ddp_prune.core.learn import Joint, learn
+from ddp_prune.core.learn import Joint, Trainer, learn
 from ddp_prune.core.loss import perplexity_of
 from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.trainer import Trainer
 from ddp_prune.core.weights import TrainedWeights
 from ddp_prune.devices import free_memory, make_accelerator, peak_bytes, reset_peak
 from ddp_prune.export import layer_widths

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from ddp_prune.core.gates import DENSE_BLOCKS, GatedModel, Masks
+from ddp_prune.core.learn import Trainer
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.selection import exact_support
-from ddp_prune.core.trainer import Trainer
 from ddp_vllm.dimensions import Dimensions
 
 Location = tuple[int, str]

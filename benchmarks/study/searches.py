@@ -12,8 +12,8 @@ import torch
 
 from ddp_prune.core.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightThrough
 from ddp_prune.core.gates import Masks
+from ddp_prune.core.learn import KEPT_FLOOR
 from ddp_prune.core.selection import exact_support
-from ddp_prune.core.trainer import KEPT_FLOOR
 from scores import Search
 
 START = 3.0  # initial log α

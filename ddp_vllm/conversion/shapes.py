@@ -1,5 +1,4 @@
-"""Reads the widths of layers from the shapes of their tensors, and plans what a converted folder
-holds.
+"""Reads the widths of a family's layers from the shapes of their tensors.
 
 Query heads, KV heads and channels follow from the lengths that `tensors.py` says they have. A block
 without tensors is a removed one. Biases that only the pruner added are kept; a family's class has a
@@ -8,7 +7,7 @@ bias on all projections of a block or on none, so the others get zeros.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import ModelError
@@ -18,6 +17,7 @@ from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, split
 
 Shapes = Mapping[str, list[int]]
+"""Of tensors by name; of a layer by module and kind, such as `mlp.down_proj.weight`."""
 _BIASED = {"attn": ("attention_bias", ("llama", "granite", "smollm3", "gemma2", "gemma3_text")),
            "mlp": ("mlp_bias", ("llama", "granite", "smollm3"))}  # fmt: skip
 """Block -> the flag that gives all its projections a bias, and the families that have it in
@@ -25,154 +25,110 @@ transformers and vLLM."""
 AGAIN = "copy the whole folder again, or write it again with the tool that made it"
 
 
-class Layer(NamedTuple):
-    """The modules of one decoder layer on disk, relative to it."""
-
-    number: int
-    weights: dict[str, list[int]]
-    biases: dict[str, list[int]]
-
-
-class Reading(NamedTuple):
-    """What the tensors of a family's model say of it."""
-
-    enclosing: dict[str, Any]
-    """The dense config, with the sizes that no layer exceeds."""
-    config: dict[str, Any]
-    """The same with the flags of biases that are on disk."""
-    widths: Widths
-    zeros: dict[str, str]
-    """Bias of zeros to add -> the weight whose rows and dtype it has."""
-
-
-def read_layers(dense: Mapping[str, Any], shapes: Shapes, *, sizes_known: bool = False) -> Reading:
-    """Return the widths of all layers, and the config with the head size and biases that tensors have.
+def read_layers(
+    dense: Mapping[str, Any], shapes: Shapes, *, sizes_known: bool = False
+) -> tuple[dict[str, Any], dict[str, Any], Widths, dict[str, str]]:
+    """Return the dense config with the sizes that no layer exceeds, the same with the flags of
+    biases on disk, the widths, and each bias of zeros to add with the weight that it belongs to.
 
     sizes_known: the config has the sizes of the dense model, as --dense gives them; otherwise a
     tool may have written those of a pruned layer.
     Raises: ModelError for tensors that fit no widths, or whose widths have two readings.
     """
-    number = dense["num_hidden_layers"]
-    layers = [Layer(index, {}, {}) for index in range(number)]
+    layers: list[dict[str, list[int]]] = [{} for _ in range(dense["num_hidden_layers"])]
     for name, shape in shapes.items():
         layer, module, kind = split(name) or (0, "", "")
         if kind in ("weight", "bias"):
-            if layer >= number:
-                raise ModelError(f"tensor {name} is of layer {layer}, but config.json has {number} layers")
-            (layers[layer].biases if kind == "bias" else layers[layer].weights)[module] = shape
-    if not any(layer.weights for layer in layers):
+            if layer >= len(layers):
+                raise ModelError(f"tensor {name} is of layer {layer}, but config.json has {len(layers)} layers")
+            layers[layer][f"{module}.{kind}"] = shape
+    if not any(layers):
         raise ModelError(f"its tensors have names like {short(min(shapes, default=''))}, not {LAYERS}.0.…; {AGAIN}")
     table = TABLES[dense["model_type"]]
     size = head_dim(dense) if sizes_known or dense.get("head_dim") else _head_size(dense, table, layers)
-    widths = [_of_blocks(layer, table, size) for layer in layers]
+    widths = []
+    for index, tensors in enumerate(layers):
+        units = {block: _units(index, tensors, table, block, size) for block in ("attn", "mlp")}
+        heads, kv_heads = (units["attn"].get(kind, 0) for kind in ("query_head", "kv_head"))
+        queries = groups(heads, kv_heads, f"layer {index}") if units["attn"] else ()
+        widths.append(LayerWidths(query_heads_per_kv_head=queries, intermediate_size=units["mlp"].get("channel", 0)))
     config = enclosing({**dense, "head_dim": size}, widths)
-    return Reading(config, *_biases(config, dense, layers, widths))
+    return config, *_biases(config, widths_of(dense).biased, layers, widths)
 
 
-def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Layer]) -> int:
-    """Return the size of a head where config.json has only a number of heads, which pruning may
-    have changed.
-
-    That number is the dense model's or some layer's. Each of these readings gives a size, and the
-    sizes that divide all lengths of attention are possible ones. Raises: ModelError unless there is
-    exactly one.
-    """
-    norms = [layer.weights["self_attn.q_norm"][0] for layer in layers if layer.weights.get("self_attn.q_norm")]
-    if norms:  # as long as a head
-        return norms[0]
-    heads, stated, output = dense["num_attention_heads"], head_dim(dense), table.output("attn")
-    projections = (output, *table.inputs("attn"))
-    lengths = {_length(layer, projection) or 0 for layer in layers for projection in projections} - {0}
-    outputs = {_length(layer, output) or 0 for layer in layers} - {0}
-    sizes = sorted({stated, *(length // heads for length in outputs if length % heads == 0)})
-    possible = [size for size in sizes if size % 2 == 0 and not any(length % size for length in lengths)]
-    if not lengths or (possible == [stated] and heads * stated in outputs):
-        return stated
-    length = max(outputs)
-    readings = " or ".join(f"{length / size:g} heads of {size}" for size in sizes)
-    raise ModelError(
-        f"config.json has {heads} heads but no head_dim, and tools also write the number of a pruned layer there: "
-        f"{length} columns of o_proj could be {readings}; add head_dim to config.json, or pass the folder of the dense "
-        "model as --dense"
-    )
+def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Shapes]) -> int:
+    """Return the size of a head where config.json has only a number of heads, which may be that of
+    a pruned layer. Raises: ModelError unless every layer has that number."""
+    for layer in layers:
+        if norm := layer.get("self_attn.q_norm.weight"):  # as long as a head
+            return norm[0]
+    heads, size = dense["num_attention_heads"], head_dim(dense)
+    lengths = {_length(layer, table.output("attn")) or heads * size for layer in layers}
+    if lengths != {heads * size}:
+        raise ModelError(
+            f"config.json has {heads} heads but no head_dim, and o_proj has {min(lengths)} to {max(lengths)} "
+            "columns, so the size of a head is unknown; add head_dim to config.json, or pass the dense model as --dense"
+        )
+    return size
 
 
-def _of_blocks(layer: Layer, table: TensorTable, size: int) -> LayerWidths:
-    """Return the widths of a layer of a dense family. Raises: ModelError."""
-    heads, channels = _units(layer, table, "attn", size), _units(layer, table, "mlp", size)
-    kv_heads, queries = heads.get("kv_head", 0), heads.get("query_head", 0)
-    return LayerWidths(
-        query_heads_per_kv_head=groups(queries, kv_heads, f"layer {layer.number}") if heads else (),
-        intermediate_size=channels.get("channel", 0),
-    )
-
-
-def _units(layer: Layer, table: TensorTable, block: str, size: int) -> dict[str, int]:
+def _units(index: int, layer: Shapes, table: TensorTable, block: str, size: int) -> dict[str, int]:
     """Return how many units of each kind a block has; {} if it is removed. Raises: ModelError."""
-    projections = (table.output(block), *table.inputs(block))
-    lengths = {projection: _length(layer, projection) for projection in projections}
-    if not any(lengths.values()):
-        return {}
+    lengths = {part: _length(layer, part) for part in (table.output(block), *table.inputs(block))}
     units: dict[str, int] = {}
-    for projection, length in lengths.items():
-        name, unit = projection.name, projection.unit_size(size)
+    for part, length in lengths.items() if any(lengths.values()) else ():
         if length is None:
-            raise ModelError(f"layer {layer.number} lacks {name}.weight, but has other tensors of that block; {AGAIN}")
-        unknown = [kind for kind in projection.units if kind not in units]
-        known = unit * sum(units.get(kind, 0) for kind in projection.units)
-        count = (length - known) / (unit * len(unknown)) if unknown else 0
-        if (unknown and (count < 1 or count % 1)) or (not unknown and length != known):
-            what = (
-                f"{count:g} heads of {unit}" if unknown and unit > 1 else f"not the {known} of the same units elsewhere"
-            )
-            axis = "columns" if projection.axis else "rows"
-            raise ModelError(f"layer {layer.number}: {name} has {length} {axis}, {what}; {AGAIN}")
-        units |= {kind: int(count) for kind in unknown}
+            raise ModelError(f"layer {index} lacks {part.name}.weight, but has other tensors of that block; {AGAIN}")
+        unit = part.unit_size(size)
+        unknown = [kind for kind in part.units if kind not in units]
+        known = unit * sum(units.get(kind, 0) for kind in part.units)
+        count, rest = divmod(length - known, unit * max(1, len(unknown)))
+        if rest or (count < 1 if unknown else count):
+            axis = "columns" if part.axis else "rows"
+            fault = f"no whole number of heads of {unit}" if unknown else f"not the {known} of the same units elsewhere"
+            raise ModelError(f"layer {index}: {part.name} has {length} {axis}, {fault}; {AGAIN}")
+        units |= dict.fromkeys(unknown, count)
     return units
 
 
-def _length(layer: Layer, projection: Projection) -> int | None:
+def _length(layer: Shapes, projection: Projection) -> int | None:
     """Return the length of a projection's weight along the axis that pruning shortens; None if
     there is none."""
-    shape = layer.weights.get(projection.name)
-    return shape[projection.axis] if shape is not None and len(shape) == 2 else None
+    shape = layer.get(f"{projection.name}.weight", ())
+    return shape[projection.axis] if len(shape) == 2 else None
 
 
 def _biases(
-    enclosing: Mapping[str, Any], dense: Mapping[str, Any], layers: Sequence[Layer], widths: list[LayerWidths]
+    enclosing: Mapping[str, Any], stated: frozenset[str], layers: Sequence[Shapes], widths: list[LayerWidths]
 ) -> tuple[dict[str, Any], Widths, dict[str, str]]:
-    """Return the last three parts of a `Reading`.
+    """Return the last three values of `read_layers`. stated: modules with a bias by config.json.
 
     A block gets biases of zeros only if the pruner added some bias to such blocks; those of the
     dense class must be there. Raises: ModelError if the class has no place for a bias, or a block
     without units has one on its output projection, which it would still add.
     """
-    config, model_type = dict(enclosing), dense["model_type"]
-    stated = widths_of(dense).biased
-    for layer in layers:
-        for module in (module for module in layer.biases if module not in stated):
-            flag, families = _BIASED["attn" if module.startswith("self_attn.") else "mlp"]
-            if model_type not in families:
-                raise ModelError(
-                    f"layer {layer.number} has {module}.bias, for which models of type {model_type} have no place in "
-                    "transformers or vLLM; prune without added biases"
-                )
-            config[flag] = True
+    config, biased = dict(enclosing), [{name[:-5] for name in layer if name.endswith(".bias")} for layer in layers]
+    present: set[str] = set().union(*biased)
+    for module in sorted(present - stated):
+        flag, families = _BIASED["attn" if module.startswith("self_attn.") else "mlp"]
+        if config["model_type"] not in families:
+            raise ModelError(
+                f"it has {module}.bias, for which models of type {config['model_type']} have no place in transformers "
+                "or vLLM; prune without added biases"
+            )
+        config[flag] = True
     pruned = replace(widths_of(config), layers=tuple(widths))
-    for layer, kept in zip(layers, widths, strict=True):
+    parts = {module.partition(".")[0] for module in present}
+    added = [module for module in pruned.biased - stated if module.partition(".")[0] in parts]
+    zeros: dict[str, str] = {}
+    for index, (layer, modules, kept) in enumerate(zip(layers, biased, widths, strict=True)):
         counts = {"attn": kept.num_kv_heads, "mlp": kept.intermediate_size}
-        for module in (pruned.table.output(block).name for block in pruned.table.norms if not counts[block]):
-            if any(layer.biases.get(module, ())):
-                raise ModelError(
-                    f"layer {layer.number} has {module}.bias, but no unit of that block: a constant that no supported "
-                    "class adds; keep one head or channel there"
-                )
-    parts = {module.partition(".")[0] for layer in layers for module in layer.biases}
-    added = [module for module in pruned.biased if module.partition(".")[0] in parts and module not in stated]
-    zeros = {
-        f"{LAYERS}.{layer.number}.{module}.bias": f"{LAYERS}.{layer.number}.{module}.weight"
-        for layer in layers
-        for module in added
-        if module in layer.weights and module not in layer.biases
-    }
+        removed = {pruned.table.output(block).name for block in pruned.table.norms if not counts[block]}
+        if constants := [module for module in removed & modules if any(layer[f"{module}.bias"])]:
+            raise ModelError(
+                f"layer {index} has {constants[0]}.bias, but no unit of that block: a constant that no supported class "
+                "adds; keep one head or channel there"
+            )
+        new = [module for module in added if f"{module}.weight" in layer and module not in modules]
+        zeros |= {f"{LAYERS}.{index}.{module}.bias": f"{LAYERS}.{index}.{module}.weight" for module in new}
     return config, pruned, zeros

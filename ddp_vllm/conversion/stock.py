@@ -21,7 +21,7 @@ from ddp_vllm.remote_code.tensors import LAYERS, Projection, TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table
 
 Shapes = Mapping[str, list[int]]
-WIDTH, EXPERT_WIDTH = "intermediate_size", "moe_intermediate_size"
+WIDTH = "intermediate_size"
 DENSE = "pass the dense model's folder as --dense if config.json has pruned sizes"
 _PLACE = re.compile(r"(.+?)\.(\d+)\.(.+)\.weight")  # list of layers, layer, module
 _EXPERT = re.compile(r"\.(\d+)(?=\.\w+$)")
@@ -126,33 +126,27 @@ def _in_layer(name: str) -> list[str]:
 
 
 def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
-    """Return the model on the meta device; wider: with other widths than config.json states.
-    Raises: ModelError."""
+    """Return the model on the meta device; wider: with other widths than config.json states, so
+    much larger that no class rounds both to the same. Raises: ModelError."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
-    if (model_type := config.get("model_type")) not in CONFIG_MAPPING:
-        raise ModelError(f"transformers has no class for model_type {short(model_type)}; update it")
+    model_type = config.get("model_type")
     with reading("config.json", ModelError, "download it again, or update transformers"):
-        settings = CONFIG_MAPPING[model_type].from_dict(dict(config))
-        text = settings.get_text_config()
-        for key in [key for key in text.to_dict() if key.endswith(WIDTH)] if wider else ():
-            setattr(text, key, _more(getattr(text, key)))
+        settings = CONFIG_MAPPING[model_type].from_dict(dict(config)) if model_type in CONFIG_MAPPING else None
         kinds: tuple[Any, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
         kind = next((auto for auto in kinds if type(settings) in auto._model_mapping), None)
-        if kind is None:
-            raise ModelError(f"transformers has no language model for model_type {short(model_type)}; update it")
+        if settings is None or kind is None:
+            raise ModelError(f"transformers has no class for model_type {short(model_type)}; update it")
+        text = settings.get_text_config()
+        for key in [key for key in text.to_dict() if key.endswith(WIDTH)] if wider else ():
+            width = getattr(text, key)
+            more = [2 * part + 768 for part in width] if isinstance(width, list | tuple) else width
+            setattr(text, key, 2 * width + 768 if isinstance(width, int) else more)
         with torch.device("meta"):
             return kind.from_config(settings, trust_remote_code=False)
-
-
-def _more(width: Any) -> Any:
-    """Return a larger width, so much larger that no class rounds both to the same."""
-    if isinstance(width, list | tuple):
-        return [_more(part) for part in width]
-    return 2 * width + 768 if isinstance(width, int) else width
 
 
 class Form(NamedTuple):
@@ -161,7 +155,7 @@ class Form(NamedTuple):
     layers_module: str
     inputs: tuple[str, ...]
     output: str
-    fused: str
+    fused: bool
     stack: str
     """The tensor in memory that holds such experts, relative to the layer; "" of an MLP."""
 
@@ -177,7 +171,7 @@ Rows = Mapping[int, Mapping[int, Width]]  # layer -> expert, or 0 -> its width
 
 
 def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], Widths]:
-    """Return the config with the dense sizes, and the widths of its MLPs and experts, of those
+    """Return the config with the class's name, and the widths of its MLPs and experts, of those
     kinds of which one is narrower.
 
     shapes: of all tensors on disk.
@@ -194,9 +188,6 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
                 f"without adding tensors, and {DENSE}"
             )
     rows, required = _widths_on_disk(stock, shapes, on_disk)
-    largest = {form: max(_all(layers), key=lambda width: width.kept - width.dense) for form, layers in rows.items()}
-    if larger := {form: width for form, width in largest.items() if width.kept > width.dense}:
-        return describe(_grown(config, larger), shapes)
     if missing := required.keys() - on_disk.keys() - stock.optional:
         raise ModelError(
             f"tensor {min(missing)} of shape {required[min(missing)]} is missing ({len(missing)} in all), which "
@@ -209,7 +200,11 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
                 "config.json, and of this architecture only MLPs and experts may be narrower; prune these alone, and "
                 + DENSE
             )
-    narrow = {form: layers for form, layers in rows.items() if any(kept < dense for kept, dense in _all(layers))}
+    widths = {form: {width for row in layers.values() for width in row.values()} for form, layers in rows.items()}
+    if grown := [(form.output, *width) for form in widths for width in widths[form] if width.kept > width.dense]:
+        name, kept, dense = max(grown)
+        raise ModelError(f"{name} has {kept} channels on disk and {dense} by config.json; {DENSE}")
+    narrow = {form: rows[form] for form in widths if any(width.kept < width.dense for width in widths[form])}
     if any(
         form.stack and (form.output, form.stack) != (other.output, other.stack)
         for form in narrow
@@ -222,10 +217,6 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
     if narrow and not any(key.endswith((WIDTH, "ff_dim")) for key in text_config(config)):
         raise ModelError(f"config.json does not state {WIDTH}; {DENSE}")
     return {"architectures": [stock.name], **config}, _described(stock, narrow)
-
-
-def _all(layers: Rows) -> list[Width]:
-    return [width for row in layers.values() for width in row.values()]
 
 
 def _widths_on_disk(
@@ -259,7 +250,7 @@ def _widths_on_disk(
         *inputs, output = (_EXPERT.sub(".{}", part) if expert else part for part in parts)
         loaded = module.tensor.loaded
         stack = loaded.partition(f".{layer}.")[2] if expert else ""
-        form = Form(layers_module, tuple(inputs), output, "halves" * (module.factor == 2), stack)
+        form = Form(layers_module, tuple(inputs), output, module.factor == 2, stack)
         forms[loaded] = form, layer
         rows[form][layer][int(expert[1]) if expert else 0] = Width(kept, dense)
     for module in removed:
@@ -271,23 +262,6 @@ def _widths_on_disk(
             for name in module.names:
                 required.pop(name, None)
     return rows, required
-
-
-def _grown(config: Mapping[str, Any], larger: Mapping[Form, Width]) -> dict[str, Any]:
-    """Return the config with widths that no layer exceeds: some tools write that of one pruned
-    layer into it. Raises: ModelError where the class derives the width otherwise."""
-    text = dict(text_config(config))
-    for form, width in larger.items():
-        key = EXPERT_WIDTH if form.stack and text.get(EXPERT_WIDTH) else WIDTH
-        stated = text.get(key)
-        factor, rest = divmod(width.dense, stated) if type(stated) is int and stated > 0 else (1, 1)
-        if rest or width.kept % factor:
-            raise ModelError(
-                f"{form.output} has {width.kept} channels on disk and {width.dense} by config.json, where {key} is "
-                f"{short(stated)}; pass the dense model's folder as --dense"
-            )
-        text[key] = max(text[key], width.kept // factor)
-    return {**config, "text_config": text} if text_config(config) is not config else text
 
 
 def _described(stock: Stock, narrow: Mapping[Form, Rows]) -> Widths:
@@ -305,7 +279,7 @@ def _described(stock: Stock, narrow: Mapping[Form, Rows]) -> Widths:
             widths = f" with {' and '.join(str(dense) for dense, _ in sorted(sizes))} channels" * (len(sizes) > 1)
             raise ModelError(f"{kinds}{widths} are narrower, but only one kind per model may be; prune one of them")
         ((dense, number),) = sizes
-        projections += block_table(block, form.inputs, form.output, fused=bool(form.fused))
+        projections += block_table(block, form.inputs, form.output, fused=form.fused)
         if form.stack:
             unpruned = replace(unpruned, expert_intermediate_sizes=(dense,) * number)
         else:

@@ -12,14 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 from gguf.utility import LocalTensor, SafetensorsLocal
-from msgspec import Meta
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.dimensions import attended
@@ -29,47 +28,16 @@ from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.tensors import FAMILIES, LAYERS, dense_type
-from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, Widths, states_widths
-from ddp_vllm.schema import SchemaError, Share, checked
+from ddp_vllm.remote_code.widths import HEAD, LayerWidths, Widths, states_widths
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
 BLOCK = 32
 """Numbers of a row that share a scale in Q8_0."""
-_Size = Annotated[int, Meta(ge=1, le=10**12)]
-_Factor = Annotated[float, Meta(ge=1e-9, le=1e12)]
 AGAIN = "copy the folder again, whole"
 FACTORS = "rope_freqs.weight"  # a tensor of the file; a folder states them in its config
 
 
-class _Llama3(TypedDict):
-    """The settings of Llama 3's rotary positions."""
-
-    factor: _Factor
-    low_freq_factor: _Factor
-    high_freq_factor: _Factor
-    original_max_position_embeddings: _Factor
-
-
-class _Rope(TypedDict, total=False):
-    rope_theta: _Factor
-    rope_type: str
-    type: str
-    partial_rotary_factor: Share
-
-
-class _Needed(TypedDict):
-    hidden_size: _Size
-    max_position_embeddings: _Size
-    vocab_size: _Size
-    rms_norm_eps: Share
-    hidden_act: NotRequired[str]
-    rope_theta: NotRequired[_Factor | None]
-    rope_parameters: NotRequired[_Rope | None]
-    rope_scaling: NotRequired[_Rope | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """One tensor of the file."""
 
     name: str
@@ -99,28 +67,29 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     # first, because the rest reads what those graphs need
     if not (reason := _without_graph(read_config(folder))):
         checkpoint = read_checkpoint(folder, dense=True)
-        reason = _unfit(checkpoint)
+        with reading(f"config.json of {folder}", ModelError, "download the model again"):
+            reason = _unfit(checkpoint)
     if reason:
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
     widths = replace(checkpoint.widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers)))
     files = weight_files(folder)  # of several copies the last one counts, as everywhere
     stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
-    tensors = list(_tensors(checkpoint, widths, stored, kind))
+    tensors = list(_tensors(checkpoint, widths, kind))
     graph = "llama" if len(set(widths.layers)) == 1 else "deci"
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(output) as temporary, closing(gguf.GGUFWriter(None, graph)) as writer:
-            _add_sizes(writer, checkpoint, widths)
             writer.add_file_type(gguf.LlamaFileType["ALL_F32" if type_name == "F32" else f"MOSTLY_{type_name}"])
-            with reading(f"the tokenizer of {folder}", ModelError, AGAIN):
+            with reading(f"config.json or the tokenizer of {folder}", ModelError, AGAIN):
+                _add_sizes(writer, checkpoint, widths)
                 notes = add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
             for tensor in tensors:
                 as_given = np.dtype(np.float32)  # of the arrays below; the type is that on disk
                 writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, tensor.num_bytes, tensor.type)
             writer.write_header_to_file(temporary)
-            with reading(f"the tokenizer of {folder}", ModelError, AGAIN, how=" as text", but=(OSError,)):
-                writer.write_kv_data_to_file()
+            with reading(f"the tokenizer of {folder}", ModelError, AGAIN, but=(OSError,)):
+                writer.write_kv_data_to_file()  # half a character is no text
             writer.write_ti_data_to_file()
             for array in _arrays(checkpoint, widths, stored, tensors):
                 writer.write_tensor_data(array)
@@ -141,12 +110,6 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     """Return why the graphs `deci` and `llama` would not compute this model exactly; None if they
     do."""
     config = checkpoint.config
-    try:
-        checked(config, _Needed, "its config.json")
-        if _rope(config)["rope_type"] == "llama3":
-            checked(_rope(config), _Llama3, "its config.json: rope_parameters")
-    except SchemaError as error:
-        return f"{error}; download the model again"
     model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
     if config.get("quantization_config"):
         return "it is quantized already; export the folder it was made from"
@@ -208,28 +171,13 @@ def _add_sizes(writer: gguf.GGUFWriter, checkpoint: Checkpoint, widths: Widths) 
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _is_copy(head: LocalTensor | None, embedding: LocalTensor) -> bool:
-    """Tell whether an output head has the embedding's bytes. transformers and vLLM use another one,
-    even if tied."""
-    if head is None or (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
-        return False
-    pair, piece = (head.mmap_bytes(), embedding.mmap_bytes()), 1 << 24
-    return all(
-        np.array_equal(*(array[start : start + piece] for array in pair)) for start in range(0, len(pair[0]), piece)
-    )
-
-
-def _tensors(
-    checkpoint: Checkpoint, widths: Widths, stored: Mapping[str, LocalTensor], kind: gguf.GGMLQuantizationType
-) -> Iterator[_Tensor]:
+def _tensors(checkpoint: Checkpoint, widths: Widths, kind: gguf.GGMLQuantizationType) -> Iterator[_Tensor]:
     """Yield the tensors of the file, in order. Raises: ModelError for a tensor that llama.cpp has
     no place for."""
     if _rope(checkpoint.config)["rope_type"] == "llama3":
         float32 = gguf.GGMLQuantizationType.F32
         yield _Tensor(name=FACTORS, gguf_name=FACTORS, shape=(widths.head_dim // 2,), type=float32)
     shapes = {name: tuple(shape) for name, shape in checkpoint.shapes.items() if not name.endswith("inv_freq")}
-    if checkpoint.config.get("tie_word_embeddings") and _is_copy(stored.get(HEAD), stored[EMBEDDING]):
-        del shapes[HEAD]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(widths.layers))
     for name, shape in (shapes | _missing(checkpoint, widths)).items():
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))

@@ -12,18 +12,15 @@ module finds it by the rules in `tokenizer.json`.
 
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NotRequired, Required, TypedDict
+from typing import Any
 
 import gguf
-from msgspec import Meta
 
 from ddp_vllm.checkpoint import read_json
 from ddp_vllm.errors import ModelError
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.schema import checked
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # the rules that cut, in order, and whether merges are skipped for words of the vocabulary -> name
@@ -41,43 +38,6 @@ values."""
 # of an added token: the text around it decides or is removed
 _FLAGS = ("lstrip", "rstrip", "single_word")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_Id = Annotated[int, Meta(ge=0, le=10_000_000)]
-
-
-class _Step(TypedDict):
-    type: str
-    normalizers: NotRequired[list["_Step"]]
-    pretokenizers: NotRequired[list["_Step"]]
-
-
-class _Kind(TypedDict):
-    model: _Step
-
-
-class _Model(TypedDict):
-    type: str
-    vocab: dict[str, _Id]
-    merges: list[str | Annotated[list[str], Meta(max_length=2)]]
-    byte_fallback: NotRequired[bool | None]
-    ignore_merges: NotRequired[bool | None]
-
-
-class _Added(TypedDict):
-    id: _Id
-    content: str
-    special: bool
-    lstrip: NotRequired[bool]
-    rstrip: NotRequired[bool]
-    single_word: NotRequired[bool]
-
-
-class _Tokenizer(TypedDict, total=False):
-    """The values that are written into the file or decide about it."""
-
-    model: Required[_Model]
-    added_tokens: list[_Added] | None
-    normalizer: _Step | None
-    pre_tokenizer: _Step | None
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> list[str]:
@@ -87,19 +47,15 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> lis
     """
     if not (folder / "tokenizer.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json; save its tokenizer there with transformers' save_pretrained")
-    original = read_json(folder / "tokenizer.json")
-    if (kind := checked(original, _Kind, "tokenizer.json")["model"]["type"]) != "BPE":
-        raise _refusal(folder, f"is of type {short(kind)}")
-    checked(original, _Tokenizer, "tokenizer.json")
-    _tokens(folder, original, vocab_size)
     with TemporaryDirectory() as saved:
         loaded = _load(folder)
         loaded.save_pretrained(saved)
         shutil.copyfile(folder / "config.json", Path(saved) / "config.json")
         tokenizer = read_json(Path(saved) / "tokenizer.json")
-        checked(tokenizer, _Tokenizer, "tokenizer.json")
         special = gguf.SpecialVocab(saved, load_merges=not tokenizer["model"].get("byte_fallback"), n_vocab=vocab_size)
     model, notes = tokenizer["model"], []
+    if model["type"] != "BPE":
+        raise _refusal(folder, f"is of type {short(model['type'])}")
     tokens, kinds = _tokens(folder, tokenizer, vocab_size)
     if odd := [token["content"] for token in tokenizer.get("added_tokens") or () if any(map(token.get, _FLAGS))]:
         raise _refusal(folder, f"strips spaces around {short(odd[0])}, or requires a word's end there")
@@ -197,27 +153,17 @@ def _tokens(folder: Path, tokenizer: dict[str, Any], vocab_size: int) -> tuple[l
     added = {token["content"]: token for token in tokenizer.get("added_tokens") or ()}
     numbers: dict[str, int] = model["vocab"] | {text: token["id"] for text, token in added.items()}
     texts = {number: text for text, number in numbers.items()}
-    moved = [text for text in added if model["vocab"].get(text, numbers[text]) != numbers[text]]
-    if wrong := moved or [text for text, number in numbers.items() if texts[number] != text]:
-        raise ModelError(
-            f"{folder / 'tokenizer.json'} gives {short(wrong[0])} two numbers, or its number to two tokens; copy the "
-            "folder again, whole"
-        )
-    if not model["vocab"] or max(texts) >= vocab_size:
-        most = f"token {max(texts)}" if model["vocab"] else "no token in its vocabulary"
-        raise ModelError(f"{folder} has {most}, but embeddings of {vocab_size}; copy it whole again")
-    rows = [texts.get(index, f"[PAD{index}]") for index in range(vocab_size)]
-    return rows, [_kind(text, numbers, added, bool(model.get("byte_fallback"))) for text in rows]
-
-
-def _kind(
-    text: str, numbers: Mapping[str, int], added: Mapping[str, dict[str, Any]], has_bytes: bool
-) -> gguf.TokenType:
-    if text in added:
-        return gguf.TokenType.CONTROL if added[text]["special"] else gguf.TokenType.USER_DEFINED
-    if text not in numbers:
-        return gguf.TokenType.UNUSED
-    return gguf.TokenType.BYTE if has_bytes and _BYTE.fullmatch(text) else gguf.TokenType.NORMAL
+    if (largest := max(texts)) >= vocab_size:
+        raise ModelError(f"{folder} has token {largest}, but embeddings of {vocab_size}; copy it whole again")
+    rows, kinds = [texts.get(index, f"[PAD{index}]") for index in range(vocab_size)], list[gguf.TokenType]()
+    for text in rows:
+        kind = gguf.TokenType.NORMAL if text in numbers else gguf.TokenType.UNUSED
+        if text in added:
+            kind = gguf.TokenType.CONTROL if added[text]["special"] else gguf.TokenType.USER_DEFINED
+        elif model.get("byte_fallback") and text in numbers and _BYTE.fullmatch(text):
+            kind = gguf.TokenType.BYTE
+        kinds.append(kind)
+    return rows, kinds
 
 
 def _scores(tokens: list[str], merges: list[str | list[str]]) -> list[float]:

@@ -1,20 +1,18 @@
 """The model card of a pruned checkpoint: the removed units, the cost in quality, and how to serve
 it."""
 
-import importlib.metadata
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.names import bare_name, is_hub_name
 from ddp_vllm.pages.page import Page, to_markdown
-from ddp_vllm.pages.summary import dense_name, lead, sections, texts_of
+from ddp_vllm.pages.summary import dense_name, lead, sections
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import states_widths
 
@@ -42,7 +40,7 @@ vllm serve {place}
 PLUGIN = """In vLLM with ddp-vllm installed, which is the fastest way:
 
 ```bash
-{install}vllm serve {place}
+vllm serve {place}
 ```"""
 STOCK = """In vLLM without ddp-vllm (0.32 was tested):
 
@@ -80,40 +78,26 @@ def model_card(
     base = base_model or (dense if is_hub_name(dense) else None)
     texts = (checkpoint.provenance.get("recovery") or checkpoint.provenance).get("texts") or []
     datasets = [text.partition(":")[0] for text in dict.fromkeys(texts) if is_hub_name(text.partition(":")[0])]
-    more: dict[str, Any] = _index(checkpoint, name) | ({"base_model_relation": "finetune"} if base else {})
+    relation: dict[str, Any] = {"base_model_relation": "finetune"} if base else {}
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation",
-        license=license_name, base_model=base, datasets=datasets or None, **more,
+        license=license_name, base_model=base, datasets=datasets or None, **relation,
     )  # fmt: skip
+    units = " and ".join(_UNITS_OF[block] for block in checkpoint.widths.blocks)
+    if checkpoint.is_stock:
+        units = "whole experts, equally many of each layer,"
+    converted = checkpoint.provenance.get("converted")
+    made = (CONVERTED if converted else LEARNED).format(
+        dense=bare_name(dense), units=units, source=converted and converted["from"]
+    )
     page = Page(title=name, lead=[*lead(checkpoint)], sections=[*sections(checkpoint)], footer=[])
     text = TEXT.format(
         name=name,
-        made=_made(checkpoint, bare_name(dense)),
-        loading="\n\n".join(_loading(checkpoint)).format(name=name, place=place or f"./{name}", install=_install()),
+        made=made,
+        loading="\n\n".join(_loading(checkpoint)).format(name=name, place=place or f"./{name}"),
         statements=to_markdown(page),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
-
-
-def _index(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """Return the held-out perplexity in the form that the hub shows as an evaluation result; {}
-    without one."""
-    quality = checkpoint.perplexity
-    if not quality:
-        return {}
-    text = texts_of(checkpoint.provenance)
-    result = EvalResult(
-        task_type="text-generation", dataset_type="held-out", dataset_name=f"held-out documents of {text}",
-        metric_type="perplexity", metric_name="perplexity", metric_value=round([*quality.values()][-1], 2),
-    )  # fmt: skip
-    return {"model_name": name, "eval_results": [result]}
-
-
-def _made(checkpoint: Checkpoint, dense: str) -> str:
-    """Return how the model was made."""
-    if converted := checkpoint.provenance.get("converted"):
-        return CONVERTED.format(dense=dense, source=converted["from"])
-    return LEARNED.format(dense=dense, units=_removed_units(checkpoint))
 
 
 def write_card(folder: Path, output: Path) -> Checkpoint:
@@ -122,15 +106,6 @@ def write_card(folder: Path, output: Path) -> Checkpoint:
     checkpoint = read_checkpoint(folder)
     (folder / "README.md").write_text(model_card(checkpoint, output.name), encoding="utf-8")
     return replace(checkpoint, folder=output)
-
-
-def _install() -> str:
-    """Return the line that installs ddp-vllm, if its metadata tell where its source is."""
-    with suppress(importlib.metadata.PackageNotFoundError):
-        for url in importlib.metadata.metadata("ddp-vllm").get_all("Project-URL") or ():
-            if url.startswith("Source, "):
-                return f'pip install "ddp-vllm[serve] @ git+{url.removeprefix("Source, ")}"\n'
-    return ""
 
 
 def _loading(checkpoint: Checkpoint) -> Iterator[str]:
@@ -146,11 +121,3 @@ def _loading(checkpoint: Checkpoint) -> Iterator[str]:
     yield TRANSFORMERS + " It also requires the package compressed-tensors." * is_quantized
     if not missing_parts(dense_type(checkpoint.config)) and not is_quantized:
         yield LLAMA_CPP
-
-
-def _removed_units(checkpoint: Checkpoint) -> str:
-    """Return the kind of the removed units, in words."""
-    if checkpoint.is_stock:
-        return "whole experts, equally many of each layer,"
-    blocks = [_UNITS_OF[kind] for kind in checkpoint.widths.blocks]
-    return " and ".join(blocks)

@@ -1,28 +1,22 @@
 """What `compare` shows: one table of models, a sentence on each, two pictures, and how everything
 was measured."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from matplotlib.figure import Figure
 
 from ddp_vllm.evaluations import TASKS, Score, in_points, perplexity_ratio, points
 from ddp_vllm.intervals import with_interval
-from ddp_vllm.masks import Quality
-from ddp_vllm.output import atomic_file, sync, writing
-from ddp_vllm.pages.measurements import Comparison, Model, difference, engine_fact
-from ddp_vllm.pages.page import REPORT_FILE, Page, Picture, Section, Table, to_html, to_markdown
+from ddp_vllm.output import write_text
+from ddp_vllm.pages.measurements import Comparison, Model, difference
+from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import Bench, main_metric
 
 PICTURE_HEIGHT = 3.6  # inches
-# a model can do a task with generated answers if its accuracy is two standard errors above this
-CAN = 0.02
 SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
 OTHER_SPEEDS = ("p50", "p99", "output", "goodput")  # the first words of the other compared metrics
 REMARK = (
@@ -35,14 +29,9 @@ REMARK = (
 
 def write_comparison(comparison: Comparison, html: Path, markdown: Path, tolerance: float | None = None) -> None:
     """Write the page in both formats; `tolerance` as in `choice`. Raises: OutputError."""
-    page = replace(page_of(comparison, tolerance), links=_reports(comparison, html.parent))
-    with writing(html):
-        html.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(markdown) as first, atomic_file(html) as second:
-            # both are on the disk before either appears
-            for text, temporary in ((to_markdown(page), first), (to_html(page), second)):
-                temporary.write_text(text, encoding="utf-8")
-                sync(temporary)
+    page = page_of(comparison, tolerance)
+    write_text(to_markdown(page), markdown)
+    write_text(to_html(page), html)
 
 
 def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
@@ -58,13 +47,6 @@ def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
         sections=[*shown, table],
         footer=[*comparison.notes, *map(_speed_measured, comparison.benches), *_quality_measured(comparison)],
     )
-
-
-def _reports(comparison: Comparison, place: Path) -> dict[str, str]:
-    """Return the path of each model's report, relative to `place`, by name; of models that have a
-    report."""
-    reports = {model.name: Path(model.facts.model) / REPORT_FILE for model in comparison.pruned}
-    return {name: quote(os.path.relpath(file, place.resolve())) for name, file in reports.items() if file.is_file()}
 
 
 def headline(model: Model, comparison: Comparison) -> str:
@@ -115,15 +97,8 @@ def _ratios(comparison: Comparison, heading: str, bounds: Iterable[Any]) -> Row:
 def _facts(comparison: Comparison) -> Iterator[Row]:
     """Yield the rows of sizes and memory."""
     models = comparison.models
-    yield _row("units removed", lambda share: f"{100 * share:g} %", (model.sparsity for model in models))
     yield _row("parameters", _millions, (model.facts.parameters for model in models))
     yield _row("KV-cache bytes per token", "{:,}".format, (model.facts.kv_bytes_per_token for model in models))
-    for heading, fact, write in (
-        ("peak memory, GiB", "peak_memory_bytes", lambda size: f"{size / 2**30:,.2f}"),
-        ("weights in memory, GiB", "weights_gib", "{:,.2f}".format),
-        ("tokens the KV cache holds", "kv_cache_tokens", "{:,.0f}".format),
-    ):
-        yield _row(heading, write, (engine_fact(model, comparison, fact) for model in models))
 
 
 def _speeds(comparison: Comparison) -> Iterator[Row]:
@@ -143,27 +118,18 @@ def _speeds(comparison: Comparison) -> Iterator[Row]:
 def _qualities(comparison: Comparison) -> Iterator[Row]:
     """Yield the rows of held-out text, tasks and texts."""
     dense, models, pruned = comparison.dense, comparison.models, comparison.pruned
-    perplexities = ((quality := model.quality) and _before_and_after(quality) for model in models)
-    yield _row("held-out perplexity, dense → pruned", str, perplexities)
+    quality_of = lambda quality: f"{quality['dense']:.2f} → {quality.get('recovered', quality['pruned']):.2f}"  # noqa: E731
+    yield _row("held-out perplexity, dense → pruned", quality_of, (model.quality for model in models))
     yield _ratios(comparison, "… times the dense model's", (model.heldout for model in pruned))
-    counts = {model.accuracy[2] for model in models if model.accuracy}
-    alike = len(counts) == 1
     means = (
-        (mean := model.accuracy)
-        and f"{100 * mean[0]:.2f} ± {100 * mean[1]:.2f}" + ("" if alike else f" ({mean[2]} tasks)")
-        for model in models
+        (mean := model.accuracy) and f"{100 * mean[0]:.2f} ± {100 * mean[1]:.2f} ({mean[2]} tasks)" for model in models
     )
-    yield _row(f"mean accuracy, {min(counts)} tasks" if alike else "mean accuracy", str, means)
+    yield _row("mean accuracy", str, means)
     changes = (difference(model, dense) for model in models)
     yield _row("points, same questions, 95 %", lambda change: points(*change), changes)
     for name, task in TASKS.items():
         scores = [model.evaluation.score(name) if model.evaluation else None for model in models]
-        value, error = scores[0] or (1.0, None)
-        # nothing to lose on it
-        cannot = dense and task.is_generated and value < CAN + 2 * (error or 0)
-        heading = f"{task.heading} ({task.metric.replace('_', ' ')})" + ", which the dense model cannot do" * bool(
-            cannot
-        )
+        heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
         yield _row(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
     for text in dict.fromkeys(text for model in models for text in model.texts):
         ratios = (perplexity_ratio(model.texts[text]) if text in model.texts else None for model in pruned)
@@ -173,11 +139,6 @@ def _qualities(comparison: Comparison) -> Iterator[Row]:
         ]
         yield _row(f"KL on {text}, nats", lambda agreement: f"{agreement['kl']:.3f}", near)
         yield _row(f"top-1 agreement on {text}", lambda agreement: f"{agreement['top1']:.1%}", near)
-
-
-def _before_and_after(quality: Quality) -> str:
-    """Return the dense model's perplexity and this model's, on held-out text."""
-    return f"{quality['dense']:.2f} → {quality.get('recovered', quality['pruned']):.2f}"
 
 
 def _score(scale: int, score: Score) -> str:
@@ -196,40 +157,36 @@ def _draw_accuracy(comparison: Comparison) -> Picture | None:
         ratio = model.measured_speedup if model.facts.pruned else (1.0, 1.0, 1.0)
         if model.accuracy and ratio:
             percent, error = 100 * model.accuracy[0], 196 * model.accuracy[1]
-            quality = (percent, percent - error, percent + error)
-            points.append(Point(name=model.name, is_dense=not model.facts.pruned, ratio=ratio, quality=quality))
+            points.append(Point(model.name, not model.facts.pruned, ratio, (percent, percent - error, percent + error)))
     speeds = dict.fromkeys(SPEEDS[model.speed.verdict.metric] for model in comparison.pruned if model.speed)
     caption = (
         "Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors for accuracy. "
         "The dashed line joins the models that no other beats in both. The dense model is at 1."
     )
     draw = partial(draw_points, points=points, speed=" or ".join(speeds), quality="mean accuracy, %")
-    return _against_speed(points, draw, "quality", "Accuracy against speed", caption)
+    return _render(draw, points, "quality", "Accuracy against speed", caption)
 
 
 def _draw_heldout(comparison: Comparison) -> Picture | None:
     """Return held-out perplexity against speed; None if no two models have both."""
-    points = [Point(name="dense", is_dense=True, ratio=(1.0, 1.0, 1.0), quality=(1.0, 1.0, 1.0))]
+    points = [Point("dense", True, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0))]
     for model in comparison.pruned:
         if model.heldout and model.speedup:
-            point = Point(name=model.name, is_dense=False, ratio=model.speedup, quality=model.heldout)
-            points.append(point)
+            points.append(Point(model.name, False, model.speedup, model.heldout))
     caption = (
         "Speed is measured by bench, or else predicted by the profile, with its range. Perplexity is "
         "relative to the dense model's, on text held out of each model's training text; bars are "
         "95 % intervals over blocks of text."
     )
     draw = partial(draw_points, points=points, speed="speed", quality="perplexity, × dense", less_is_better=True)
-    return _against_speed(points[1:], draw, "heldout", "Held-out perplexity against speed", caption)
+    return _render(draw, points[1:], "heldout", "Held-out perplexity against speed", caption)
 
 
-def _against_speed(
-    points: Sequence[Point], draw: Callable[[Figure], None], name: str, title: str, caption: str
+def _render(
+    draw: Callable[[Figure], None], points: Sequence[Point], name: str, title: str, caption: str
 ) -> Picture | None:
-    if len(points) < 2:
-        return None
     caption = f"Right and up is better. {caption}"
-    return render(draw, name=name, title=title, caption=caption, height=PICTURE_HEIGHT)
+    return render(draw, name=name, title=title, caption=caption, height=PICTURE_HEIGHT) if len(points) > 1 else None
 
 
 def choice(comparison: Comparison, tolerance: float) -> str:

@@ -8,7 +8,6 @@ are only compared if they asked the same questions.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -54,8 +53,6 @@ class Model:
     """One model of a comparison, and what is known of it."""
 
     facts: ModelFacts
-    sparsity: float | None = None
-    """The fraction of units to remove, from the recipe; None for another budget than `units`."""
     quality: Quality | None = None
     """Perplexities on held-out text of the kind it was trained on, as `prune` stores them."""
     predicted: Interval | None = None
@@ -118,11 +115,7 @@ class Comparison:
     @property
     def benches(self) -> list[Bench]:
         """The benchmarks that the speeds come from."""
-        benches: list[Bench] = []
-        for speed in (speed for model in self.pruned for speed in model.speeds):
-            if speed.bench not in benches:
-                benches.append(speed.bench)
-        return benches
+        return [*{id(speed.bench): speed.bench for model in self.pruned for speed in model.speeds}.values()]
 
 
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
@@ -199,7 +192,7 @@ def _read_file(path: Path) -> Results | None:
 def _pruned_model(checkpoint: Checkpoint, dense: str | None, files: Sequence[Results], notes: Notes) -> Model:
     """Return a pruned model with its measurements, and add notes on missing ones."""
     folder, provenance = checkpoint.folder, checkpoint.provenance
-    facts, recipe = describe_model(str(folder)), provenance.get("recipe") or {}
+    facts = describe_model(str(folder))
     evaluation = _best_evaluation(files, facts, notes)
     latest: dict[str, Speed] = {}
     """Load -> the verdict of the latest benchmark that ended, or else of the latest."""
@@ -219,7 +212,6 @@ def _pruned_model(checkpoint: Checkpoint, dense: str | None, files: Sequence[Res
     latency = msgspec.convert(provenance.get("latency"), Latency | None)
     return Model(
         facts=facts,
-        sparsity=recipe.get("sparsity") or None if recipe.get("budget", "units") == "units" else None,
         quality=provenance.get("perplexity") or None,
         predicted=(latency.speedup, latency.low, latency.high) if latency else None,
         evaluation=evaluation,
@@ -233,13 +225,10 @@ def _of(kind: type[Kind], files: Iterable[Results]) -> list[Kind]:
 
 
 def _find(models: Sequence[Facts], facts: ModelFacts, notes: Notes) -> Facts | None:
-    """Return the entry of this model among a results file's models; among copies, the entry with
-    its folder."""
-    same = [model for model in models if _is_same(model, facts)]
-    in_place = [model for model in models if model.model == facts.model]
-    if in_place and not same:
+    """Return the entry of this model among a results file's models."""
+    if any(model.model == facts.model and not _is_same(model, facts) for model in models):
         notes[f"results of {facts.name} are left out, because it has changed since they were measured"] = ""
-    return next((model for model in in_place if model in same), same[0] if same else None)
+    return next((model for model in models if _is_same(model, facts)), None)
 
 
 def _is_same(model: ModelFacts, facts: ModelFacts) -> bool:
@@ -293,19 +282,3 @@ def difference(model: Model, dense: Model | None) -> tuple[float, float] | None:
     if model.evaluation.conditions != dense.evaluation.conditions:
         return None
     return mean_difference(model.evaluation.ddp_vllm.answers, dense.evaluation.ddp_vllm.answers)
-
-
-def engine_fact(model: Model, comparison: Comparison, fact: str) -> float | None:
-    """Return the median of a value that a model's engines reported in the benchmark of the picture.
-
-    Served and offline engines differ in processes, so only one benchmark is read. Peak memory is
-    unknown on a GPU.
-    """
-    speeds = [model.speed] if model.facts.pruned else [other.speed for other in comparison.pruned]
-    speed = next(filter(None, speeds), None)
-    if speed is None or (fact == "peak_memory_bytes" and speed.bench.on_gpu):
-        return None
-    label = speed.verdict.label if model.facts.pruned else speed.bench.models[0].label
-    engines = [run.engine for run in speed.bench.measured(label, speed.verdict.load)]
-    values = [engine[fact] for engine in engines if fact in engine]
-    return median(values) if values else None

@@ -7,7 +7,7 @@ Legend: L layers, U units of a layer, E experts of a layer, C channels of an exp
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta
@@ -18,15 +18,9 @@ from ddp_vllm.dimensions import dimensions_of, unit_shapes
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, read_masks_file
 from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes, short
-from ddp_vllm.schema import Count, checked
+from ddp_vllm.schema import checked
 
-# lines of a metrics file, which take seconds to read; the paper's search has 1,000 steps
-MOST_STEPS = 200_000
 _Number = Annotated[float, Meta(ge=-1e308)]  # may be infinite, but is a number
-
-
-class _Step(TypedDict):
-    step: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,61 +39,41 @@ class Metrics:
 
 def gather(checkpoint: Checkpoint) -> Metrics:
     """Read masks and metrics. Raises: CheckpointError if they are unreadable or of other widths."""
-    folder = checkpoint.folder
+    folder, widths, sizes = checkpoint.folder, checkpoint.widths, dimensions_of(checkpoint.config)
     try:
         tensors = read_masks_file(folder / MASKS_FILE)[0] if (folder / MASKS_FILE).exists() else {}
-        metrics = Metrics(
-            checkpoint=checkpoint,
-            gates={name.removesuffix(".gates"): value for name, value in tensors.items() if name.endswith(".gates")},
-            pruning=_read_steps(folder / METRICS_FILE),
-            recovery=_read_steps(folder / RECOVERY_FILE),
-        )
+        pruning, recovery = (_read_steps(folder / name) for name in (METRICS_FILE, RECOVERY_FILE))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
-    _check_masks(metrics)
-    widths = checkpoint.widths
-    kept = {
+    gates = {name.removesuffix(".gates"): value for name, value in tensors.items() if name.endswith(".gates")}
+    kept: dict[str, list[Any]] = {
         "mlp": [layer.intermediate_size for layer in widths.layers if widths.states("mlp", layer)],
         "experts": [list(row) for layer in widths.layers if (row := layer.expert_intermediate_sizes) is not None],
     }
-    gates = metrics.gates
-    # the MLP of a stock class keeps a channel of zeros
-    least = int(not widths.is_family)
-    left = {kind: (values > 0).sum(-1) for kind, values in gates.items()}
-    left |= {"mlp": np.maximum(left["mlp"], least)} if "mlp" in left else {}
-    if any(left[kind].tolist() != widths for kind, widths in kept.items() if kind in gates):
-        raise CheckpointError(
-            f"{folder}: {MASKS_FILE} and config.json are of different checkpoints; run ddp-vllm apply again"
-        )
-    return metrics
-
-
-def _check_masks(metrics: Metrics) -> None:
-    """Refuse masks of a model of other sizes. Raises: CheckpointError."""
-    sizes = dimensions_of(metrics.checkpoint.config)
     shapes = [unit_shapes(sizes, head_unit) for head_unit in ("kv-group", "query-head")]
-    for kind, values in metrics.gates.items():
+    for kind, values in gates.items():
+        left = (values > 0).sum(-1)
+        if kind == "mlp" and not widths.is_family:  # the MLP of a stock class keeps a channel of zeros
+            left = np.maximum(left, 1)
         if (
-            values.shape not in [unit_shape.get(kind) for unit_shape in shapes]
+            values.shape not in [shape.get(kind) for shape in shapes]
             or not (np.isfinite(values) & (values >= 0)).all()
+            or left.tolist() != kept.get(kind, left.tolist())
         ):
             raise CheckpointError(
-                f"{metrics.checkpoint.folder}: the masks of {short(kind)} have shape {list(values.shape)}, which does "
-                "not fit the config, or hold values that are negative or not finite; run ddp-vllm apply again"
+                f"{folder}: {MASKS_FILE} and config.json are of different checkpoints, because the masks of "
+                f"{short(kind)} have other widths; run ddp-vllm apply again"
             )
+    return Metrics(checkpoint=checkpoint, gates=gates, pruning=pruning, recovery=recovery)
 
 
 def _read_steps(path: Path) -> list[dict[str, float]]:
     """Return the logged metrics of each step; none if the file is missing. Raises: OSError,
     ValueError."""
-    if not path.exists():
-        return []
-    if len(lines := read_bytes(path, LARGEST_JSON).splitlines()) > MOST_STEPS:
-        raise ValueError(f"{path.name} has {len(lines):,} lines, more than {MOST_STEPS:,}")
-    steps = [parse_json(line) for line in lines]
-    for number, step in enumerate(steps, 1):
-        checked(step, _Step, f"line {number} of {path.name}")
-        checked(step, dict[str, _Number], f"line {number} of {path.name}")
+    lines = read_bytes(path, LARGEST_JSON).splitlines() if path.exists() else []
+    steps = checked([parse_json(line) for line in lines], list[dict[str, _Number]], path.name)
+    if not all("step" in step for step in steps):
+        raise ValueError(f"a line of {path.name} lacks its step")
     return steps
 
 

@@ -4,8 +4,8 @@ Only `page.html.j2` and `style.css` decide the look of a page. The HTML is one f
 script, font or picture from anywhere. Shapes and labels carry meaning, colors do not.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,12 +25,6 @@ class Table:
     rows: Sequence[Sequence[Any]]
     is_text: bool = False
     """Whether every column is text."""
-
-    @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]]) -> "Table":
-        """Return a table with one row per record and the columns of the first record."""
-        headings = list(records[0])
-        return cls(headings=headings, rows=[[record.get(name, "") for name in headings] for record in records])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +56,10 @@ class Page:
 
     title: str
     lead: Sequence[tuple[str, str]]
-    """(topic, statement); the topic may be empty."""
+    """(topic, statement)."""
     sections: Sequence[Section]
     footer: Sequence[str]
     """How and where the numbers were measured, and notes on missing ones."""
-    links: Mapping[str, str] = field(default_factory=dict)
-    """Pages about the subjects of `lead`, relative to this one."""
 
 
 @cache
@@ -91,8 +83,7 @@ def to_html(page: Page) -> str:
 
 def to_markdown(page: Page) -> str:
     """Return the sentences and tables of a page in Markdown; pictures are left out."""
-    named = {name: f"[{name}]({page.links[name]})" if name in page.links else name for name, _ in page.lead}
-    parts = ["\n".join(f"- **{named[name]}**: {_cell(text)}" if name else _cell(text) for name, text in page.lead)]
+    parts = ["\n".join(f"- **{name}**: {_cell(text)}" for name, text in page.lead)]
     for section in page.sections:
         if section.table:
             parts += [f"### {section.heading}", markdown_table(section.table), section.remark]

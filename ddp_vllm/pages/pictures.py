@@ -8,8 +8,7 @@ Legend: L layers, U units of a layer.
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -29,14 +28,13 @@ STYLE: dict[Any, Any] = {
     "axes.linewidth": 0.8,
     "text.parse_math": False,  # a $ in a name is a dollar
 }
-# white: removed
-GREYS = LinearSegmentedColormap.from_list("kept", ["0.85", "0.0"]).with_extremes(bad="white")
-MOST_CROSSES = 2500  # with more, removed units are only white
+# white: removed; nothing: not there
+GREYS = LinearSegmentedColormap.from_list("kept", ["0.85", "0.0"]).with_extremes(under="white", bad="none")
 # tone, dashes, width
 LINES = (("0.6", "-", 2.2), ("black", "--", 1.2), ("black", ":", 1.4), ("black", "-.", 1.2))
 MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")  # of pruned models; the dense one is a circle
-LAMBDAS = {"lambda1": "λ1", "lambda2": "λ2", "lambda3": "λ3"}
 Curves = Sequence[Mapping[str, float]]
+NO_TARGETS: dict[str, float] = {}
 
 
 def render(draw: Callable[[Figure], None], *, name: str, title: str, caption: str, height: float) -> Picture:
@@ -65,35 +63,19 @@ def height_of_map(units: int) -> float:
     return float(np.clip(1.1 + 0.13 * units, 1.6, 4.8))
 
 
-def draw_heatmaps(
-    figure: Figure, *, values: Mapping[str, NDArray[np.float64]], unit_label: str, together: int = 1
-) -> None:
+def draw_heatmaps(figure: Figure, *, values: Mapping[str, NDArray[np.float64]], unit_label: str) -> None:
     """Draw [L, U] arrays below each other, label -> values: layers from left to right, units
     upwards.
 
-    Darker cells have higher values; 0 is crossed out, NaN is empty. Lines separate groups of
-    `together` units (query heads of a KV head).
+    Darker cells have higher values; 0 is white, NaN is empty.
     """
     for axes, (label, values_LU) in zip(panels_of(figure, len(values)), values.items(), strict=True):
-        shown = np.ma.masked_invalid(np.ma.masked_equal(values_LU.T, 0.0))
-        scale = Normalize(0.0, max(float(np.nanmax(values_LU)), 1e-9))
-        image = axes.imshow(shown, cmap=GREYS, norm=scale, aspect="auto", origin="lower", interpolation="none")
-        _cross_out(axes, values_LU)
-        for edge in range(together, values_LU.shape[1], together) if together > 1 else ():
-            axes.axhline(edge - 0.5, color="0.5", linewidth=0.5)
+        scale = Normalize(1e-9, max(float(np.nanmax(values_LU)), 1e-6))
+        image = axes.imshow(values_LU.T, cmap=GREYS, norm=scale, aspect="auto", origin="lower", interpolation="none")
         axes.set(xlabel="layer", ylabel=unit_label)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         figure.colorbar(image, ax=axes, label=label, pad=0.02)
-
-
-def _cross_out(axes: Axes, values_LU: NDArray[np.float64]) -> None:
-    layers, units = values_LU.shape
-    removed_layer, removed_unit = np.nonzero(values_LU == 0)
-    if len(removed_layer) <= MOST_CROSSES:
-        cell = min(200 / layers, 72 * height_of_map(units) * 0.6 / units)  # points
-        size = min(20.0, (0.6 * cell) ** 2)
-        axes.scatter(removed_layer, removed_unit, marker="x", s=size, color="0.25", linewidths=0.7)
 
 
 def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
@@ -105,7 +87,7 @@ def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
     axes.set(xlabel="layer", ylabel="MLP channels")
     axes.margins(x=0.01)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    _legend(figure, axes)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
 
 
 def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
@@ -115,8 +97,6 @@ def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
         ("nats per token", {"loss": "loss", "ce": "cross-entropy"}),
         ("KL, nats", {"kl": "KL to dense"}),
         ("sparsity", {f"{kind}_sparsity": kind for kind in kinds}),
-        ("μ", {"mu": "μ"}),
-        *((label, {f"{kind}_{metric}": kind for kind in kinds}) for metric, label in LAMBDAS.items()),
     ]
     logged = [
         (label, {metric: name for metric, name in metrics.items() if metric in curves[0]}) for label, metrics in panels
@@ -124,18 +104,19 @@ def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
     return [(label, metrics) for label, metrics in logged if metrics]
 
 
-def height_of_curves(curves: Curves) -> float:
-    return 0.4 + 1.15 * len(metrics_drawn(curves))
+def draw_curves(
+    figure: Figure,
+    *,
+    curves: Curves,
+    panels: Sequence[tuple[str, Mapping[str, str]]],
+    targets: Mapping[str, float] = NO_TARGETS,
+    rounded_after: int | None = None,
+) -> None:
+    """Draw losses and sparsity over the steps; losses also smoothed.
 
-
-def draw_curves(figure: Figure, *, curves: Curves, targets: Mapping[str, float], rounded_after: int | None) -> None:
-    """Draw losses, sparsity, μ and λ over the steps, as far as they were logged; losses also
-    smoothed.
-
-    targets: the sparsity that the budget of each module type, or of all together, requires in the
-    end.
+    panels: what `metrics_drawn` returns. targets: the sparsity that the budget of each module type,
+        or of all together, requires in the end.
     """
-    panels = metrics_drawn(curves)
     steps = np.array([step["step"] for step in curves])
     for axes, (label, metrics) in zip(panels_of(figure, len(panels), sharex=True), panels, strict=True):
         styles = LINES if len(metrics) > 1 else (("black", "-", 1.2),)
@@ -165,8 +146,7 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return mean
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """A model between speed and quality."""
 
     name: str
@@ -217,8 +197,3 @@ def panels_of(figure: Figure, number: int, **options: Any) -> Sequence[Axes]:
     """Return axes below each other."""
     axes: Sequence[Axes] = figure.subplots(number, squeeze=False, **options)[:, 0]
     return axes
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)

@@ -4,8 +4,8 @@ report all show these.
 `lead` has the sentences to begin with, `sections` the tables.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import exp, inf, prod
+from collections.abc import Callable, Iterator, Mapping
+from math import exp, inf
 from statistics import median_low
 from typing import Any
 
@@ -13,7 +13,6 @@ import msgspec
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import whole_model
-from ddp_vllm.dimensions import text_config
 from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.masks import Latency
 from ddp_vllm.names import bare_name
@@ -61,7 +60,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "parameters": checkpoint.num_parameters,
         "layers": [layer.to_json() for layer in checkpoint.layers],
         "sizes": [{"what": label, "dense": dense, "pruned": left} for label, dense, left in sizes(checkpoint)],
-        "notes": routing_notes(checkpoint),
+        "notes": [*routing_notes(checkpoint)],
         **made,
     }
 
@@ -88,7 +87,13 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
         yield "held-out perplexity", f"{perplexities(quality)} {tokens}"
         if near := fidelity(quality):
             yield "compared with dense", near
-        yield from (("note", sentence) for sentence in adaptation(quality))
+        last = next(who for who in reversed(MODELS) if who in quality)
+        if quality[last] < quality["dense"]:
+            yield (
+                "note",
+                f"The {last} model reads this text better than the dense one because it was trained on text of the "
+                "same kind: it adapted to that text, so these figures do not show the cost of pruning on other text.",
+            )
     if latency := msgspec.convert(provenance.get("latency"), Latency | None):
         speed = with_interval(latency.speedup, latency.low, latency.high)
         yield "predicted", f"{speed} the dense model's speed ({latency.workload}; {latency.place})"
@@ -110,12 +115,9 @@ def verdict(quality: Mapping[str, Any]) -> str:
 
 
 def details(checkpoint: Checkpoint) -> Iterator[Statement]:
-    """Yield further statements: how the masks were rounded, how the model can be served, and notes
+    """Yield further statements: where the widths are from, how the model can be served, and notes
     on its quality."""
     provenance = checkpoint.provenance
-    for kind, change in provenance.get("rounding", {}).items():
-        changed = f"{change['dropped']:,} more units dropped, {change['revived']:,} revived"
-        yield f"rounding of {kind}", f"sparsity was {change['raw_sparsity']:.1%} before; {changed}"
     if converted := provenance.get("converted"):
         sizes_of = "its config.json and its widest layers" if "applied_to" not in provenance else dense_name(checkpoint)
         yield "converted", f"widths from the {converted['format']} of {converted['from']}; dense sizes from {sizes_of}"
@@ -131,7 +133,8 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
 
 def sections(checkpoint: Checkpoint) -> Iterator[Section]:
     """Yield the tables: sizes, quality on each text, and the widths of the layers."""
-    yield Section(heading="Size", table=size_table(checkpoint))
+    rows = [[label, f"{dense:,}", f"{left:,}", f"{1 - left / dense:.1%}"] for label, dense, left in sizes(checkpoint)]
+    yield Section(heading="Size", table=Table(headings=["", "dense", "pruned", "removed"], rows=rows))
     provenance = checkpoint.provenance
     watched = provenance.get("recovery", provenance).get("watched", {})
     yield from _quality("Perplexity on held-out text", provenance.get("perplexity"), texts_of(provenance))
@@ -139,30 +142,42 @@ def sections(checkpoint: Checkpoint) -> Iterator[Section]:
         yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that no weight was trained on")
     known = Table(headings=["about", "statement"], rows=list(details(checkpoint)), is_text=True)
     yield Section(heading="Details", table=known)
-    if text_hash := provenance.get("fingerprint", {}).get("text"):
-        rows = [("training and held-out tokens", f"SHA-256 {text_hash}")]
-        table = Table(headings=["of", "checksum"], rows=rows, is_text=True)
-        yield Section(heading="Checksums", table=table, folded=True)
     yield Section(heading="Widths, layer by layer", table=width_table(checkpoint), folded=True)
 
 
 def _quality(heading: str, quality: Mapping[str, Any] | None, text: str) -> Iterator[Section]:
-    """Yield a table of perplexities, if the loss of each held-out block is known."""
+    """Yield a table of perplexities with standard errors over the held-out blocks, for ratios over
+    the blocks' differences, if the loss of each block is known.
+
+    quality: the entry that `prune` and `recover` store for the text, with the tokens of each block
+        and the agreement of each model with the dense one (KL in nats per token, and top-1
+        agreement).
+    """
     losses = (quality or {}).get("block_losses") or {}
-    models = [name for name in MODELS if name in (quality or {})]
-    if quality and all(name in losses for name in models):
-        remark = (
-            f"{quality['tokens']:,} tokens of {text}, in {len(losses['dense'])} blocks that all models read and none "
-            "was trained on. Errors are standard errors over the blocks; for a ratio, over the blocks' differences."
-        )
-        table = perplexity_table({name: losses[name] for name in models}, quality)
-        yield Section(heading=heading, table=table, remark=remark)
+    if not quality or not all(name in losses for name in MODELS if name in quality):
+        return
+    agreement = quality.get("agreement") or {}
+    lines: dict[str, list[float]] = {name: losses[name] for name in MODELS if name in quality}
+    for name in [*lines][1:]:
+        pairs = zip(losses["dense"], losses[name], strict=True)
+        lines[f"{name} / dense"] = [after - before for before, after in pairs]
+    rows = []
+    for label, values in lines.items():
+        mean, error = mean_loss(values, quality.get("block_tokens"))
+        row = [label, f"{exp(mean):.2f}", "–" if error is None else f"± {exp(mean) * error:.2f}"]
+        near = agreement.get(label)
+        rows.append([*row, *([f"{near['kl']:.3f}", f"{near['top1']:.1%}"] if near else ["–", "–"])])
+    headings = ["", "perplexity", "standard error", "KL to dense, nats", "top-1 agreement"]
+    remark = (
+        f"{quality['tokens']:,} tokens of {text}, in {len(losses['dense'])} blocks that all models read and none "
+        "was trained on. Errors are standard errors over the blocks; for a ratio, over the blocks' differences."
+    )
+    yield Section(heading=heading, table=Table(headings=headings, rows=rows), remark=remark)
 
 
 def sizes(checkpoint: Checkpoint) -> list[Size]:
     """Return all sizes of a model: units, parameters, FLOPs, KV cache."""
-    parameters, *per_token = footprint(checkpoint)
-    return [*units(checkpoint), parameters, without_embeddings(checkpoint), *per_token]
+    return [*units(checkpoint), *footprint(checkpoint)]
 
 
 def units(checkpoint: Checkpoint) -> list[Size]:
@@ -175,7 +190,7 @@ def units(checkpoint: Checkpoint) -> list[Size]:
 def footprint(checkpoint: Checkpoint) -> list[Size]:
     """Count the whole model's parameters, and its FLOPs and bytes of KV cache (at 16 bits) per
     token."""
-    config, context = checkpoint.config, _context(checkpoint)
+    context = int(checkpoint.provenance.get("recipe", {}).get("context_length", CONTEXT_LENGTH))
     models = (checkpoint.widths.dense_layers, checkpoint.dense_shapes), (checkpoint.layers, checkpoint.shapes)
     labels = {
         "params": "parameters",
@@ -186,28 +201,9 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
         del labels["kv-bytes"]
     counts = list[Size]()
     for budget, label in labels.items():
-        dense, left = (round(whole_model(budget, config, *model, context)) for model in models)
+        dense, left = (round(whole_model(budget, checkpoint.config, *model, context)) for model in models)
         counts.append((label, dense, left))
     return counts
-
-
-def without_embeddings(checkpoint: Checkpoint) -> Size:
-    """Count the parameters apart from embeddings."""
-    dense, left = (
-        sum(prod(shape) for name, shape in shapes.items() if "embed" not in name and "lm_head" not in name)
-        for shapes in (checkpoint.dense_shapes, checkpoint.shapes)
-    )
-    return "… without embeddings", dense, left
-
-
-def _context(checkpoint: Checkpoint) -> int:
-    return int(checkpoint.provenance.get("recipe", {}).get("context_length", CONTEXT_LENGTH))
-
-
-def size_table(checkpoint: Checkpoint) -> Table:
-    """Return a table of all sizes, dense and pruned."""
-    rows = [[label, f"{dense:,}", f"{left:,}", f"{1 - left / dense:.1%}"] for label, dense, left in sizes(checkpoint)]
-    return Table(headings=["", "dense", "pruned", "removed"], rows=rows)
 
 
 def width_table(checkpoint: Checkpoint) -> Table:
@@ -225,14 +221,10 @@ def width_table(checkpoint: Checkpoint) -> Table:
     for index, layer in enumerate(checkpoint.layers):
         groups = layer.query_heads_per_kv_head
         uneven = f" ({' '.join(map(str, groups))})" if len({*groups}) > 1 else ""
-        counts = (layer.num_kv_heads, f"{layer.num_query_heads}{uneven}", f"{layer.intermediate_size:,}")
-        rows.append(
-            [
-                index,
-                *("–" if count in (0, "0") else count for count in counts),
-                f"{layer.intermediate_size / width:.0%}",
-            ]
-        )
+        numbers = (layer.num_kv_heads, layer.num_query_heads, layer.intermediate_size)
+        counts = [f"{number:,}" if number else "–" for number in numbers]
+        counts[1] += uneven
+        rows.append([index, *counts, f"{layer.intermediate_size / width:.0%}"])
     heads = [f"KV heads of {dense.num_kv_heads}", f"query heads of {dense.num_query_heads}"]
     return Table(headings=["layer", *heads, f"MLP channels of {width:,}", "MLP left"], rows=rows)
 
@@ -253,28 +245,15 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
     return Table(headings=["layer", *headings], rows=rows)
 
 
-def routing_notes(checkpoint: Checkpoint) -> list[str]:
-    """Return sentences on idle and on too few experts; none for a dense model."""
-    notes, chosen = [], text_config(checkpoint.config).get("num_experts_per_tok", 0)
+def routing_notes(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a sentence on experts that no token of the text was sent to; none for a dense model."""
     counts = checkpoint.times_chosen
-    idle = {index: row.count(0) for index, row in counts.items() if 0 in row}
+    idle = [f"{index} ({row.count(0)} of {len(row)})" for index, row in counts.items() if 0 in row]
     if idle:
-        layers = ", ".join(f"{index} ({number} of {len(counts[index])})" for index, number in idle.items())
-        notes.append(
-            f"experts that no token of the text was sent to, in layers {layers}; they were given an average "
+        yield (
+            f"experts that no token of the text was sent to, in layers {', '.join(idle)}; they were given an average "
             "importance, so other text may need channels that were removed from them"
         )
-    left = {
-        index: sum(map(bool, layer.expert_intermediate_sizes))
-        for index, layer in enumerate(checkpoint.layers)
-        if layer.expert_intermediate_sizes is not None
-    }
-    if few := [f"{index} ({number} left)" for index, number in left.items() if number < chosen]:
-        notes.append(
-            f"fewer experts left than the {chosen} each token is sent to, in layers {', '.join(few)}; the router still "
-            "scores the removed experts, which add nothing to tokens that it sends to them"
-        )
-    return notes
 
 
 def trained_together(provenance: Mapping[str, Any]) -> bool:
@@ -331,38 +310,3 @@ def fidelity(quality: Mapping[str, Any]) -> str:
     if not last:
         return ""
     return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
-
-
-def adaptation(quality: Mapping[str, Any]) -> list[str]:
-    """Return a sentence if the model reads the held-out text better than the dense one does; [] if
-    not."""
-    last = next(who for who in ("recovered", "pruned", "dense") if who in quality)
-    if not quality[last] < quality["dense"]:
-        return []
-    return [
-        f"The {last} model reads this text better than the dense one because it was trained on text of the same kind: "
-        "it adapted to that text, so these figures do not show the cost of pruning on other text."
-    ]
-
-
-def perplexity_table(losses: Mapping[str, Sequence[float]], quality: Mapping[str, Any]) -> Table:
-    """Return perplexities with standard errors over the held-out blocks; for ratios, over the
-    blocks' differences.
-
-    losses: of each block, by model. quality: the entry that `prune` and `recover` store for the
-    text, with the tokens of each block and the agreement of each model with the dense one (KL in
-    nats per token, and top-1 agreement).
-    """
-    agreement, rows, lines = quality.get("agreement"), [], dict(losses)
-    for name in list(losses)[1:]:
-        pairs = zip(losses["dense"], losses[name], strict=True)
-        lines[f"{name} / dense"] = [after - before for before, after in pairs]
-    for label, values in lines.items():
-        mean, error = mean_loss(values, quality.get("block_tokens"))
-        row = [label, f"{exp(mean):.2f}", "–" if error is None else f"± {exp(mean) * error:.2f}"]
-        if agreement:
-            near = agreement.get(label)
-            row += [f"{near['kl']:.3f}", f"{near['top1']:.1%}"] if near else ["–", "–"]
-        rows.append(row)
-    compared = ["KL to dense, nats", "top-1 agreement"] if agreement else []
-    return Table(headings=["", "perplexity", "standard error", *compared], rows=rows)

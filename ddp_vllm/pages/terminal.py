@@ -1,7 +1,6 @@
 """Prints a checkpoint: the widths of its layers, its sizes, and statements about its quality and
 training."""
 
-import re
 from collections.abc import Iterable
 
 from rich import table as rich_table
@@ -13,8 +12,6 @@ from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import printable
 from ddp_vllm.pages.page import Table
 from ddp_vllm.pages.summary import details, lead, sizes, width_table
-
-BAR = 24  # characters
 
 
 class SafeConsole(Console):
@@ -38,7 +35,7 @@ def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
         _print_line(console, label, statement)
     for label, dense, left in sizes(checkpoint):
         _print_line(console, label, f"{left:>15,} of {dense:>15,}   {1 - left / dense:6.1%} removed")
-    console.print(_widths(checkpoint))
+    print_table(width_table(checkpoint), console)
     for label, statement in details(checkpoint):
         _print_line(console, label, statement)
 
@@ -51,19 +48,6 @@ def print_table(table: Table, console: Console) -> None:
     for row in table.rows:
         drawn.add_row(*(escape(printable(str(cell))) for cell in row))
     console.print(drawn)
-
-
-def _widths(checkpoint: Checkpoint) -> rich_table.Table:
-    """Return the table of widths as rich draws it, with a bar for the share of channels left."""
-    widths = width_table(checkpoint)
-    drawn = rich_table.Table(title=f"{escape(printable(checkpoint.folder.name))}: kept units, layer by layer")
-    for heading in widths.headings:
-        drawn.add_column(re.sub(r" (of .*|\w+)$", r"\n\1", heading), justify="right")
-    drawn.add_column("", min_width=BAR)
-    for row in widths.rows:
-        filled = round(BAR * float(row[-1].rstrip("%")) / 100)
-        drawn.add_row(*map(str, row), "█" * filled + "░" * (BAR - filled))
-    return drawn
 
 
 def _print_line(console: Console, label: str, text: str) -> None:

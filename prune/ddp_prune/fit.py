@@ -108,9 +108,7 @@ class Fit:
 
 def allowed_modes(recipe: TrainingSettings) -> list[Mode]:
     """Return the training modes that a recipe allows, from the one that recovers the most."""
-    train = str(recipe.train)  # type: ignore[attr-defined]
-    if train == "auto" and getattr(recipe, "controller", "") == "alm":
-        train = "masks"
+    train = "masks" if recipe.train == "auto" and getattr(recipe, "controller", "") == "alm" else recipe.train
     return [
         mode
         for mode in suited_modes(recipe)
@@ -281,23 +279,23 @@ class SizedModel:
         return kept + num_tokens * gates + head_bytes(self.model, self.device)
 
 
-def flops_per_token(recipe: Recipe, source: Source, found: Fit) -> float:
+def flops_per_token(recipe: Recipe, source: Source, fitted: Fit) -> float:
     """Return the FLOPs of training per token of a sequence: of the teacher's forward, forward,
     forward again of checkpointed layers, gradients of activations, and gradients of trained
     weights."""
     fixed = "flops", source.config, source.widths.dense_layers, source.shapes
     products = whole_model(*fixed, 0)
     attention = whole_model(*fixed, recipe.seq_len // 2) - products  # a token attends to half of the others
-    forwards = (recipe.distillation > 0) + 1 + found.checkpointed
-    return products * (forwards + 1 + (found.mode.train == "weights")) + attention * (forwards + ATTENTION_BACKWARD)
+    forwards = (recipe.distillation > 0) + 1 + fitted.checkpointed
+    return products * (forwards + 1 + (fitted.mode.train == "weights")) + attention * (forwards + ATTENTION_BACKWARD)
 
 
-def tokens_per_second(recipe: Recipe, source: Source, devices: Devices, found: Fit) -> float:
+def tokens_per_second(recipe: Recipe, source: Source, devices: Devices, fitted: Fit) -> float:
     """Return the speed of training on cards, all of them together."""
     assert devices.card
     is_float32 = loading_options(source, recipe.dtype, None)["dtype"] == torch.float32
     peak = devices.card.flops_of_float32 if is_float32 else devices.card.flops
-    return UTILIZATION * peak * devices.number / flops_per_token(recipe, source, found)
+    return UTILIZATION * peak * devices.number / flops_per_token(recipe, source, fitted)
 
 
 def gigabytes(number: float) -> str:

@@ -14,9 +14,8 @@ from rich.console import Console
 
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import Joint, learn
+from ddp_prune.core.learn import Joint, Learned, learn
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
-from ddp_prune.core.trainer import Learned
 from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.devices import describe_device, explained, finish_run, make_accelerator, start_tracker
 from ddp_prune.export import export, layer_widths
@@ -27,32 +26,18 @@ from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_chec
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import load_trained, resolve_runs, too_large
 from ddp_prune.run import Run
-from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.run_folder import RunFolder
 from ddp_prune.settings import TrainingSettings
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_prune.texts import Text, read_text
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError
+from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
-from ddp_vllm.speed import Measure, predicted_latency
-
-
-class Job(NamedTuple):
-    """A command at work. All processes have one; the main one prints."""
-
-    run: RunFolder
-    left: Sequence[int]
-    """Indices of the outputs that are not written yet."""
-    console: Console
-    print_line: Callable[[str], None]
-
-    @property
-    def accelerator(self) -> Any:
-        return self.run.accelerator
 
 
 @contextmanager
@@ -65,8 +50,9 @@ def begin_job(
     overwrite: bool,
     tracker: str | None,
     console: Console,
-) -> Iterator[Job]:
+) -> Iterator[tuple[RunFolder, Sequence[int]]]:
     """Begin or resume the run of a command, and remove it when the block has written every output.
+    Yield it, and the indices of the outputs that are not written yet.
 
     recipes: one per size. output: of the command. folders: of the written models, one per recipe.
     reads: models that must not be overwritten.
@@ -77,7 +63,7 @@ def begin_job(
     print_line: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
     print_line(describe_device(accelerator))
     check_sharding(recipes[0], accelerator.num_processes)
-    run = RunFolder(output, accelerator)
+    run = RunFolder(output, accelerator, print_line)
     with run.open(recipes, overwrite=overwrite):
         num_written = len(run.written(folders))
         for folder in folders[:num_written]:
@@ -86,7 +72,7 @@ def begin_job(
             for folder in folders[num_written:] if accelerator.is_main_process else ():
                 clear(folder)
                 check_output(folder, overwrite=run.record["overwrite"], reads=reads)
-        yield Job(run, range(num_written, len(folders)), console, print_line)
+        yield run, range(num_written, len(folders))
         run.remove()
     finish_run(accelerator)
 
@@ -111,20 +97,27 @@ def prune(
     folders = folders_of(recipes, output)
     with begin_job(
         recipes, output, folders, reads=[recipes[0].model], overwrite=overwrite, tracker=tracker, console=console
-    ) as job:
-        if job.left:
-            _prune(recipes, job, folders, measure)
+    ) as (run, left):
+        if left:
+            _prune(recipes, run, left, folders, console, measure)
     return list(map(read_checkpoint, folders))
 
 
-def _prune(recipes: Sequence[Recipe], job: Job, folders: Sequence[Path], measure: Measure) -> None:
+def _prune(
+    recipes: Sequence[Recipe],
+    run: RunFolder,
+    left: Sequence[int],
+    folders: Sequence[Path],
+    console: Console,
+    measure: Measure,
+) -> None:
     """Resolve the sizes, read the text, and train and write each size that is not written yet."""
-    first, accelerator, print_line = recipes[0], job.accelerator, job.print_line
+    first, accelerator, print_line = recipes[0], run.accelerator, run.print_line
     source = main_process_first(accelerator, lambda: find_model(first))
     source.describe_rest(print_line)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
-    runs, _ = resolve_runs(recipes, pools, source, profile, job.run.resolved, accelerator, print_line)
+    runs, _ = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
     last, tokenizer = runs[-1], load_tokenizer(str(source.folder))
     start_tracker(accelerator, "ddp-vllm", last.recipe)
     text = main_process_first(
@@ -136,21 +129,19 @@ def _prune(recipes: Sequence[Recipe], job: Job, folders: Sequence[Path], measure
     )  # fmt: skip
     announce(last, source, text, print_line)
     inputs = text.identity(source, profile=str(profile.path) if profile else "")
-    job.run.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1)
-    for number in job.left:
+    run.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1)
+    for number in left:
         size = runs[number]
         for pool in pools[number]:
             print_line(pool.describe())
-        search = size.steps.search if size is not last else None
+        run.size, run.search = number, size.steps.search if size is not last else None
         set_seed(first.seed)
         with explained(too_large(size.recipe)):
-            result = _learn_size(
-                size, pools[number], source, tokenizer, text, job, SizeFolder(job.run, number, search, print_line)
-            )
+            result = _learn_size(size, pools[number], source, tokenizer, text, run, console)
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
-                checkpoint = _write(size, pools[number], source, inputs, result, job.run, folders[number])
-                print_written(checkpoint, first.model, job.console)
+                checkpoint = _write(size, pools[number], source, inputs, result, run, folders[number])
+                print_written(checkpoint, first.model, console)
 
 
 def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
@@ -188,18 +179,18 @@ class Result(NamedTuple):
 
 
 def _learn_size(
-    run: Run, pools: Sequence[Pool], source: Source, tokenizer: Any, text: Text, job: Job, progress: SizeFolder
+    size: Run, pools: Sequence[Pool], source: Source, tokenizer: Any, text: Text, run: RunFolder, console: Console
 ) -> Result:
-    """Load the dense model, train gates, and weights too if the run says so, and evaluate both
+    """Load the dense model, train gates, and weights too if the size's run says so, and evaluate both
     models.
 
     Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no
         sequence fits a device.
     """
-    recipe, accelerator, print_line = run.recipe, job.accelerator, job.print_line
+    recipe, accelerator, print_line = size.recipe, run.accelerator, run.print_line
     heldout, head_unit = text.blocks.heldout, head_unit_of(recipe, source)
-    gated, weights = load_trained(run, source, head_unit, accelerator)
-    joint = Joint(weights, heldout) if weights else None
+    gated, weights = load_trained(size, source, head_unit, accelerator)
+    joint = Joint(weights, heldout, print_line=print_line) if weights else None
     evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
     evaluation.evaluate("dense", gated.model)
     if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
@@ -208,14 +199,13 @@ def _learn_size(
         )
     if warning := bos_warning(gated.model, recipe.model, tokenizer, heldout):
         print_line(warning)
-    if joint and recipe.holds_teacher(run.train):
+    if joint and recipe.holds_teacher(size.train):
         joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, gated.model))
-    phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
-    with StepProgress(job.console, run.steps.last, phase, accelerator.is_main_process) as report:
+    phase = partial(_phase, size, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
+    with StepProgress(console, size.steps.last, phase, accelerator.is_main_process) as report:
         learned = learn(
-            gated, text.blocks.train, run, pools, accelerator, progress, report, joint, loss_mask=text.loss_mask,
-            print_line=print_line,
-        )  # fmt: skip
+            gated, text.blocks.train, size, pools, accelerator, run, report, joint, loss_mask=text.loss_mask
+        )
     gates = {kind: values.to(accelerator.device) for kind, values in learned.gates.items()}
     untrained, transform = dict[str, float](), None
     if joint:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ddp_prune.core.gates import Masks
-from ddp_prune.models.writing import save_tensors
 from ddp_vllm import __version__
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
+from ddp_vllm.model_files import save_tensors
 from ddp_vllm.provenance import published, remember
 
 # the gates before rounding; their importance, squared gradient × z²

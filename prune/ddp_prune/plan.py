@@ -68,34 +68,30 @@ def plan(
     print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
     record = broadcast_from_main(accelerator, find_record(output, recipes, overwrite=True))
-    runs, found = resolve_runs(
+    runs, fitted = resolve_runs(
         recipes, pools_of, source, profile, record.get("resolved", {}), accelerator, lines.append
     )
-    last = runs[-1].recipe
-    steps = runs[-1].steps.last
-    text = (
-        f"text: {steps:,} steps of {last.batch_size:,} × {last.seq_len:,} tokens, "
-        f"{steps * last.batch_size * last.seq_len:,} in all, from {last.data}"
-    )
+    last, steps = runs[-1].recipe, runs[-1].steps.last
     held = "the model and its teacher" if runs[-1].train == "weights" and last.distillation > 0 else "the model"
     lines += [
-        f"memory: about {gigabytes(found.peak)}: {gigabytes(found.held)} for {held}, {gigabytes(found.passing)} for "
-        f"{found.num_sequences} × {last.seq_len:,} tokens per forward pass; {gigabytes(found.free)} are free",
-        text,
+        f"memory: about {gigabytes(fitted.peak)}: {gigabytes(fitted.held)} for {held}, {gigabytes(fitted.passing)} for "
+        f"{fitted.num_sequences} × {last.seq_len:,} tokens per forward pass; {gigabytes(fitted.free)} are free",
+        f"text: {steps:,} steps of {last.batch_size:,} × {last.seq_len:,} tokens, "
+        f"{steps * last.batch_size * last.seq_len:,} in all, from {last.data}",
     ]
-    if found.peak > USABLE * found.free:
+    if fitted.peak > USABLE * fitted.free:
         lines.append("time: not measured, because memory is short")
-        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=found.peak)
+        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=fitted.peak)
     print_line("timing steps on random tokens")
     seconds = seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
     num_trials, steps = trial_steps(runs[-1]), sum(run.steps.last - run.steps.first for run in runs)
     trials = f" and trials of the learning rate that take as long as {num_trials}" * bool(num_trials)
-    steps += num_trials
+    total = (steps + num_trials) * seconds
     lines.append(
-        f"time: about {_duration(steps * seconds)}: {steps - num_trials:,} steps of {_duration(seconds)}{trials}, "
+        f"time: about {_duration(total)}: {steps:,} steps of {_duration(seconds)}{trials}, "
         "measured now on random tokens with all gates open; steps get faster as gates close"
     )
-    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=found.peak, seconds=steps * seconds)
+    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=fitted.peak, seconds=total)
 
 
 def _plan_on_cards(
@@ -104,18 +100,20 @@ def _plan_on_cards(
     """Add a line per training mode, from the one that takes least: memory, tokens and hours."""
     recipe, devices = recipes[-1], Devices.of_cards(on)
     fits = estimate(recipes, source, devices)
-    taken = choose([found for found, _, _ in fits])
-    for found, tokens, seconds in reversed(fits):
+    taken = choose([fitted for fitted, _, _ in fits])
+    for fitted, tokens, seconds in reversed(fits):
         hours = seconds / 3600
-        limit = f"about {hours:.2g} hours" if hours < 10 else f"about {hours:.0f} hours"
-        limit = f"the {recipe.minutes:g} minutes" if recipe.minutes else limit
+        duration = f"about {hours:.2g} hours for" if hours < 10 else f"about {hours:.0f} hours for"
+        duration = f"the {recipe.minutes:g} minutes for about" if recipe.minutes else duration
         lines.append(
-            f"{found.mode} on {on}: {'fits' if found.peak <= found.free else 'does not fit'}, "
-            f"{gigabytes(found.peak)} of {gigabytes(found.free)} per card with {found.num_sequences} × "
-            f"{recipe.seq_len:,} tokens per pass; {limit} for {'about ' * bool(recipe.minutes)}"
-            f"{tokens / 1e6:,.1f} M tokens" + " (--train auto takes this)" * (found is taken and recipe.train == "auto")
+            f"{fitted.mode} on {on}: {'fits' if fitted.peak <= fitted.free else 'does not fit'}, "
+            f"{gigabytes(fitted.peak)} of {gigabytes(fitted.free)} per card with {fitted.num_sequences} × "
+            f"{recipe.seq_len:,} tokens per pass; {duration} "
+            f"{tokens / 1e6:,.1f} M tokens"
+            + " (--train auto takes this)"
+            * (fitted is taken and recipe.train == "auto")
         )
-    seconds = next(seconds for found, _, seconds in fits if found is taken)
+    seconds = next(seconds for fitted, _, seconds in fits if fitted is taken)
     return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak, seconds=seconds)
 
 
@@ -129,12 +127,12 @@ def estimate(recipes: Sequence[Recipe], source: Source, devices: Devices) -> lis
     recipe, estimates = recipes[-1], list[tuple[Fit, float, float]]()
     check_sharding(replace(recipe, shard=devices.num_shards > 1), devices.number)
     for mode in allowed_modes(recipe):
-        found = fit(recipe, source, devices, mode)
-        rate = tokens_per_second(recipe, source, devices, found)
+        fitted = fit(recipe, source, devices, mode)
+        rate = tokens_per_second(recipe, source, devices, fitted)
         runs = [Run(recipe=recipe, steps=steps, **mode._asdict()) for steps in schedule(recipes)]
         steps = trial_steps(runs[-1]) + sum(run.steps.last - run.steps.first for run in runs)
         tokens = rate * 60 * recipe.minutes if recipe.minutes else float(steps * recipe.batch_size * recipe.seq_len)
-        estimates.append((found, tokens, 60 * recipe.minutes or tokens / rate))
+        estimates.append((fitted, tokens, 60 * recipe.minutes or tokens / rate))
     return estimates
 
 

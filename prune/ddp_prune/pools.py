@@ -25,9 +25,8 @@ from ddp_vllm.dimensions import (
 )
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import KNOWN, fewer_experts
-from ddp_vllm.latency import EXPERT_BLOCK, Profile
+from ddp_vllm.latency import EXPERT_BLOCK, Measure, Profile, find_profile
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.speed import Measure, find_profile
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 MOST_BLOCKS = 256  # per layer in the table of measured costs
@@ -60,7 +59,7 @@ def make_pools(
     tensors.
 
     profile: the latency profile that the budget `latency` requires, checked by
-        `ddp_vllm.speed.find_profile`.
+        `ddp_vllm.latency.find_profile`.
 
     Raises: SettingError for a budget, a target or a tensor-parallel size that this model cannot
         meet.

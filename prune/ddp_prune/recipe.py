@@ -211,10 +211,6 @@ class Recipe(TrainingSettings):
                 "raw_masks keeps every gate that the search left open and trains nothing afterwards; leave out polish, "
                 "align and tp"
             )
-        if self.train == "lora" and self.optimizer == "adamw-8bit":
-            raise SettingError(
-                "optimizer", "is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out"
-            )
         for name, allowed in WITH_WHOLE_EXPERTS.items() if self.whole_experts else ():
             if (value := getattr(self, name)) not in allowed:
                 raise SettingError(name, f"is {value!r}; with whole experts it must be {allowed[0]!r}")

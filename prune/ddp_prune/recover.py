@@ -16,13 +16,13 @@ from rich.console import Console
 
 from ddp_prune.core.batches import Batches, Teacher
 from ddp_prune.core.decoder import checkpoint_layers, fit_attention
-from ddp_prune.core.loop import take_steps
+from ddp_prune.core.loop import Learner, take_steps
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate, rate_of, step_seed
 from ddp_prune.devices import explained, start_tracker
 from ddp_prune.fit import Devices, fit
-from ddp_prune.jobs import Job, begin_job
+from ddp_prune.jobs import begin_job
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_prune.models.evaluation import Evaluation, bos_warning
 from ddp_prune.models.loading import load
@@ -30,12 +30,12 @@ from ddp_prune.models.source import Source, check_index, open_pruned, open_sourc
 from ddp_prune.models.writing import config_of, stored_tensors, write_model
 from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_prune.resolve import resolve_training_mode, too_large
-from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.run_folder import RunFolder
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_prune.texts import read_text
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import CheckpointError, SettingError, TrainingError
+from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.names import identity_of
 from ddp_vllm.output import atomic_folder
@@ -56,16 +56,17 @@ def recover(
     Raises: a child of DdpError.
     """
     reads = [recipe.model, recipe.teacher]
-    with begin_job(
-        [recipe], output, [output], reads=reads, overwrite=overwrite, tracker=tracker, console=console
-    ) as job:
-        if job.left:
-            _recover(recipe, job)
+    with begin_job([recipe], output, [output], reads=reads, overwrite=overwrite, tracker=tracker, console=console) as (
+        run,
+        left,
+    ):
+        if left:
+            _recover(recipe, run, console)
     return read_checkpoint(output)
 
 
-def _recover(recipe: RecoveryRecipe, job: Job) -> None:
-    run, accelerator, print_line = job.run, job.accelerator, job.print_line
+def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console) -> None:
+    accelerator, print_line = run.accelerator, run.print_line
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe))
     start_tracker(accelerator, "ddp-vllm-recover", recipe)
     set_seed(recipe.seed)
@@ -83,8 +84,8 @@ def _recover(recipe: RecoveryRecipe, job: Job) -> None:
         resolved = dataclasses.replace(recipe, **run.resolved or chosen)
         weights = TrainedWeights(model, accelerator, resolved.train, resolved.rank, resolved.optimizer)
         checkpoint_layers(model, fitted.checkpointed)
-        for each_model in (model, teacher):
-            fit_attention(each_model, recipe.seq_len, accelerator.device)
+        for loaded in (model, teacher):
+            fit_attention(loaded, recipe.seq_len, accelerator.device)
 
         def trainer_on(blocks: torch.Tensor, loss_mask: torch.Tensor | None = None) -> WeightTrainer:
             batches = Batches(blocks, resolved, accelerator, loss_mask, fitted.num_sequences)
@@ -120,9 +121,9 @@ def _recover(recipe: RecoveryRecipe, job: Job) -> None:
         if warning := bos_warning(teacher, recipe.model, tokenizer, heldout):
             print_line(warning)
         evaluation.evaluate("pruned", model)
-        trainer, progress = trainer_on(text.blocks.train, text.loss_mask), SizeFolder(run, print_line=print_line)
-        with StepProgress(job.console, resolved.steps, _phase, accelerator.is_main_process) as report:
-            take_steps(trainer, resolved, resolved.steps, accelerator, progress, report)
+        trainer = trainer_on(text.blocks.train, text.loss_mask)
+        with StepProgress(console, resolved.steps, _phase, accelerator.is_main_process) as report:
+            take_steps(trainer, resolved.steps, run, report)
         transform = weights.finish()
         evaluation.evaluate("recovered", model)
         with raise_on_all_ranks(accelerator):
@@ -131,7 +132,7 @@ def _recover(recipe: RecoveryRecipe, job: Job) -> None:
                 written = _write(checkpoint, transform, run, provenance)
                 for line in evaluation.recovery_summary():
                     print_line(line)
-                print_written(written, recipe.teacher, job.console)
+                print_written(written, recipe.teacher, console)
 
 
 def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
@@ -202,13 +203,16 @@ def _write(
         return write_pages(folder, run.output)
 
 
-class WeightTrainer:
+class WeightTrainer(Learner):
     """Trains the weights of a pruned model to minimize cross-entropy + distillation · KL(dense ‖
     pruned), step by step.
 
     student: the pruned model. dense: its teacher. weights: those of the student that are trained.
     batches: the text, with its loss mask.
     """
+
+    recipe: RecoveryRecipe
+    weights: TrainedWeights
 
     def __init__(
         self, student: Any, dense: Any, weights: TrainedWeights, batches: Batches, recipe: RecoveryRecipe
@@ -224,41 +228,26 @@ class WeightTrainer:
         """Return the seconds per step, of the slowest process; no weight changes."""
         for _ in range(2):  # the first step warms up
             began = time.perf_counter()
-            if math.isfinite(norm := self._gradients(0)[2]):
+            self._backward(0)
+            if math.isfinite(norm := self.weights.reduce_gradients()):
                 self.weights.step(0.0, norm)
             seconds = time.perf_counter() - began
         # also gradients that are not finite, which the run will report
         self.weights.reset_optimizer()
         return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
 
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Plain data that a saved run requires in addition to the tensors."""
-        return {}
-
-    def begin(self) -> None:
-        """Do nothing: the first step requires nothing."""
-
     def step(self, step: int) -> dict[str, float]:
-        """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a
-        number."""
-        recipe = self.recipe
-        cross_entropy, divergence, norm = self._gradients(step)
-        loss = cross_entropy + recipe.distillation * divergence
-        if not math.isfinite(loss):
-            raise TrainingError(f"the loss is {loss} at step {step + 1}")
-        rate = rate_of(step, recipe.steps, self.highest, recipe.warmup)
-        self.weights.step(rate, norm, step_seed(recipe.seed, step))
-        distilled = {"kl": divergence} if self.teacher else {}
-        return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | {"learning_rate": rate}
+        metrics = self.metrics_of(step, self._backward(step))
+        rate = rate_of(step, self.recipe.steps, self.highest, self.recipe.warmup)
+        self.weights.step(rate, self.weights.reduce_gradients(), step_seed(self.recipe.seed, step))
+        return metrics | {"learning_rate": rate}
 
-    def remedy(self, _step: int) -> str:
-        """Return what the user can do if the loss of a step is not a number."""
+    def remedy(self, step: int) -> str:
         return f"try a --learning-rate below {self.highest:g}"
 
-    def _gradients(self, step: int) -> tuple[float, float, float]:
-        """Compute the gradients of a step; return CE and KL in nats per token, and the gradients'
-        norm."""
+    def _backward(self, step: int) -> torch.Tensor:
+        """Add up the gradients of a step; return this process's share of CE and KL, in nats per
+        token."""
         losses = torch.zeros(2, device=self.accelerator.device)
         for batch in self.batches.step(step):
             teacher_NH = self.teacher.hidden(batch) if self.teacher else None
@@ -271,18 +260,4 @@ class WeightTrainer:
             )  # fmt: skip
             (loss * batch.share).backward()
             losses += batch.share * metrics
-        cross_entropy, divergence = self.accelerator.reduce(losses, "sum").tolist()
-        return cross_entropy, divergence, self.weights.reduce_gradients()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return everything the next step depends on, as named tensors; all processes must call it
-        together."""
-        return self.weights.state()
-
-    def like(self, name: str) -> torch.Tensor | None:
-        """Return the tensor that a saved one is read into."""
-        return self.weights.like(name)
-
-    def restore(self, step: int, tensors: dict[str, torch.Tensor], _extra: dict[str, Any]) -> None:
-        """Restore the `state` that was saved before `step`; all processes must call it together."""
-        self.weights.restore(step, tensors)
+        return losses

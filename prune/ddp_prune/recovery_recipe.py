@@ -41,10 +41,6 @@ class RecoveryRecipe(TrainingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.train == "lora" and self.optimizer == "adamw-8bit":
-            raise SettingError(
-                "optimizer", "is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out"
-            )
         if not (self.minutes or self.tokens):
             raise SettingError("minutes", "tokens", "are 0; give one of them")
 

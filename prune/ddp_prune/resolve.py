@@ -19,7 +19,7 @@ from ddp_prune.core.batches import Batches, sequences_at_once
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import TRAINERS, prepare_passes
+from ddp_prune.core.learn import Joint, prepare_passes, trainer_class
 from ddp_prune.core.rate import trial_steps
 from ddp_prune.core.weights import TrainedWeights, obstacle_to_8_bits
 from ddp_prune.devices import explained
@@ -96,17 +96,17 @@ def resolve_runs(
         recipes = [dataclasses.replace(recipe, steps=steps, batch_size=batch, seq_len=seq_len) for recipe in recipes]
         # a resumed run may have had fewer processes
         check_sharding(recipes[-1], accelerator.num_processes)
-    found = fits(recipes[-1])
+    fitted = fits(recipes[-1])
     usual = sequences_at_once(recipes[-1], devices.number, devices.type)
-    if found.num_sequences < usual:
-        print_line(f"memory is short: the micro-batch size is {found.num_sequences} instead of {usual} sequences")
+    if fitted.num_sequences < usual:
+        print_line(f"memory is short: the micro-batch size is {fitted.num_sequences} instead of {usual} sequences")
     starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
     in_family = len(recipes) > 1
     runs = [
-        Run(recipe=recipe, steps=steps, **found.resolved(), profile=profile, start=start, in_family=in_family)
+        Run(recipe=recipe, steps=steps, **fitted.resolved(), profile=profile, start=start, in_family=in_family)
         for recipe, steps, start in zip(recipes, schedule(recipes), starts, strict=True)
     ]
-    return runs, found
+    return runs, fitted
 
 
 def resolve_training_mode(
@@ -213,21 +213,19 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
     recipe = run.recipe
     with explained(too_large(recipe)):
         gated, weights = load_trained(run, source, head_unit, accelerator)
-        share = -(-recipe.batch_size // accelerator.num_processes)
-        usual = sequences_at_once(recipe, accelerator.num_processes, accelerator.device.type)
-        at_once = run.num_sequences or usual
-        tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
+        number = accelerator.num_processes
+        share = -(-recipe.batch_size // number)
+        at_once = run.num_sequences or sequences_at_once(recipe, number, accelerator.device.type)
+        tried = dataclasses.replace(recipe, batch_size=at_once * number)
         model: Any = gated.model
         blocks = torch.randint(model.config.get_text_config().vocab_size, (4 * tried.batch_size, recipe.seq_len))
         batches = prepare_passes(model, Batches(blocks, tried, accelerator), run)
-        trainer = TRAINERS[recipe.controller](
-            gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator
-        )
-        if weights:
-            copied = run.train == "weights" and recipe.distillation > 0
-            dense = load_teacher(source, recipe, accelerator, model) if copied else None
-            trainer.train_weights(weights, dense, lambda: {"highest": 0.0})
-        trainer.begin()
+        joint = Joint(weights) if weights else None
+        if joint and run.train == "weights" and recipe.distillation > 0:
+            joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, model))
+        run = dataclasses.replace(run, recipe=tried)
+        trainer = trainer_class(recipe.controller)(gated, batches, run, pools, accelerator, joint)
+        trainer.rate = {"highest": 0.0}
         seconds = list[float]()
         # all on other blocks
         for size, step in ((1, 0), (1, 1), (2, 1)) if share > at_once else ((1, 0), (1, 1)):

@@ -30,12 +30,11 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_prune.core.saved import Like, Saved, Unsaved
-from ddp_prune.settings import TrainingSettings, decisive
+from ddp_prune.settings import INDECISIVE, TrainingSettings
 from ddp_vllm.errors import DdpError, OutputError
 from ddp_vllm.output import atomic_file, locked, sync
 from ddp_vllm.provenance import provenance_of
@@ -53,12 +52,16 @@ CHUNK = 4096  # bytes of a tensor that `inputs_of` reads
 ANEW = "or pass --overwrite to start anew"
 
 
-class RunFolder:
+class RunFolder(Unsaved):
     """One command's run. All processes make it; only the main one writes its record and metrics."""
 
-    def __init__(self, output: Path, accelerator: "Accelerator") -> None:
-        self.output, self.accelerator, self.folder = output, accelerator, run_folder(output)
+    def __init__(
+        self, output: Path, accelerator: "Accelerator", print_line: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.output, self.accelerator, self.print_line = output, accelerator, print_line
+        self.folder = run_folder(output)
         self.metrics = self.folder / METRICS
+        self.size = 0  # number of the size that is trained, in its family
         self.record: dict[str, Any] = {}
 
     @property
@@ -131,44 +134,41 @@ class RunFolder:
         self.record |= {"resolved": dict(resolved), "inputs": dict(inputs), "shared_by": shared_by}
         self._store()
 
-    def is_at(self, size: int) -> bool:
-        """Tell whether the latest state is of this size."""
-        latest = self.record["latest"]
-        return bool(latest) and self.record["states"][latest]["size"] == size
+    @property
+    def where(self) -> str:  # type: ignore[override]
+        """Where the last state is, in words."""
+        return f"the last save is in {self.folder}" if self.record["latest"] else "nothing was saved yet"
 
-    def start_size(self, size: int, like: Like) -> "Saved | None":
-        """Return the state from which a size of the family starts or resumes: its own latest one,
-        or else the end of the previous size's search. None at the start of the first size.
+    def resume(self, like: Like) -> Saved | None:
+        """Return the state from which the size starts or resumes: its own latest one, or else the end
+        of the previous size's search. None at the start of the first size.
 
         like: as of `_read_state`. Raises: OutputError if the state is damaged.
         """
-        if self.is_at(size):
-            latest = self.record["latest"]
-            self._forget_after(self.record["states"][latest]["step"])
-            return self._load(latest, like)
-        self._forget_after(-1)
-        if not size:
+        states, latest, search = (self.record[name] for name in ("states", "latest", "search"))
+        is_own = bool(latest) and states[latest]["size"] == self.size
+        self._forget_after(states[latest]["step"] if is_own else -1)
+        if not is_own and not self.size:
             return None
-        search = self.record["search"]
-        if not search or self.record["states"][search]["size"] != size - 1:
+        if not is_own and (not search or states[search]["size"] != self.size - 1):
             raise OutputError(
                 f"the previous size's search is not in {self.folder}, because a finished size was removed; {ANEW}"
             )
-        return self._load(search, like)
+        saved = self._load(latest if is_own else search, like)
+        if is_own:
+            self.print_line(f"resuming after step {saved.step}")
+        return saved
 
-    def save(
-        self, size: int, step: int, tensors: dict[str, "torch.Tensor"], extra: dict[str, Any], *, ends_search: bool
-    ) -> None:
+    def save(self, step: int, tensors: "dict[str, torch.Tensor]", extra: dict[str, Any]) -> None:
         """Replace the latest state. All processes call this together.
 
         step: the next one. tensors: named; whole ones are equal in all processes, sharded ones are
             written by the processes that hold them. extra: plain data.
-        ends_search: the next size starts from this state.
         Raises: OutputError if it cannot be written.
         """
         from ddp_prune.core.processes import broadcast_from_main, raise_on_all_ranks
 
-        name, is_main = f"state-{size}-{step}", self.accelerator.is_main_process
+        record, name, is_main = self.record, f"state-{self.size}-{step}", self.accelerator.is_main_process
         folder = self.folder / name
         with raise_on_all_ranks(self.accelerator):
             if is_main:
@@ -184,16 +184,15 @@ class RunFolder:
                 with self._writing():
                     for path in (*folder.iterdir(), folder, self.folder):
                         sync(path)
-                state = {"size": size, "step": step, "extra": extra, "sha256": _hashes(folder)}
-                self.record["states"][name], self.record["latest"] = state, name
-                self.record["search"] = name if ends_search else self.record["search"]
-                kept = {self.record["latest"], self.record["search"]}
-                self.record["states"] = {key: value for key, value in self.record["states"].items() if key in kept}
+                state = {"size": self.size, "step": step, "extra": extra, "sha256": _hashes(folder)}
+                search = name if step == self.search else record["search"]
+                states = {key: value for key, value in record["states"].items() if key == search} | {name: state}
+                record |= {"states": states, "latest": name, "search": search}
                 self._store()
                 for path in self.folder.glob("state-*"):
-                    if path.name not in kept:
+                    if path.name not in states:
                         shutil.rmtree(path)
-        self.record = broadcast_from_main(self.accelerator, self.record)
+        self.record = broadcast_from_main(self.accelerator, record)
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one step's metrics. Raises: OutputError if they cannot be written."""
@@ -209,7 +208,7 @@ class RunFolder:
             for name in (METRICS, RECORD):
                 (self.folder / name).unlink(missing_ok=True)
 
-    def _load(self, name: str, like: Like) -> "Saved":
+    def _load(self, name: str, like: Like) -> Saved:
         from ddp_prune.core.processes import raise_on_all_ranks
 
         state, folder = self.record["states"][name], self.folder / name
@@ -259,48 +258,21 @@ class RunFolder:
             raise OutputError(f"the run cannot be saved in {self.folder} ({reason}); {remedy}") from error
 
 
-@dataclass(frozen=True)
-class SizeFolder(Unsaved):
-    """The part of a run that trains one size."""
-
-    run: RunFolder
-    number: int = 0
-    """Of the size in its family."""
-    search: int | None = None
-    print_line: Callable[[str], None] = lambda _: None
-
-    @property
-    def where(self) -> str:  # type: ignore[override]
-        """Where the last state is, in words."""
-        return f"the last save is in {self.run.folder}" if self.run.record["latest"] else "nothing was saved yet"
-
-    def resume(self, like: Like) -> Saved | None:
-        saved = self.run.start_size(self.number, like)
-        if saved and self.run.is_at(self.number):
-            self.print_line(f"resuming after step {saved.step}")
-        return saved
-
-    def save(self, step: int, tensors: "dict[str, torch.Tensor]", extra: dict[str, Any]) -> None:
-        self.run.save(self.number, step, tensors, extra, ends_search=step == self.search)
-
-    def log(self, metrics: dict[str, float]) -> None:
-        self.run.log(metrics)
-
-
 def run_folder(output: Path) -> Path:
     """Return the folder of the run that writes `output`."""
     return output.with_name(f"{output.name}.run")
 
 
-def clear_run(output: Path) -> None:
-    """Remove the empty folder of a command that was killed when it had removed all else of its
-    run. Raises: OutputError if another process works on it."""
+def has_run(output: Path) -> bool:
+    """Tell whether there is an interrupted run; remove the empty folder of a command that was killed
+    when it had removed all else of its run. Raises: OutputError if another process works on it."""
     folder = run_folder(output)
     with suppress(OSError):
         if set(os.listdir(folder)) <= {LOCK}:
             with _locked(folder):
                 pass
             folder.rmdir()
+    return (folder / RECORD).exists()
 
 
 def interrupted_run(output: Path, recipes: Sequence[TrainingSettings], *, overwrite: bool) -> bool:
@@ -308,7 +280,7 @@ def interrupted_run(output: Path, recipes: Sequence[TrainingSettings], *, overwr
 
     Raises: OutputError if another process works on it, or as `find_record`.
     """
-    if not (run_folder(output) / RECORD).exists():
+    if not has_run(output):
         return False
     with _locked(run_folder(output)):
         return bool(find_record(output, recipes, overwrite=overwrite))
@@ -353,10 +325,9 @@ def _changed(record: Mapping[str, Any], recipes: Sequence[TrainingSettings]) -> 
         return f"{len(before)} sizes instead of {len(recipes)}"
     for saved, recipe in zip(before, recipes, strict=True):
         requested = json.loads(json.dumps(recipe.to_dict()))
-        first, second = decisive(saved), decisive(requested)
-        for name in sorted(first.keys() | second.keys()):
-            if first.get(name) != second.get(name):
-                return f"{name} {first.get(name)!r} instead of {second.get(name)!r}"
+        for name in sorted((saved.keys() | requested.keys()) - {*INDECISIVE}):
+            if saved.get(name) != requested.get(name):
+                return f"{name} {saved.get(name)!r} instead of {requested.get(name)!r}"
         for name in ("train", "optimizer"):  # `auto` is whatever was resolved
             resolved = record["resolved"].get(name)
             if resolved is not None and requested[name] not in ("auto", resolved) and (name == "train" or resolved):

@@ -1,9 +1,8 @@
 """The settings that pruning and recovery share: text, batches, memory; and those of a comparison on
 text. torch is not imported."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.names import bare_name, identity_of, split_sources
@@ -29,6 +28,12 @@ def optimizer_suits(optimizer: str, dtype: str) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(Settings):
     """Settings that pruning and recovery share."""
+
+    if TYPE_CHECKING:  # each command states its own
+        train: str
+
+        @property
+        def steps(self) -> int: ...
 
     data: str = setting(
         "HuggingFaceFW/fineweb-edu:sample-10BT",
@@ -141,6 +146,10 @@ class TrainingSettings(Settings):
                 f"is {self.optimizer!r} and dtype {self.dtype!r}, in which its small steps would be rounded away; "
                 "choose dtype bfloat16, or optimizer adamw",
             )
+        if self.train == "lora" and self.optimizer == "adamw-8bit":
+            raise SettingError(
+                "optimizer", "is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out"
+            )
         trained_on = {identity_of(name) for name, _ in split_sources(self.data)}
         if self.watch and any(identity_of(name) in trained_on for name, _ in split_sources(self.watch)):
             raise SettingError("watch", f"is {self.watch}, but data trains on part of it; name text that data does not")
@@ -150,11 +159,6 @@ class TrainingSettings(Settings):
     def holds_teacher(self, train: str) -> bool:
         """Tell whether a run in this training mode loads the dense model a second time, as the teacher."""
         return train == "weights" and self.distillation > 0
-
-
-def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe that decide its result."""
-    return {name: value for name, value in recipe.items() if name not in INDECISIVE}
 
 
 @dataclass(frozen=True, kw_only=True)

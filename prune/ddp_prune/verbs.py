@@ -17,12 +17,13 @@ from ddp_prune.models.source import check_model
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.recovery_recipe import RecoveryRecipe, load_recovery
 from ddp_prune.run import schedule
-from ddp_prune.run_folder import RECORD, clear_run, interrupted_run, run_folder
+from ddp_prune.run_folder import has_run, interrupted_run
 from ddp_prune.settings import FidelitySettings, TrainingSettings
 from ddp_prune.text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.errors import CheckpointError, SettingError, echo, line_printer
 from ddp_vllm.evaluations import default_output
+from ddp_vllm.latency import find_profile
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output, clear
@@ -30,7 +31,6 @@ from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.results import results_folder
 from ddp_vllm.settings import Option, command, documents
-from ddp_vllm.speed import find_profile
 
 if TYPE_CHECKING:
     from ddp_prune.plan import Plan
@@ -115,8 +115,9 @@ def _prune(
         raise SettingError("on", "estimates for other GPUs and trains nothing; add --dry-run")
     if output is None:
         raise SettingError("output", "is missing; pass the folder to write the model to")
-    options: dict[str, Any] = {"overwrite": overwrite, "tracker": tracker, "verbose": verbose}
-    return prune_sizes(model, output=output, recipe=recipe, **options, **settings)
+    return prune_sizes(
+        model, output=output, recipe=recipe, overwrite=overwrite, tracker=tracker, verbose=verbose, **settings
+    )
 
 
 @documents(Recipe)
@@ -142,8 +143,10 @@ def prune(
     """
     if (count := len(_recipes(model, recipe, settings))) > 1:
         raise SettingError(f"{count} sizes are given, but prune makes one; prune_sizes makes several")
-    options: dict[str, Any] = {"overwrite": overwrite, "tracker": tracker, "verbose": verbose}
-    return prune_sizes(model, output=output, recipe=recipe, **options, **settings)[0]
+    (checkpoint,) = prune_sizes(
+        model, output=output, recipe=recipe, overwrite=overwrite, tracker=tracker, verbose=verbose, **settings
+    )
+    return checkpoint
 
 
 @documents(Recipe)
@@ -163,7 +166,6 @@ def prune_sizes(
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
-    clear_run(output)
     if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
         check_output(output, overwrite=overwrite, reads=[model])
     _check_model(recipes[0])
@@ -296,8 +298,7 @@ def recover(
     """
     folder, output = Path(model), Path(output)
     clear(output)
-    clear_run(output)
-    if not (run_folder(output) / RECORD).exists():  # an interrupted run decides later
+    if not has_run(output):  # an interrupted run decides later
         check_output(output, overwrite=overwrite, reads=[folder])
     read_checkpoint(folder)
     provenance = local_provenance(folder / MASKS_FILE)

@@ -42,7 +42,7 @@ from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import open_pruned, open_source
 from ddp_prune.recipe import Recipe
-from ddp_prune.run_folder import RunFolder, SizeFolder
+from ddp_prune.run_folder import RunFolder
 from ddp_prune.text.blocks import save_blocks, saved_blocks
 from ddp_prune.text.tokens import Tokens
 from ddp_vllm.checkpoint import read_checkpoint
@@ -190,7 +190,7 @@ class Fuzz:
         run = RunFolder(self.intact / "run" / "out", Accelerator(cpu=True))
         with run.open([RECIPE], overwrite=False):
             run.begin({}, {}, shared_by=1)
-            run.save(0, 4, {"mlp.z": torch.rand(2, 48)}, {"loss": [1.0, 0.5]}, ends_search=False)
+            run.save(4, {"mlp.z": torch.rand(2, 48)}, {"loss": [1.0, 0.5]})
             run.log({"step": 4, "loss": 0.5})
         (self.intact / "tokens").mkdir()
         ids = np.arange(320, dtype=np.int32).reshape(20, 16)
@@ -228,9 +228,7 @@ class Fuzz:
             assert torch.equal(on_disk.view(torch.uint8), value.detach().view(torch.uint8)), f"wrong weights: {name}"
 
     def resume(self) -> None:
-        saved, expected = (
-            SizeFolder(self.run_in(folder)).resume(lambda _: None) for folder in (self.folder, self.intact / "run")
-        )
+        saved, expected = (self.run_in(folder).resume(lambda _: None) for folder in (self.folder, self.intact / "run"))
         if saved and expected:
             assert torch.equal(saved.tensors["mlp.z"], expected.tensors["mlp.z"]), "another state"
 
@@ -293,7 +291,7 @@ def limited() -> Iterator[None]:
 
 
 def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float) -> Picture:
-    return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="", png=b"")
+    return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="")
 
 
 def run(first: int, last: int) -> dict[str, Any]:

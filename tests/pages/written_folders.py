@@ -102,10 +102,6 @@ def write_trained(folder: Path) -> Path:
         "search_steps": 6,
         "targets": {"attn": 0.5, "mlp": 0.4},
         "texts": ["/mine/a.jsonl"],
-        "rounding": {
-            "attn": {"raw_sparsity": 0.0, "revived": 0, "dropped": 10},
-            "mlp": {"raw_sparsity": 0.25, "revived": 2, "dropped": 115},
-        },
         "perplexity": {**quality, "tokens": 256, "block_losses": losses},
     }
     write_masks(folder, {"attn": heads, "mlp": channels}, provenance)

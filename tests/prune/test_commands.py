@@ -217,7 +217,7 @@ def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_s
         return weights(tmp_path / name)
 
     narrow, cut = trained("narrow"), trained("cut", "--micro-batch-size", "1")
-    monkeypatch.setattr("seams.trainer_module.narrow_layers", lambda *_: None)
+    monkeypatch.setattr("seams.learn_module.narrow_layers", lambda *_: None)
     for name, tensor in trained("whole").items():
         torch.testing.assert_close(narrow[name], tensor, atol=2e-4, rtol=0)
         torch.testing.assert_close(cut[name], tensor, atol=2e-4, rtol=0)

@@ -152,26 +152,29 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
     run = RunFolder(tmp_path / "out", Accelerator(cpu=True))
     with run.open([RECIPE], overwrite=False):
         run.begin({"train": "masks", "optimizer": ""}, {"text": "a"}, shared_by=1)
-        run.save(0, 3, dict(TENSORS), {"loss": [1.0, 0.5]}, ends_search=False)
+        run.save(3, dict(TENSORS), {"loss": [1.0, 0.5]})
         yield run
 
 
 def test_a_state_is_read_as_it_was_written_and_the_latest_and_the_end_of_the_search_are_kept(run: RunFolder) -> None:
     """Of a size family: the next size starts from the end of the search."""
     filled = torch.zeros(4)
-    saved = run.start_size(0, lambda name: filled if name == "z.mlp" else None)
+    saved = run.resume(lambda name: filled if name == "z.mlp" else None)
     assert saved and saved.step == 3 and saved.extra == {"loss": [1.0, 0.5]}
     assert saved.tensors["z.mlp"] is filled and saved.tensors.keys() == TENSORS.keys()
     assert all(torch.equal(saved.tensors[name], value) for name, value in TENSORS.items())
     assert saved.tensors["rate"].dtype == torch.bfloat16
     assert (run.folder.stat().st_mode | (run.folder / "run.json").stat().st_mode) & 0o077 == 0  # its owner's alone
-    for step, ends_search in ((4, True), (5, False), (6, False)):
-        run.save(0, step, {"z.mlp": torch.full((2,), float(step))}, {}, ends_search=ends_search)
+    run.search = 4
+    for step in (4, 5, 6):
+        run.save(step, {"z.mlp": torch.full((2,), float(step))}, {})
     assert sorted(path.name for path in run.folder.glob("state-*")) == ["state-0-4", "state-0-6"]
-    saved = run.start_size(1, lambda _: None)
+    run.size = 1
+    saved = run.resume(lambda _: None)
     assert saved and saved.step == 4 and saved.tensors["z.mlp"].tolist() == [4.0, 4.0]
+    run.size = 2
     with pytest.raises(OutputError, match="previous size's search is not in"):
-        run.start_size(2, lambda _: None)
+        run.resume(lambda _: None)
 
 
 @pytest.mark.parametrize("place", [30, -1, None])
@@ -184,10 +187,10 @@ def test_a_flipped_bit_or_a_missing_end_of_a_state_is_found(place: int | None, r
         content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(OutputError, match=r"is damaged \(state-0-3\)"):
-        run.start_size(0, lambda _: None)
+        run.resume(lambda _: None)
     path.unlink()
     with pytest.raises(OutputError, match="is damaged"):
-        run.start_size(0, lambda _: None)
+        run.resume(lambda _: None)
 
 
 def test_links_where_a_run_would_be_kept_are_refused(tmp_path: Path) -> None:
@@ -232,13 +235,13 @@ def test_one_process_works_on_a_run_and_what_a_killed_one_left_is_no_hindrance(w
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_state(run: RunFolder) -> None:
     large = {"z.mlp": torch.ones(10**6)}
-    for write in (lambda: run.save(0, 6, large, {}, ends_search=False), lambda: run.log({"note" * 10**5: 1.0})):
+    for write in (lambda: run.save(6, large, {}), lambda: run.log({"note" * 10**5: 1.0})):
         with small_files(100_000), pytest.raises(OutputError, match=r"^[^\n]*make room[^\n]*$") as caught:
             write()
         assert str(run.folder) in str(caught.value)
     again = RunFolder(run.output, run.accelerator)
     again.record = find_record(run.output, [RECIPE], overwrite=False)
-    saved = again.start_size(0, lambda _: None)
+    saved = again.resume(lambda _: None)
     assert saved and saved.step == 3
 
 
@@ -249,11 +252,11 @@ def test_metrics_of_a_run_that_resumes_end_with_its_state(run: RunFolder) -> Non
     with open(run.metrics, "a") as file:
         file.write('{"step": 6, "no')
     with small_files(150):
-        run.start_size(0, lambda _: None)
+        run.resume(lambda _: None)
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2, 3]
     for damaged in ("[]", '{"steps": 2}', '{"step": "2"}', "\x00"):
         run.metrics.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 2}}\n')
-        run.start_size(0, lambda _: None)
+        run.resume(lambda _: None)
         assert run.metrics.read_text() == '{"step": 1}\n'
 
 

@@ -35,6 +35,7 @@ from seams import (
     block_losses,
     gate,
     keep_schedule,
+    learn_module,
     learning_rate,
     logits,
     natural_step,
@@ -45,7 +46,6 @@ from seams import (
     saved_in,
     schedule,
     sharpness_at,
-    trainer_module,
 )
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -154,7 +154,7 @@ def test_an_expert_that_never_fires_is_not_pruned_for_that(routed: Lab, monkeypa
     assert learned.routed["experts"][IDLE] == 0 and int((learned.routed["experts"] == 0).sum()) == 1
     assert int((learned.gates["experts"][IDLE] > 0).sum()) > 0.7 * 24
     assert (learned.z["experts"][IDLE] > 0.5).all()
-    monkeypatch.setattr(trainer_module, "neutral_where_idle", lambda saliency, _: saliency)
+    monkeypatch.setattr(learn_module, "neutral_where_idle", lambda saliency, _: saliency)
     assert not routed.run("unfair").gates["experts"][IDLE].any()  # without our rule it would be the first to go
 
 
@@ -166,7 +166,7 @@ def test_raw_masks_are_those_of_the_search(lab: Lab) -> None:
         assert torch.equal(gates, learned.z[kind]) and (gates >= 0).all()
         assert learned.rounding[kind]["raw_sparsity"] == pytest.approx(1 - (gates > 0).float().mean().item())
     kept = torch.cat([gates.flatten() for gates in learned.gates.values()])
-    assert int((kept > 0).sum()) != 14 + 173 and kept[kept > 0].min() < trainer_module.KEPT_FLOOR
+    assert int((kept > 0).sum()) != 14 + 173 and kept[kept > 0].min() < learn_module.KEPT_FLOOR
 
 
 def test_aligned_widths_are_multiples_at_the_largest_count_below_the_budget(lab: Lab) -> None:

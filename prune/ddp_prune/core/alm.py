@@ -14,7 +14,7 @@ from torch import nn
 
 from ddp_prune.core.budget import Pool, kept_share
 from ddp_prune.core.gates import Masks
-from ddp_prune.core.trainer import Trainer
+from ddp_prune.core.learn import Trainer
 from ddp_prune.run import Run
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12

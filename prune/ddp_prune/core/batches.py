@@ -6,39 +6,19 @@ Legend: B sequences of a micro-batch, H hidden size.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
 from ddp_prune.core.loss import final_hidden
+from ddp_prune.settings import TrainingSettings
 
 # host memory per process for hidden states of text that is read more than once
 TEACHER_CACHE_BYTES = 4 << 30
 
 
-class SizeSettings(Protocol):
-    """The sizes of a step."""
-
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def micro_batch_size(self) -> int: ...
-
-
-class Settings(SizeSettings, Protocol):
-    """The settings that training reads: a part of `TrainingSettings`, and the number of steps."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def save_every(self) -> int: ...
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-def sequences_at_once(recipe: SizeSettings, num_devices: int, device_type: str) -> int:
+def sequences_at_once(recipe: TrainingSettings, num_devices: int, device_type: str) -> int:
     """Return the micro-batch size in sequences before it is fitted to memory: about 8,192 tokens,
     1,024 on a CPU."""
     tokens = 8192 if device_type == "cuda" else 1024
@@ -68,7 +48,7 @@ class Batches:
     def __init__(
         self,
         blocks: torch.Tensor,
-        recipe: Settings,
+        recipe: TrainingSettings,
         accelerator: Accelerator,
         loss_mask: torch.Tensor | None = None,
         num_sequences: int = 0,

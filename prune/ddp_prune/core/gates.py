@@ -317,15 +317,6 @@ class NarrowLayers:
         """The same in bundles."""
         self._open: dict[str, torch.Tensor] = {}  # bool [L, N], bundles with an open unit
 
-    def is_plain(self) -> bool:
-        """Tell whether all these projections are plain layers whose weights are not sharded."""
-        modules = [module for rows in self.modules.values() for row in rows for module in row]
-        return all(
-            type(module) is gated_class(nn.Linear)
-            and not any(isinstance(tensor, DTensor) for tensor in module.parameters())
-            for module in modules
-        )
-
     def follow(self, is_open: Mapping[str, torch.Tensor]) -> None:
         """Compute only the open units (bool [L, U] per module type) from now on."""
         rows, open_LN = [], {}
@@ -362,10 +353,13 @@ def narrow_layers(gated: GatedModel) -> NarrowLayers | None:
     A run that resumes with less memory may compute closed units again; then its sums round
     differently.
     """
-    if "experts" in gated.shapes:
-        return None
-    narrow = NarrowLayers(gated)
-    return narrow if narrow.is_plain() else None
+    modules = [module for rows in gated.modules.values() for row in rows for module in row]
+    is_plain = all(
+        type(module) is gated_class(nn.Linear)
+        and not any(isinstance(tensor, DTensor) for tensor in module.parameters())
+        for module in modules
+    )
+    return NarrowLayers(gated) if is_plain else None
 
 
 def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> list[float]:

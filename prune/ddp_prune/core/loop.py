@@ -1,20 +1,23 @@
 """The loop of every run: take a step, log its metrics, save the run when a save is due, resume from
 a save."""
 
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.core.batches import Settings
+from ddp_prune.core.batches import Teacher
 from ddp_prune.core.processes import broadcast_from_main
 from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.weights import TrainedWeights
+from ddp_prune.settings import TrainingSettings
 from ddp_vllm.errors import TrainingError
 
 # shortest time between two saves: a kill costs at most that much work if a save takes up to 6 s
@@ -26,12 +29,15 @@ OUT_OF_MEMORY = 'try a recipe with micro_batch_size = 1 and activation_checkpoin
 Report = Callable[[dict[str, float]], None]
 
 
-class Learner(Protocol):
+class Learner:
     """Trains gates, or the weights of a pruned model, step by step."""
 
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Plain data that a saved run requires in addition to the tensors."""
+    accelerator: Accelerator
+    recipe: TrainingSettings
+    weights: TrainedWeights | None
+    """The weights that are trained; None: only gates are."""
+    teacher: Teacher | None
+    """The dense model; None without distillation."""
 
     def begin(self) -> None:
         """Do what precedes the first step, after a saved run was restored; it is not part of the
@@ -40,66 +46,86 @@ class Learner(Protocol):
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a
         number."""
+        raise NotImplementedError
 
     def remedy(self, step: int) -> str:
         """Return what the user can do if the loss of a step is not a number."""
+        raise NotImplementedError
+
+    def metrics_of(self, step: int, losses: torch.Tensor) -> dict[str, float]:
+        """Return the metrics of a step from this process's share of its losses.
+
+        losses: CE and KL in nats per token. Raises: as `step`.
+        """
+        cross_entropy, divergence = self.accelerator.reduce(losses, "sum").tolist()
+        loss = cross_entropy + self.recipe.distillation * divergence
+        if not math.isfinite(loss):
+            raise TrainingError(f"the loss is {loss} at step {step + 1}")
+        distilled = {"kl": divergence} if self.teacher else {}
+        return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Plain data that a saved run requires in addition to the tensors."""
+        return {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return everything the next step depends on, as named tensors."""
+        """Return everything the next step depends on, as named tensors; all processes must call it
+        together."""
+        return self.weights.state() if self.weights else {}
 
     def like(self, name: str) -> torch.Tensor | None:
         """Return the tensor that a saved one is read into; None for a new one in host memory."""
+        return self.weights.like(name) if self.weights else None
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Restore the `state` and `extra` that were saved before `step`."""
+        """Restore the `state` and `extra` that were saved before `step`; all processes must call it
+        together."""
+        if self.weights:
+            self.weights.restore(step, tensors)
 
 
-def take_steps(
-    learner: Learner,
-    settings: Settings,
-    num_steps: int,
-    accelerator: Accelerator,
-    run: Unsaved,
-    report: Report,
-) -> None:
+def take_steps(learner: Learner, num_steps: int, run: Unsaved, report: Report) -> None:
     """Take the steps of a run, or the remaining ones if it was interrupted.
 
-    run: where the states and the metrics are kept.
+    run: where the states and the metrics are kept. All processes take part in a save together, so
+        the main process's clock decides when it is due.
     report: called after every step with its metrics (losses in nats per token, tokens and seconds).
 
     Raises: TrainingError if the loss is not a number or memory runs out; the last save stays in the
         run's folder. KeyboardInterrupt after Ctrl-C, when the step is done and saved.
     """
-    first = 0
+    recipe, accelerator, first = learner.recipe, learner.accelerator, 0
     if saved := run.resume(learner.like):
         learner.restore(*saved)
         first = saved.step
-    clock = SaveClock(settings.save_every, accelerator)
+    saved_at, pause = time.perf_counter(), SAVE_SECONDS
     if first < num_steps:
         with _remedy(learner, first, run):
             learner.begin()
     with stopping(alone=accelerator.num_processes == 1) as stop:
         for step in range(first, num_steps):
-            metrics = _timed_step(learner, step, settings, run)
+            began = time.perf_counter()
+            with _remedy(learner, step, run):
+                metrics = learner.step(step)
+            tokens = float(recipe.batch_size * recipe.seq_len)
+            metrics |= {"seconds": time.perf_counter() - began, "tokens": tokens}
             run.log(metrics)
             # also after the last step: the export can fail too
-            if stop or step + 1 in (run.search, num_steps) or clock.is_due(step + 1):
-                with clock.saving():
-                    run.save(step + 1, learner.state(), learner.extra)
+            due = bool(stop) or step + 1 in (run.search, num_steps)
+            if recipe.save_every:
+                due = due or (step + 1) % recipe.save_every == 0
+            elif not due:
+                due = broadcast_from_main(accelerator, time.perf_counter() - saved_at >= pause)
+            if due:
+                began = time.perf_counter()
+                run.save(step + 1, learner.state(), learner.extra)
+                saved_at = time.perf_counter()
+                pause = max(SAVE_SECONDS, SAVE_SHARE * (saved_at - began))
             accelerator.log(metrics, step=step + 1)
             report(metrics)
             if stop:
                 raise KeyboardInterrupt(f"stopped at step {step + 1} of {num_steps}; the same command resumes")
-
-
-def _timed_step(learner: Learner, step: int, settings: Settings, run: Unsaved) -> dict[str, float]:
-    """Take one step and return its metrics with its seconds and tokens. Raises: TrainingError with
-    a remedy."""
-    began = time.perf_counter()
-    with _remedy(learner, step, run):
-        metrics = learner.step(step)
-    seconds = time.perf_counter() - began
-    return metrics | {"seconds": seconds, "tokens": float(settings.batch_size * settings.seq_len)}
 
 
 @contextmanager
@@ -113,31 +139,6 @@ def _remedy(learner: Learner, step: int, run: Unsaved) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError):
             reason, remedy = f"a device ran out of memory at step {step + 1}", OUT_OF_MEMORY
         raise TrainingError(f"{reason}; {run.where}; {remedy}") from error
-
-
-class SaveClock:
-    """Decides when a run is saved, by the main process's clock: all processes must take part in a
-    save together."""
-
-    def __init__(self, save_every: int, accelerator: Accelerator) -> None:
-        """save_every: steps between saves; 0 saves by the clock."""
-        self.save_every, self.accelerator = save_every, accelerator
-        self.saved_at, self.pause = time.perf_counter(), SAVE_SECONDS
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether to save after this step; all processes must call it together and get the
-        same answer."""
-        if self.save_every:
-            return step % self.save_every == 0
-        return broadcast_from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Measure how long a save takes; the pause before the next one is in proportion."""
-        began = time.perf_counter()
-        yield
-        self.saved_at = time.perf_counter()
-        self.pause = max(SAVE_SECONDS, SAVE_SHARE * (self.saved_at - began))
 
 
 @contextmanager

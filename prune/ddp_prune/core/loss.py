@@ -34,8 +34,6 @@ class OutputHead:
     """c: Gemma's `final_logit_softcapping`."""
     bias: torch.Tensor | None = None
     """b, [V]."""
-    chunk_bytes: int = 0
-    """Bytes of the float32 logits that exist at once; 0 chooses by the device."""
 
     @classmethod
     def of(cls, model: Any) -> "OutputHead":
@@ -68,7 +66,7 @@ def chunk_tokens(head: OutputHead, device: torch.device | None = None) -> int:
     """Return how many tokens' float32 logits fit into a chunk on a device, by default the head's;
     at least 16."""
     size = CHUNK_BYTES if (device or head.weight.device).type == "cpu" else GPU_CHUNK_BYTES
-    return max(16, (head.chunk_bytes or size) // (4 * len(head.weight)))
+    return max(16, size // (4 * len(head.weight)))
 
 
 def head_bytes(model: Any, device: torch.device) -> int:

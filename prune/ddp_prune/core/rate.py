@@ -13,8 +13,8 @@ run of 40 steps KL is 0.46 instead of 0.41.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from ddp_prune.core.batches import Batches, Teacher
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.processes import broadcast_from_main
 from ddp_prune.core.weights import TrainedWeights, step_seed
+from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_vllm.errors import TrainingError
 
@@ -30,20 +31,6 @@ FIRST = 1  # index of the rate that is tried first
 TRIAL_STEPS = 10
 TRIAL_TOKENS = 4096  # held-out tokens by which a trial is judged
 HARM = 0.05  # nats per token by which the loss after a trial may exceed the lowest so far
-
-
-class Found(NamedTuple):
-    """The outcome of the trials."""
-
-    rate: float
-    dense: float
-    """Loss of the dense model on held-out text, in nats per token."""
-    losses: Mapping[float, float]
-    """Rate -> the same after its trial."""
-
-    def __str__(self) -> str:
-        changes = ", ".join(f"{change(loss, self.dense)} at {rate:g}" for rate, loss in sorted(self.losses.items()))
-        return f"learning rate {self.rate:g}: {TRIAL_STEPS} steps changed the dense model's held-out loss by {changes}"
 
 
 def change(loss: float, dense: float) -> str:
@@ -67,9 +54,11 @@ def _num_blocks(seq_len: int) -> int:
     return max(1, TRIAL_TOKENS // seq_len)
 
 
-def find_rate(rates: Sequence[float], dense: float, trial: Callable[[float], float]) -> Found:
+def find_rate(
+    rates: Sequence[float], dense: float, trial: Callable[[float], float]
+) -> tuple[float, dict[float, float]]:
     """Return the last of the rising rates before the first harmful one, or the lowest, which is not
-    tried.
+    tried; and the loss after the trial of each rate.
 
     dense: loss of the dense model. trial: runs the trial of a rate and returns the loss after it.
     """
@@ -80,7 +69,7 @@ def find_rate(rates: Sequence[float], dense: float, trial: Callable[[float], flo
         if not losses[rate] <= min(dense, *losses.values()) + HARM:
             break
         chosen = rate
-    return Found(chosen, dense, losses)
+    return chosen, losses
 
 
 def run_trials(
@@ -89,31 +78,29 @@ def run_trials(
     weights: TrainedWeights,
     batches: Batches,
     heldout: torch.Tensor,
-    eta: float,
-    seed: int,
+    recipe: Recipe,
     print_line: Callable[[str], None],
-) -> Found:
-    """Find the learning rate of a run, and leave the weights as they were.
+) -> dict[str, Any]:
+    """Return the highest learning rate of a run and the trials that found it, in the form of
+    `Learned.rate`; leave the weights as they were.
 
-    model: the dense model, whose `weights` are trained. heldout: int64 [num_blocks, seq_len]. eta:
-        weight of the KL.
+    model: the dense model, whose `weights` are trained. heldout: int64 [num_blocks, seq_len].
     print_line: prints a line before and after each trial.
     """
-    accelerator = batches.accelerator
+    accelerator, eta = batches.accelerator, recipe.distillation
     rates = RATES["lora" if weights.adapted else "weights"]
-
-    def backward(step: int) -> None:
-        for batch in batches.step(step):
-            with weights.accumulating(batch.share):
-                teacher_NH, student_NH = teacher.hidden(batch), final_hidden(model, batch.tokens)
-                head, labels_N = OutputHead.of(model), batch.labels_N
-                distill(student_NH, teacher_NH, head, labels_N, eta, loss_mask_N=batch.loss_mask_N)[0].backward()
 
     def trial(rate: float) -> float:
         try:
             for step in range(TRIAL_STEPS):
-                backward(step)
-                weights.step(rate, weights.reduce_gradients(), step_seed(seed, step))
+                for batch in batches.step(step):
+                    with weights.accumulating(batch.share):
+                        teacher_NH, student_NH = teacher.hidden(batch), final_hidden(model, batch.tokens)
+                        head, labels_N = OutputHead.of(model), batch.labels_N
+                        distill(student_NH, teacher_NH, head, labels_N, eta, loss_mask_N=batch.loss_mask_N)[
+                            0
+                        ].backward()
+                weights.step(rate, weights.reduce_gradients(), step_seed(recipe.seed, step))
             loss = heldout_loss()
             print_line(
                 f"learning rate {rate:g}, trial {rates.index(rate)} of {len(rates) - FIRST}: {change(loss, dense)}"
@@ -138,4 +125,7 @@ def run_trials(
         f"finding the learning rate: at most {len(rates) - FIRST} trials of {TRIAL_STEPS} steps of the dense model"
     )
     dense = heldout_loss()
-    return find_rate(rates, dense, trial)
+    highest, losses = find_rate(rates, dense, trial)
+    changes = ", ".join(f"{change(loss, dense)} at {rate:g}" for rate, loss in sorted(losses.items()))
+    print_line(f"learning rate {highest:g}: {TRIAL_STEPS} steps changed the dense model's held-out loss by {changes}")
+    return {"highest": highest, "dense": dense, "trials": {f"{rate:g}": loss for rate, loss in losses.items()}}

@@ -129,11 +129,6 @@ class Rows:
         return torch.zeros_like(first_RU).scatter(1, self.order, first_RU)
 
 
-def rank_units(importance_RU: torch.Tensor) -> torch.Tensor:
-    """Return the units of each row by falling importance; ties go to the lower index."""
-    return importance_RU.argsort(dim=1, descending=True, stable=True)
-
-
 def rank_evenly_per_kv_head(importance_RU: torch.Tensor, queries_per_kv: int) -> torch.Tensor:
     """Return the query heads of each layer: the best one of every KV head, then the second best of
     every KV head, …"""
@@ -161,7 +156,8 @@ def cut_rows(
     fixed_R: the cost of keeping any unit of a row, such as that of the KV head that query heads
         share.
     """
-    order_RU = rank_units(importance_RU) if order_RU is None else order_RU
+    if order_RU is None:  # ties go to the lower index
+        order_RU = importance_RU.argsort(dim=1, descending=True, stable=True)
     cost_R = torch.ones(len(importance_RU)) if cost_R is None else cost_R
     num_blocks = num_blocks or importance_RU.shape[1] // block
     ranked = importance_RU.double().gather(1, order_RU)

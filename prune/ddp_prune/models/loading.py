@@ -73,14 +73,9 @@ def load_teacher(source: Source, recipe: TrainingSettings, accelerator: Accelera
     """Load the dense model again, as a teacher that shares the frozen embeddings and output head
     with `student`."""
     teacher = load(source, recipe, accelerator)
-    share_frozen_weights(teacher, student)
-    return teacher
-
-
-def share_frozen_weights(teacher: Any, student: Any) -> None:
-    """Let a model use the embeddings and the output head of another one."""
     teacher.set_input_embeddings(student.get_input_embeddings())
     teacher.set_output_embeddings(student.get_output_embeddings())
+    return teacher
 
 
 def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from ddp_prune.models.source import weight_files
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.families import pruned_config
-from ddp_vllm.model_files import finish_shards, write_model_files
+from ddp_vllm.model_files import finish_shards, save_tensors, write_model_files
 from ddp_vllm.remote_code.files import INDEX_FILE, index_map
 from ddp_vllm.remote_code.tensors import dense_type
 
@@ -59,15 +58,6 @@ def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> 
         held[name] = tensor
     flush()
     finish_shards(folder, shards)
-
-
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file. Raises: OSError, also where safetensors raises an error of its
-    own."""
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
