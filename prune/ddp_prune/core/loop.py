@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,7 @@ OUT_OF_MEMORY = 'try a recipe with micro_batch_size = 1 and activation_checkpoin
 Report = Callable[[dict[str, float]], None]
 
 
-class Learner:
+class Learner(ABC):
     """Trains gates, or the weights of a pruned model, step by step."""
 
     accelerator: Accelerator
@@ -39,18 +40,18 @@ class Learner:
     teacher: Teacher | None
     """The dense model; None without distillation."""
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 (optional)
         """Do what precedes the first step, after a saved run was restored; it is not part of the
         time of a step."""
 
+    @abstractmethod
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a
         number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remedy(self, step: int) -> str:
         """Return what the user can do if the loss of a step is not a number."""
-        raise NotImplementedError
 
     def metrics_of(self, step: int, losses: torch.Tensor) -> dict[str, float]:
         """Return the metrics of a step from this process's share of its losses.
