@@ -8,7 +8,7 @@ from the package registry. Every step is a command that users have, and finished
 Results are in demo-output/.
 
 Training gets two minutes. The latency profile is one of two cores with or without BF16
-instructions (profiles/), because `ddp-vllm profile` takes 11 minutes; the one without is of an EPYC
+instructions (profiles/), because `ddp-vllm profile` takes 7 to 11 minutes; the one without is of an EPYC
 held to AVX2. The last step measures whether the predicted speedup holds on this machine.
 """
 

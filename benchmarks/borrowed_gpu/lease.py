@@ -65,16 +65,6 @@ class Results(dict[str, Any]):
         sys.exit(not self["complete"])
 
 
-def inspect_models_in_this_process() -> None:
-    """Make vLLM look at a model's class here. It starts a process for it otherwise, which takes 30
-    seconds where imports are slow."""
-    from vllm.model_executor.models import registry
-
-    registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
-        self.load_model_cls()
-    )
-
-
 def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if not DRY:

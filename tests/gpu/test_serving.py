@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.families import pruned_config
 from ddp_vllm.remote_code.widths import Widths
-from lease import DEVICE, DRY, inspect_models_in_this_process
+from lease import DEVICE, DRY
 
 LAYERS = [  # unequal KV heads, removed attention, a removed MLP, odd widths
     ([4, 4, 4, 4], 1408), ([4, 4], 777), ([], 1000), ([4], 0), ([4, 4, 4], 65), ([4, 4, 4, 4], 512),
@@ -203,9 +203,14 @@ def compare(folder: Path, case: Case, answers: Sequence[dict[str, Any]]) -> dict
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the random models, which are written when a case needs them."""
+    from vllm.model_executor.models import registry
+
     from ddp_plugins.register import register_models
 
-    inspect_models_in_this_process()
+    # vLLM starts a process to look at a class, which takes 30 seconds where imports are slow
+    registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
+        self.load_model_cls()
+    )
     register_models()
     return tmp_path_factory.mktemp("serving")
 

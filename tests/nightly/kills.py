@@ -218,8 +218,8 @@ def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float
 def contents(folder: Path) -> dict[str, str]:
     """Return what a folder holds, without times: of each file, by its name, what must be the same
     every time. Files of the cache are named by hashes of masks files, which hold times."""
-    found = {path.relative_to(folder).as_posix(): _content(path) for path in sorted(folder.rglob("*"))}
-    return {f"cache/origins/{value}" if "cache/origins/" in name else name: value for name, value in found.items()}
+    by_name = {path.relative_to(folder).as_posix(): _content(path) for path in sorted(folder.rglob("*"))}
+    return {f"cache/origins/{value}" if "cache/origins/" in name else name: value for name, value in by_name.items()}
 
 
 def _content(path: Path) -> str:

@@ -103,7 +103,7 @@ def test_whoever_reads_a_model_says_that_its_code_is_not_trusted() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Auto")
     ]
     loading = [(file, call) for file, call in calls if ".from_pretrained(" in call]
-    assert loading and not [each for each in loading if "trust_remote_code=False" not in each[1]]
+    assert loading and not [call for call in loading if "trust_remote_code=False" not in call[1]]
 
 
 FILES = [file for file in Path(remote_code.__file__).parent.glob("*.py") if file.stem != "__init__"]
