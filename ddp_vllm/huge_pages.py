@@ -5,12 +5,10 @@ kernels.
 """
 
 import mmap
-from pathlib import Path
 
 import torch
 
 HUGE_PAGE = 1 << 21  # bytes
-_MEMORY = Path("/proc/self/smaps_rollup")
 
 
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,12 +25,3 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     except OSError:  # a Linux kernel without huge pages
         return tensor.clone(memory_format=torch.contiguous_format)
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-def huge_page_bytes() -> int:
-    """Return the bytes of this process in huge pages; 0 if the system does not tell."""
-    try:
-        lines = _MEMORY.read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages:"))

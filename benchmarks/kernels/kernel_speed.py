@@ -35,7 +35,6 @@ import torch
 
 from ddp_benchmarks.protocol import new_results, result_line, rotated, script_parser
 from ddp_plugins.moe_experts import ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
-from ddp_vllm.huge_pages import huge_page_bytes
 from ddp_vllm.intervals import judge, spread
 from expert_layers import (
     POPULARITY,
@@ -60,10 +59,20 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 AGREE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
 BASELINES = ("dense", "padded", "uniform", "vllm_uniform")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+_MEMORY = Path("/proc/self/smaps_rollup")
 REPLAYS = 10  # of a CUDA graph per round
 FEW_TOKENS, DRAWS = 64, 4
 """Batches of up to FEW_TOKENS run DRAWS routings in turn, so that caches do not hold the same few
 experts."""
+
+
+def huge_page_bytes() -> int:
+    """Return the bytes of this process in huge pages; 0 if the system does not tell."""
+    try:
+        lines = _MEMORY.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages:"))
 
 
 def run_kernel_benchmark(args: argparse.Namespace) -> None:

@@ -27,7 +27,7 @@ from ddp_prune.core.learn import Joint, Trainer, learn
 from ddp_prune.core.loss import perplexity_of
 from ddp_prune.core.saved import Unsaved
 from ddp_prune.core.weights import TrainedWeights
-from ddp_prune.devices import free_memory, make_accelerator, peak_bytes, reset_peak
+from ddp_prune.devices import free_memory, make_accelerator
 from ddp_prune.export import layer_widths
 from ddp_prune.fit import TRAINING_SHARE, Mode, held_bytes
 from ddp_prune.masks_file import read_masks, write_masks
@@ -46,6 +46,7 @@ from ddp_vllm.families import FAMILIES
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import locked, make_folder, write_text
 from findings import CELLS, STUDY_FILE
+from memory import peak_bytes, reset_peak
 from rows import MASKS, Row, Study, read_test_blocks
 from scores import Score, Search, choose, unfit
 

@@ -22,7 +22,7 @@ from torch import nn
 from ddp_prune.core.gates import DENSE_BLOCKS, GatedModel, Masks
 from ddp_prune.core.learn import Trainer
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
-from ddp_prune.core.selection import exact_support
+from ddp_prune.core.selection import greedy
 from ddp_vllm.dimensions import Dimensions
 
 Location = tuple[int, str]
@@ -54,6 +54,13 @@ class Search:
     trainer: type[Trainer] | None = None
     """None: the trainer of the recipe's controller."""
     suits: str = "all"
+
+
+def exact_support(importance: torch.Tensor, kept: int) -> torch.Tensor:
+    """Return the bool mask of the `kept` most important units, of any shape; ties go to the lower
+    index."""
+    flat = importance.reshape(1, -1)
+    return greedy(flat, torch.ones_like(flat), flat.new_tensor([kept])).view(importance.shape)
 
 
 def unfit(method: Score | Search, sizes: Dimensions) -> str:

@@ -13,8 +13,7 @@ import torch
 from ddp_prune.core.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightThrough
 from ddp_prune.core.gates import Masks
 from ddp_prune.core.learn import KEPT_FLOOR
-from ddp_prune.core.selection import exact_support
-from scores import Search
+from scores import Search, exact_support
 
 START = 3.0  # initial log α
 

@@ -102,13 +102,6 @@ def _available(
     return fits_GM & (has_none_GM | taken_GM.gather(-1, parent_GM))
 
 
-def exact_support(importance: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the bool mask of the `kept` most important units, of any shape; ties go to the lower
-    index."""
-    flat = importance.reshape(1, -1)
-    return greedy(flat, torch.ones_like(flat), flat.new_tensor([kept])).view(importance.shape)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """The units of one module type in rows, the most important first, cut into blocks."""
