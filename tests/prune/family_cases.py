@@ -1,8 +1,11 @@
 """A small random model of the real config class for each dense family, with every bias, window and scale it has."""
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
@@ -40,3 +43,14 @@ CASES = {
     "seed_oss": SeedOssConfig(**SIZES, head_dim=16, mlp_bias=True),  # biases on all projections but that of outputs
     "phi3": Phi3Config(**SIZES, sliding_window=6),  # q, k and v in one projection, gate and up in one
 }  # fmt: skip
+
+
+def write_random(config: Any, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Write a random model whose norms and biases are not 0 and 1, where nothing could go wrong."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(type(config)(**config.to_dict() | changes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.5)
+    model.to(dtype).save_pretrained(folder)
+    return folder

@@ -13,7 +13,6 @@ from family_cases import CASES
 from seams import (
     BLOCKS,
     ROTARY,
-    GatedModel,
     OutputHead,
     _Scale,
     distill,
@@ -56,18 +55,14 @@ def test_scaling_sums_each_token_and_squares_it(columns: int) -> None:
 IDS = torch.tensor([[0, 2], [2, 5], [6, 0]] * 2)  # experts 1, 3, 4 and 7 are idle
 
 
-@pytest.fixture(scope="module")
-def mixtral(dense: Callable[[str], Path]) -> GatedModel:
-    return gated(open_source(str(dense("mixtral"))))
-
-
-def test_squares_of_experts_are_those_of_each_token(mixtral: GatedModel) -> None:
-    """Tokens one by one through one layer give the parts of the gradient that are squared and summed."""
-    experts = mixtral.model.get_submodule("model.layers.1.mlp.experts")
+def test_gradients_of_experts_are_slopes_and_their_squares_those_of_each_token(dense: Callable[[str], Path]) -> None:
+    """Of one layer, for masks and hidden states. Tokens one by one give the parts that are squared and summed."""
+    mixtral = gated(open_source(str(dense("mixtral"))))
+    experts = mixtral.model.get_submodule("model.layers.1.mlp.experts").double()
     generator = torch.Generator().manual_seed(2)
-    x, wanted = torch.randn(2, 6, 48, generator=generator)
-    shares = torch.rand(6, 2, generator=generator)
-    gates = torch.rand(mixtral.shapes["experts"], generator=generator)
+    x, wanted = torch.randn(2, 6, 48, generator=generator, dtype=torch.float64)
+    shares = torch.rand(6, 2, generator=generator, dtype=torch.float64)
+    gates = torch.rand(mixtral.shapes["experts"], generator=generator, dtype=torch.float64)
 
     def gradient(tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         leaf, squares = gates.clone().requires_grad_(), torch.zeros_like(gates)
@@ -83,21 +78,11 @@ def test_squares_of_experts_are_those_of_each_token(mixtral: GatedModel) -> None
     assert squares[1, 2].min() > 0 and squares[1, 1].max() == 0  # a busy expert and an idle one
     assert all(parameter.grad is None for parameter in mixtral.model.parameters())
 
-
-def test_gradients_of_experts_are_slopes(dense: Callable[[str], Path]) -> None:
-    """Of one layer in float64, for the masks and for the hidden states."""
-    model = gated(open_source(str(dense("mixtral"))))
-    experts = model.model.get_submodule("model.layers.1.mlp.experts").double()
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(6, 48, dtype=torch.float64, generator=generator, requires_grad=True)
-    masks = torch.rand(model.shapes["experts"], dtype=torch.float64, generator=generator, requires_grad=True)
-    shares = torch.rand(6, 2, generator=generator).double()
-
     def run(x: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-        with model.masks({"experts": masks}):
+        with mixtral.masks({"experts": masks}):
             return experts(x, IDS, shares)
 
-    assert torch.autograd.gradcheck(run, (x, masks), fast_mode=True)
+    assert torch.autograd.gradcheck(run, (x.requires_grad_(), gates.requires_grad_()), fast_mode=True)
 
 
 @pytest.mark.parametrize("sizes", [(5, 0, 7, 1), (0, 0, 13, 0), (0, 4, 0, 0)], ids=str)

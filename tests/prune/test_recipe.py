@@ -89,9 +89,9 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused(text: str, words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / "r.toml").write_text(text)
     with pytest.raises(SettingError) as caught:
-        load_recipe(tmp_path / ("r.toml" if text else "none.toml"), {"model": None})
+        load_recipe(tmp_path / "r.toml", {"model": None})
     assert all(word in str(caught.value) for word in words), caught.value
 
 

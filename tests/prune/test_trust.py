@@ -33,7 +33,7 @@ TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {ran}') }}}}{{% fo
 TEMPLATE += "{{% endfor %}}"
 LOADABLE = ("config", "tokenizer", "generation")
 """Attacks on a model that loads without its code; the others may keep it from being loaded."""
-ATTACKS = (*LOADABLE, "tokenizer class", "chat template", "index")
+ATTACKS = (*LOADABLE, "tokenizer class", "chat template")
 
 
 TASK = """task: piqa_local
@@ -125,14 +125,8 @@ def make_hostile(folder: Path, attack: str, ran: Path) -> Path:
         (folder / "custom_generate").mkdir()
         (folder / "custom_generate" / "generate.py").write_text(code)
         edit_json(folder / "generation_config.json", custom_generate=str(folder))
-    elif attack == "chat template":
-        (folder / "chat_template.jinja").write_text(TEMPLATE.format(ran=ran))
     else:
-        weights = folder / "model.safetensors"
-        weights.rename(folder / "model-1.safetensors")
-        (folder.parent / "model-1.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes())
-        index = {"metadata": {}, "weight_map": {"model.norm.weight": "../model-1.safetensors"}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "chat_template.jinja").write_text(TEMPLATE.format(ran=ran))
     return folder
 
 

@@ -140,9 +140,7 @@ def learn_in_two(model: str, folder: Path) -> None:
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
-    run("unsharded", unsharded, recipe)
-    run("sharded", sharded, recipe)
-    run("recomputed", sharded, replace(recipe, activation_checkpointing="on"))
+    run("sharded", sharded, replace(recipe, activation_checkpointing="on"))
     try:
         run("resumed", unsharded, recipe, stop=5)
     except KeyboardInterrupt:
