@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import seams
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from click.testing import Result
@@ -18,16 +19,7 @@ from commands import assert_refused, invoke, passed
 from family_cases import CASES, SIZES, write_random
 from runs import assert_written_as_evaluated, loss_of, prune, recover, same_weights, weights
 from safetensors.torch import load_file, save_file
-from seams import (
-    Trainer,
-    bos_warning,
-    devices,
-    gates_module,
-    heldout_of,
-    load_recipe,
-    load_tokenizer,
-    read_masks,
-)
+from seams import Trainer, load_tokenizer
 from transformers import AutoModelForCausalLM
 
 from ddp_vllm.checkpoint import read_checkpoint
@@ -46,7 +38,7 @@ def test_prune_writes_a_model_that_knows_how_it_was_made(tiny_model: Path, tiny_
     layers, provenance = read_checkpoint(output).layers, read_checkpoint(output).provenance
     assert sum(layer.num_kv_heads for layer in layers) == 7  # round(0.6·3·4)
     assert sum(layer.intermediate_size for layer in layers) == 173  # round(0.6·3·96)
-    assert load_recipe(None, provenance["recipe"]).model == tiny_model.name
+    assert seams.load_recipe(None, provenance["recipe"]).model == tiny_model.name
     assert provenance["recipe"]["steps"] == 6 and provenance["head_unit"] == "kv-group"
     assert provenance["targets"] == pytest.approx({"attn": 0.4, "mlp": 0.4}, abs=0.02)
     assert set(provenance["rounding"]) == {"attn", "mlp"} and list(provenance["watched"]) == ["other.txt"]
@@ -138,15 +130,13 @@ def test_the_written_model_is_the_evaluated_one(
     evaluated = math.exp(loss_of(tmp_path / "out", tiny_text).mean())
     close = 1e-5 if dtype == torch.float32 else 0.02
     assert evaluated == pytest.approx(checkpoint.provenance["perplexity"]["pruned"], rel=close)
-    gates, _ = read_masks(tmp_path / "out" / MASKS_FILE)
+    gates, _ = seams.read_masks(tmp_path / "out" / MASKS_FILE)
     heads = sum(len(layer.query_heads_per_kv_head) for layer in checkpoint.layers)
     assert int((gates["attn"] > 0).sum()) == heads == round(0.6 * SIZES["num_hidden_layers"] * 4)
     assert sum(layer.intermediate_size for layer in checkpoint.layers) == round(0.6 * 4 * 72)
 
 
-def test_joint_training_is_written_as_evaluated_and_better_than_scales_alone(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
+def test_joint_training_is_written_as_evaluated_and_better(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Mixtures are in tests/recover/test_mixtures.py."""
     perplexities = []
     for train in ("masks", "weights", "lora"):
@@ -177,7 +167,7 @@ def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_s
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradients of narrow copies arrive at the weights they were cut from."""
-    monkeypatch.setattr(gates_module, "CHANNEL_BLOCK", 4)
+    monkeypatch.setattr(seams.gates_module, "CHANNEL_BLOCK", 4)
     options = ["--train", "weights", "--dtype", "float32", "--steps", "8", "--head-unit", "query-head"]
 
     def trained(name: str, *more: str) -> dict[str, Any]:
@@ -204,9 +194,7 @@ def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, ti
     assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0
 
 
-def test_options_of_recover_change_what_is_trained(
-    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
+def test_options_change_what_recover_trains(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """But not the loss on turns of an assistant, of whom the text has none."""
     options = ["--train", "weights", "--teacher", tiny_model, "--data", tiny_text, "--tokens", "128"]
     passed(recover(pruned, tmp_path / "plain", *options))
@@ -319,7 +307,7 @@ def test_a_tracker_gets_settings_and_metrics(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of pruning, and of a recovery."""
-    monkeypatch.setattr(devices, "get_available_trackers", lambda: ["notes"])
+    monkeypatch.setattr(seams.devices, "get_available_trackers", lambda: ["notes"])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", Notes)
     passed(prune(tiny_model, tiny_text, tmp_path / "out", "--tracker", "notes"))
     passed(recover(tmp_path / "out", tmp_path / "more", "--tokens", "32", "--tracker", "notes"))
@@ -362,7 +350,7 @@ def test_a_run_warns_of_a_missing_bos_and_its_remedy_works(tiny_model: Path, tin
 def test_there_is_no_warning_for_a_model_that_needs_no_bos(tiny_model: Path, tiny_text: Path) -> None:
     """Many configs name a BOS token that no text begins with, such as Qwen's."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), load_tokenizer(str(tiny_model))
-    heldout = heldout_of(tiny_model, tiny_text)
+    heldout = seams.heldout_of(tiny_model, tiny_text)
     for bos in (None, BOS, VOCABULARY):
         model.config.bos_token_id = bos
-        assert bos_warning(model, "tiny", tokenizer, heldout) == ""
+        assert seams.bos_warning(model, "tiny", tokenizer, heldout) == ""

@@ -9,26 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seams
 import torch
 from any_models import EXPERT, MIXTURES, MODELS, NUM_EXPERTS, UNSERVED, stack_experts
 from commands import assert_refused, invoke, passed
 from family_cases import CASES, write_random
 from runs import edit_json, edit_weights, prune, same_weights, weights
-from seams import (
-    GatedModel,
-    Masks,
-    NarrowLayers,
-    Source,
-    check_head,
-    cut,
-    gated,
-    gates_module,
-    load_model,
-    logits,
-    open_source,
-    random_gates,
-    read_masks,
-)
+from seams import Masks, NarrowLayers, cut, gated, gates_module, load_model, logits, open_source, random_gates
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ddp_vllm.checkpoint import read_config
@@ -50,7 +37,7 @@ def read_again(folder: Path) -> Any:
     return kind.from_pretrained(folder, config=config, trust_remote_code=True, dtype=torch.float32).eval()
 
 
-def learned(model: GatedModel, gates: Masks, narrow: NarrowLayers | None) -> tuple[torch.Tensor, Masks, Masks]:
+def learned(model: seams.GatedModel, gates: Masks, narrow: NarrowLayers | None) -> tuple[torch.Tensor, Masks, Masks]:
     """Return logits, and the gradients of the gates and their squares."""
     leaves = {kind: value.clone().requires_grad_() for kind, value in gates.items()}
     squares = {kind: torch.zeros_like(value) for kind, value in gates.items()}
@@ -133,7 +120,7 @@ ROUTED = {  # mixture of experts -> the same of one expert
 FAST = ("falcon_h1", "olmo2", "glm4", "starcoder2", "qwen3_5", "glm4_moe", "mixtral", "deepseek")
 
 
-def holed_gates(source: Source) -> Masks:
+def holed_gates(source: seams.Source) -> Masks:
     """Four of ten units are removed, the MLP of the first row and one expert whole."""
     gates = random_gates(source)
     if "mlp" in gates:
@@ -165,7 +152,7 @@ def test_an_architecture_without_a_row_in_families(
     assert source.sizes.blocks == (("experts",) if name in ROUTED else ("mlp",))
     source = source.with_blocks(source.prunable)  # of some mixtures the MLPs of the first layers too
     gates, model, tokens = holed_gates(source), gated(source), torch.arange(5, 37)[None]
-    check_head(source, model.model)
+    seams.check_head(source, model.model)
     whole = logits(model.model, tokens)
     with model.masks(gates):
         masked = logits(model.model.to(exact), tokens)
@@ -308,7 +295,7 @@ def test_whole_experts_leave_a_stock_checkpoint_that_equals_the_dense_model_rout
 ) -> None:
     source = open_source(str(dense(family)))
     checkpoint = cut(source, whole_gates(len(source.sizes.routed_layers)), tmp_path / "out", "expert")
-    gates, _ = read_masks(tmp_path / "out" / MASKS_FILE)
+    gates, _ = seams.read_masks(tmp_path / "out" / MASKS_FILE)
     by_hand: Any = AutoModelForCausalLM.from_pretrained(source.folder).eval()
     routed = [layer.mlp.experts for layer in by_hand.model.layers if hasattr(layer.mlp, "experts")]
     for experts, gates_EC in zip(routed, gates["experts"], strict=True):

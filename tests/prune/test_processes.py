@@ -98,9 +98,7 @@ def test_each_process_holds_its_share_of_every_layer_and_the_head(
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_gradients_of_sharded_weights_are_summed_in_float32(
-    kind: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path
-) -> None:
+def test_sharded_gradients_are_summed_in_fp32(kind: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
     """As one process sums those of its passes. In bfloat16 the sum of every pass would be rounded to 8 bits."""
     model = tiny_model if kind == "dense" else tiny_experts
     for code, _, stderr in launch(tmp_path, sum_gradients, str(model), tmp_path):

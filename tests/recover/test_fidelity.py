@@ -97,9 +97,7 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
     assert ratio and ratio[0] == pytest.approx(quality["pruned"] / quality["dense"], rel=1e-6)
 
 
-def test_what_cannot_be_compared(
-    folder: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_compared(folder: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a word")
     twin, own = tmp_path / "elsewhere" / short.name, [folder, "--text", short]
