@@ -146,7 +146,8 @@ class Bench:
         if kill and kill.event is None:
             time.sleep(kill.seconds)
             os.killpg(child, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(counted.read_text())
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return code, int(counted.read_text() or 0)  # empty if the command was killed while it wrote the number
 
     def _fork(self, function: Any, *arguments: Any) -> int:
         sys.stdout.flush()
