@@ -49,7 +49,7 @@ GOLDEN = {  # data, seed, most training blocks, held-out blocks -> training bloc
     ("answers.jsonl", 0, 40, 4): ("c195a3231a13", "e230a7d35e7f", "9a86f68f898e"),
     ("plain.jsonl:2,chats.jsonl", 0, 40, 4): ("33c05cb6f43b", "443e0da2ec94", "716b803246c8"),
     # all text: sources end one after another, and a copy of a document that is held out is not trained on
-    ("plain.jsonl:2,chats.jsonl,copies.jsonl:3", 0, 10_000, 60): ("f975f5a80ec1", "c865714e7648", "bc766737e088"),
+    ("plain.jsonl:2,chats.jsonl,copies.jsonl:3", 0, 10_000, 20): ("d87a1e49a4ac", "a1372979e8c7", "2e6687b5d589"),
     ("long.jsonl", 0, 40, 4): ("81fa9ae26318", "7b9e7b8c3c5f", "d03b7fa8b0d5"),
 }
 
