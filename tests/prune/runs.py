@@ -57,9 +57,9 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Change fields of a file that may not exist yet."""
-    settings = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(settings | changes))
+    """Change fields of a file that may not exist yet; None removes a field."""
+    settings = (json.loads(path.read_text()) if path.exists() else {}) | changes
+    path.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

@@ -160,7 +160,6 @@ def test_held_out_text_depends_on_no_seed_steps_or_order(words: int, load: Load,
 
 @pytest.mark.parametrize("few", [["cat"] * 4, [""] * 9], ids=len)
 def test_a_source_that_is_held_out_whole_is_named(few: list[str], load: Load, write_texts: Write) -> None:
-    """Eight blocks are more than either source has."""
     names = [write_texts("few.jsonl", few), write_texts("many.jsonl", [f"fox {number}" for number in range(500)])]
     for data in (names, names[::-1]):
         with pytest.raises(TextError, match=r"few\.jsonl holds no text, or all of it is held out"):

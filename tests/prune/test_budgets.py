@@ -336,7 +336,6 @@ def test_impossible_speedups_are_refused(changes: dict[str, Any], words: str, tm
 
 @pytest.mark.usefixtures("cache", "no_pictures")
 def test_models_meet_the_speedups_stated(tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Two sizes of a dense model, and a mixture."""
     for model, speedups, multiple in ((tiny_model, (1.1, 1.2), 16), (tiny_experts, (1.01,), 1)):
         profile = written(tmp_path, json.loads((model / "config.json").read_text()), multiple)
         options = ["--profile", profile, "--other-machine", "--context-length", "256", *SMALL, "--steps", "20"]

@@ -306,7 +306,6 @@ class Notes(GeneralTracker):
 def test_a_tracker_gets_settings_and_metrics(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of pruning, and of a recovery."""
     monkeypatch.setattr(seams.devices, "get_available_trackers", lambda: ["notes"])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", Notes)
     passed(prune(tiny_model, tiny_text, tmp_path / "out", "--tracker", "notes"))

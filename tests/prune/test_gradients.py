@@ -105,7 +105,6 @@ HEADS["both"] = {"divisor": 0.5, "cap": 1.5}
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return states of student and teacher, weights of a head, and labels."""
     generator = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 53, 12, generator=generator, dtype=torch.float64)
     weight = torch.randn(40, 12, generator=generator, dtype=torch.float64)

@@ -15,7 +15,6 @@ HERE = Path(__file__).parent
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """In a process that never compiles."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     options = ["-q", "--noconftest", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, str(HERE / "interpreted_kernels.py")]

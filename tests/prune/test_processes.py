@@ -29,7 +29,6 @@ TOGETHER = 1e-6  # sums over processes are made in another order, in float64
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """As the two processes have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -104,7 +104,6 @@ PASSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # the file, what i
 def test_what_is_passed_replaces_its_alternatives(
     text: str, passed: dict[str, Any], expected: dict[str, Any], as_recipe: bool, tmp_path: Path
 ) -> None:
-    """In a file, and in a `Recipe` that Python passes."""
     (tmp_path / "r.toml").write_text(text)
     base = load_recipe(tmp_path / "r.toml", {"model": "m"}).changed() if as_recipe else tmp_path / "r.toml"
     found = load_recipe(base, {**passed, "model": "m"})

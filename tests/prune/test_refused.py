@@ -19,7 +19,7 @@ from any_models import write_headers
 from click.testing import Result
 from commands import assert_refused, invoke, passed
 from huggingface_hub.utils import filter_repo_objects
-from runs import edit_weights, prune, same_weights, weights
+from runs import edit_json, edit_weights, prune, same_weights, weights
 from safetensors.torch import load_file, save_file
 from seams import check_head, load_model, open_source
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -32,27 +32,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 Edit = Callable[[Path], Any]
 
 
-@pytest.fixture(scope="module")
-def pruned(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pruned checkpoint without training."""
-    source, folder = open_source(str(tiny_model)), tmp_path_factory.mktemp("pruned") / "pruned"
-    seams.cut(source, seams.random_gates(source, "kv-group"), folder, "kv-group")
-    return folder
-
-
 @pytest.fixture
 def model(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 def config(**changes: Any) -> Edit:
-    """Return an edit of config.json; None removes a field."""
-
-    def edit(folder: Path) -> None:
-        values = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
-
-    return edit
+    return lambda folder: edit_json(folder / "config.json", **changes)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Edit:
@@ -68,18 +54,13 @@ def tokenizer(change: Callable[[dict[str, Any]], Any]) -> Edit:
     return edit
 
 
-def replace_by_index(text: str) -> Edit:
-    """Also with a file of the same name outside the folder."""
-
-    def edit(folder: Path) -> None:
-        file = (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-        (folder.parent / file.name).write_bytes(file.read_bytes())
-        (folder / "model.safetensors.index.json").write_text(text)
-
-    return edit
+def index_outside(folder: Path) -> None:
+    file = (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder.parent / file.name).write_bytes(file.read_bytes())
+    edit_json(folder / INDEX, weight_map={"model.norm.weight": "../model-1.safetensors"})
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
+INDEX, UP, DOWN = "model.safetensors.index.json", *(f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down"))
 BROKEN: dict[str, tuple[Edit, list[str]]] = {  # an edit of the tiny model, words of the line
     "nothing recognized": (config(model_type="gpt2"), ["no MLP", "GPT2LMHeadModel", "mlp (GPT2MLP)", "attn ("]),
     "unknown to transformers": (config(model_type="newlm"), ["newlm", "update transformers"]),
@@ -91,8 +72,7 @@ BROKEN: dict[str, tuple[Edit, list[str]]] = {  # an edit of the tiny model, word
     ),
     "no safetensors": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), [".safetensors"]),
     "index outside the folder": (  # masks would be learned on one file, and the other cut
-        replace_by_index('{"weight_map": {"model.norm.weight": "../model-1.safetensors"}}'),
-        ["'../model-1.safetensors', not a file of its folder"],
+        index_outside, ["'../model-1.safetensors', not a file of its folder"],
     ),
     "a missing projection": (tensors(lambda w: w.pop(UP)), ["layer 1", "mlp.up_proj", "again"]),
     "rows fewer than the heads of the config": (
@@ -272,9 +252,6 @@ def test_masks_that_cannot_be_applied(pruned: Path, tiny_model: Path, tmp_path: 
     passed(apply(tiny_model, masks, tmp_path / "fine"))  # fields that are not read may be odd
     shutil.rmtree(tmp_path / "fine")
     assert [path.name for path in tmp_path.iterdir()] == [MASKS_FILE]
-
-
-INDEX, DOWN = "model.safetensors.index.json", "model.layers.1.mlp.down_proj.weight"
 
 
 def overlay(source: Path, folder: Path, file: str) -> None:

@@ -83,7 +83,6 @@ WRITING = [
 
 @pytest.fixture
 def conversations(tmp_path: Path) -> Path:
-    """Text that goes through the chat template."""
     path = tmp_path / "talks.jsonl"
     words = " ".join(f"the quick brown fox number {number}" for number in range(30))
     turns = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]

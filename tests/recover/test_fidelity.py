@@ -42,7 +42,6 @@ def folder(pruned: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def text(tiny_text: Path, tmp_path: Path) -> Path:
-    """Two rows of the text."""
     path = tmp_path / "own.jsonl"
     path.write_text("".join(tiny_text.read_text().splitlines(keepends=True)[5:7]))
     return path
