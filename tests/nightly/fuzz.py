@@ -53,8 +53,9 @@ from random_models import SENTENCES, write_models
 RECIPE = Recipe(model="m", sparsity=0.4, steps=9)
 SECONDS = 2.0  # processor time limit per reader
 CONFIG = LlamaConfig(
-    vocab_size=320, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48,
-    num_hidden_layers=2, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None, max_position_embeddings=256,
+    vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=4, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
+    initializer_range=0.2, max_position_embeddings=256,
 )  # fmt: skip
 OF_A_MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model*.safetensors")
 TARGETS = {  # target -> files to damage

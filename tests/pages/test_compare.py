@@ -191,14 +191,11 @@ def test_damaged_results_are_one_line(damage: str, pruned: Path, tmp_path: Path)
     assert_refused(invoke("compare", pruned, "-o", tmp_path / "page.html"), 4, "sharegpt.json", "is damaged")
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "reason"),
-    [
-        ("--tolerance 0", 2, "--tolerance is 0, which is no factor"),
-        ("-o nowhere/page.md", 2, "call the page"),  # the name of its Markdown
-        ("--tolerance 1.1", 9, "none was evaluated on held-out text, as ddp-vllm prune does\n"),
-    ],
-)
+@pytest.mark.parametrize(("options", "code", "reason"), [
+    ("--tolerance 0", 2, "--tolerance is 0, which is no factor"),
+    ("-o nowhere/page.md", 2, "call the page"),  # the name of its Markdown
+    ("--tolerance 1.1", 9, "none was evaluated on held-out text, as ddp-vllm prune does\n"),
+])  # fmt: skip
 def test_options_that_are_refused(
     options: str, code: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

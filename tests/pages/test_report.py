@@ -81,7 +81,7 @@ def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
     widths, use = (function(read_checkpoint(out)) for function in (expert_widths, expert_use))
     assert widths[[0, 2]].tolist() == sizes and np.isnan(widths[1]).all()
     assert use is not None and use[2] == pytest.approx(np.array(chosen["2"]) * 8 / sum(chosen["2"]))
-    text = _inspect(out)
+    text = passed(invoke("inspect", out)).stdout
     assert "7/8" in text and "in layers 2 (1 of 8)" in " ".join(text.split())
 
 
@@ -98,12 +98,8 @@ def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path
         assert_refused(invoke("report", folder), 7, "cannot be read")
 
 
-def _inspect(folder: Path) -> str:
-    return passed(invoke("inspect", folder)).stdout
-
-
 def test_inspect_shows_widths_totals_and_quality(trained: Path) -> None:
-    text = _inspect(trained)
+    text = passed(invoke("inspect", trained)).stdout
     widths = [("4", "8", "93"), ("4", r"6 \(1 2 2 1\)", "57"), ("–", "–", "23")]
     for index, (kv_heads, query_heads, channels) in enumerate(widths):
         assert re.search(rf"{index} +│ +{kv_heads} │ +{query_heads} │ +{channels} │", text), text
@@ -112,53 +108,35 @@ def test_inspect_shows_widths_totals_and_quality(trained: Path) -> None:
     assert re.search(r"held-out perplexity +dense \d+\.\d\d → pruned \d+\.\d\d \(256 tokens of a.jsonl\)", text)
 
 
-@pytest.fixture
-def recovered(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the trained folder, after `recover`."""
+def test_the_report_shows_the_three_models_side_by_side(trained: Path, tmp_path: Path) -> None:
+    """Of a copy of the trained folder, after `recover`."""
     losses = {"dense": [2.0, 2.2], "pruned": [2.5, 2.9], "recovered": [2.3, 2.4]}
     quality: dict[str, Any] = {name: math.exp(sum(values) / 2) for name, values in losses.items()}
     quality |= {"tokens": 32, "block_losses": losses}
-    recovery = {
-        "recipe": {"train": "weights", "tokens": 960, "learning_rate": 2e-4},
-        "texts": ["/mine/chats.jsonl"],
-        "seconds": 61.0,
-        "watched": {"/mine/b<ooks.jsonl": quality},
-        "prompts": ["Who?", "What?"],
-        "answers": {name: [f"{name} says <b>", f"{name}\nagain"] for name in losses},
-    }
+    recovery = {"recipe": {"train": "weights", "tokens": 960, "learning_rate": 2e-4}, "texts": ["/mine/chats.jsonl"]}
+    recovery |= {"seconds": 61.0, "watched": {"/mine/b<ooks.jsonl": quality}, "prompts": ["Who?", "What?"]}
+    recovery |= {"answers": {name: [f"{name} says <b>", f"{name}\nagain"] for name in losses}}
     folder = Path(shutil.copytree(trained, tmp_path / "recovered"))
     provenance = read_checkpoint(folder).provenance | {"perplexity": quality, "recovery": recovery}
     masks = folder / "ddp_masks.safetensors"
     save_file(load_file(masks), masks, {"ddp": json.dumps(provenance)})
     steps = [{"step": step, "loss": 3.0 / step, "ce": 2.0 / step, "kl": 0.5 / step} for step in range(1, 9)]
     write_lines(folder / "ddp_recovery.jsonl", steps)
-    return folder
-
-
-def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None:
-    passed(invoke("report", recovered))
-    page = (recovered / "report.html").read_text()
-    shown = (
-        "dense says &lt;b&gt;",
-        "recovered\nagain",
-        "recovered / dense",
-        "Perplexity on b&lt;ooks.jsonl",
-        "960 tokens",
-    )
-    assert not [text for text in (*shown, 'id="recovery"') if text not in page]
+    passed(invoke("report", folder))
+    page = (folder / "report.html").read_text()
+    answers = ("dense says &lt;b&gt;", "recovered\nagain")
+    facts = ("recovered / dense", "Perplexity on b&lt;ooks.jsonl", "960 tokens", 'id="recovery"')
+    assert not [text for text in (*answers, *facts) if text not in page]
     assert "/mine/" not in page.partition("<summary>")[0]
     assert page.index("dense says") < page.index("<h2>Size")  # answers come first
 
 
-@pytest.mark.parametrize(
-    ("ratio", "top1", "meaning"),
-    [
-        (0.9, 0.15, "a large loss"),  # adapted to the text, and another model
-        (0.9, 0.95, "no loss on this kind of text"),
-        (1.15, None, "answers may change"),
-        (1.3, 0.95, "a large loss"),
-    ],
-)
+@pytest.mark.parametrize(("ratio", "top1", "meaning"), [
+    (0.9, 0.15, "a large loss"),  # adapted to the text, and another model
+    (0.9, 0.95, "no loss on this kind of text"),
+    (1.15, None, "answers may change"),
+    (1.3, 0.95, "a large loss"),
+])  # fmt: skip
 def test_the_verdict_is_the_worse_of_perplexity_and_agreement(ratio: float, top1: float | None, meaning: str) -> None:
     agreement = {} if top1 is None else {"agreement": {"pruned": {"kl": 0.1, "top1": top1}}}
     stated, _, words = verdict({"dense": 20.0, "pruned": 20.0 * ratio, "tokens": 1000, **agreement}).partition(": ")
