@@ -8,11 +8,17 @@ from transformers import PreTrainedTokenizerFast
 
 
 def train(
-    texts: Iterable[str], vocab_size: int = 320, special: Sequence[str] = (), spaced: bool = False, **settings: Any
+    texts: Iterable[str],
+    vocab_size: int = 320,
+    special: Sequence[str] = (),
+    spaced: bool = False,
+    cuts: pre_tokenizers.PreTokenizer | None = None,
+    ignore_merges: bool = False,
+    **settings: Any,
 ) -> PreTrainedTokenizerFast:
-    """spaced: a blank is put before every text. settings: of the tokenizer, such as `eos_token`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
+    """spaced: a blank is put before every text. cuts: how words are cut. settings: such as `eos_token`."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = cuts or pre_tokenizers.ByteLevel(add_prefix_space=spaced)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
