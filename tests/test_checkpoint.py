@@ -155,12 +155,8 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
 CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # folder, what is broken, what the line names
-    "negative width": (
-        "folder", _first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]
-    ),
-    "widths of another checkpoint": (
-        "folder", _first("intermediate_size", 8), ["layers.0.mlp", "7", "require 8"]
-    ),
+    "negative width": ("folder", _first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
+    "widths of another checkpoint": ("folder", _first("intermediate_size", 8), ["layers.0.mlp", "7", "require 8"]),
     "tensor of a removed block": (
         "folder", _zeros("model.layers.1.mlp.up_proj.weight", 3, 16), ["layers.1.mlp.up_proj", "removes"]
     ),
@@ -218,9 +214,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # fold
         "whole", _zeros(f"{L}.1.mlp.experts.2.w1.weight", 8, 16),
         ["experts.2.w1.weight' is of expert 2, but config.json has 2"],
     ),
-    "narrower whole experts": (
-        "whole", _zeros(f"{L}.1.mlp.experts.1.w1.weight", 5, 16), ["require 8 along axis 0"]
-    ),
+    "narrower whole experts": ("whole", _zeros(f"{L}.1.mlp.experts.1.w1.weight", 5, 16), ["require 8 along axis 0"]),
     "fewer whole experts in a layer": (
         "whole", _edit(lambda c: c["ddp_widths"]["layers"][1].update(expert_intermediate_sizes=[0, 8, 0])),
         ["keep [1, 2] whole experts"],

@@ -71,6 +71,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # how else a model is served, w
     # vLLM 0.32 on CPU makes the tensors between the stages in a warm-up that it skips in eager mode; mode 1 has it
     "two stages": ("ragged", {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 1}}),
     "two ranks": ("ragged", {"tensor_parallel_size": 2}),
+    "two ranks, fused": ("phi3", {"tensor_parallel_size": 2}),
     # biases of the added channels too are zero, and removed blocks stay removed
     "in blocks": ("ragged", {"hf_overrides": {"ddp_pad_channels_to": 16}}),
     "fused in blocks": ("phi3", {"hf_overrides": {"ddp_pad_channels_to": 16}}),
