@@ -26,8 +26,7 @@ def train_adapter(folder: str, adapter: str) -> dict[str, Any]:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     tokens = tokenizer("A fox met a crow with a piece of cheese.", return_tensors="pt")
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(load(folder), config)
+    model = get_peft_model(load(folder), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     losses = []
     for _ in range(4):
@@ -37,17 +36,12 @@ def train_adapter(folder: str, adapter: str) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
     model.save_pretrained(adapter)
-    shapes = {
-        name.split("layers.")[1].split(".lora_B")[0]: list(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if "lora_B" in name
-    }
+    parts = {name: list(part.shape) for name, part in model.named_parameters() if "lora_B" in name}
+    shapes = {name.split("layers.")[1].split(".lora_B")[0]: shape for name, shape in parts.items()}
     with torch.no_grad():
         expected = model.eval()(**tokens).logits
-        merged = PeftModel.from_pretrained(load(folder), adapter).merge_and_unload().eval()
-        return {
-            "losses": losses, "shapes": shapes, "merged": (merged(**tokens).logits - expected).abs().max().item()
-        }  # fmt: skip
+        merged = PeftModel.from_pretrained(load(folder), adapter).merge_and_unload().eval()(**tokens).logits
+    return {"losses": losses, "shapes": shapes, "merged": (merged - expected).abs().max().item()}
 
 
 if __name__ == "__main__":

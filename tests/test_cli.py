@@ -9,11 +9,10 @@ import sys
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import Result
 from commands import assert_refused, invoke
-from safetensors.numpy import save_file
+from written_folders import write_model
 
 from ddp_vllm import cli, errors
 from ddp_vllm.api import COMMANDS
@@ -45,7 +44,7 @@ def test_an_error_is_one_line_with_its_exit_code(kind: type[DdpError], monkeypat
 
 def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one extra that brings it; what comes with none is named itself."""
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].items()
     required = [f"{each}; extra == '{extra}'" for extra, packages in extras for each in packages]
     monkeypatch.setattr("importlib.metadata.requires", lambda _name: [*project["dependencies"], *required])
@@ -78,10 +77,8 @@ def _verb_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ctrl_c_has_the_exit_code_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, said in (
-        (KeyboardInterrupt(), "stopped"),
-        (KeyboardInterrupt("stopped at step 3"), "stopped at step 3"),
-    ):
+    for words, said in (((), "stopped"), (("stopped at step 3",), "stopped at step 3")):
+        error = KeyboardInterrupt(*words)
         result = _verb_that_raises(error, monkeypatch)
         assert (result.exit_code, result.stderr) == (130, f"\nddp-vllm: {said}\n")
 
@@ -156,16 +153,7 @@ WRONG = {  # words of a command -> exit code, and a part of the message
 
 def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     """With an empty cache and no network: one line, its exit code, and neither torch nor transformers."""
-    names = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
-    layer = {name: [8, 8] for name in names} | {"input_layernorm": [8], "post_attention_layernorm": [8]}
-    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
-    shapes |= {"model.embed_tokens.weight": [4, 8], "lm_head.weight": [4, 8], "model.norm.weight": [8]}
-    sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
-    config = dict(zip(sizes, (8, 1, 1, 8, 8, 4), strict=True)) | {"model_type": "llama", "num_hidden_layers": 1}
-    (tmp_path / "dense").mkdir()
-    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
-    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    save_file(tensors, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    write_model(tmp_path / "dense", widths=[(2, 16), (2, 16)], origin=None)
     (tmp_path / "dense" / "tokenizer.json").write_text("{}")
     for name, file, content in (
         ("adapter", "adapter_config.json", "{}"),

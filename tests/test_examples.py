@@ -15,14 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
-import byte_level
 import pytest
-import torch
 from commands import VLLM_SETTINGS
 from transformers import LlamaConfig, MixtralConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ddp_benchmarks.engine import CPU_DEFAULTS
+from random_models import train_tokenizer, write_models
 
 pytestmark = pytest.mark.slow
 
@@ -57,9 +56,8 @@ def save(folder: Path, config: LlamaConfig | MixtralConfig, text: Path) -> Path:
     """Write a random model with a tokenizer that llama.cpp knows and a chat template."""
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
-    byte_level.train(lines, special=[*special.values()], chat_template=CHATML, **special).save_pretrained(folder)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer = train_tokenizer(lines, special=[*special.values()], chat_template=CHATML, **special)
+    write_models({folder: config}, tokenizer)
     return folder
 
 
@@ -83,12 +81,9 @@ def environment_of(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(folder: Path, *words: object) -> str:
-    """Run an example in `folder` and return its stdout."""
-    environment = environment_of(folder)
-    result = subprocess.run([*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return result.stdout
+def run_script(folder: Path, script: Path, **settings: str) -> "subprocess.CompletedProcess[str]":
+    command, environment = ["bash", str(script)], environment_of(folder) | settings
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -132,12 +127,11 @@ def test_mixture(more: list[str], chats: Path, tmp_path: Path, example: Callable
 
 @pytest.mark.vllm
 @pytest.mark.nightly
-def test_speedrun(dense: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speedrun(dense: Path, chats: Path, tmp_path: Path) -> None:
     short = {"STEPS": "4", "SMALL": "--batch-size 2 --seq-len 32", "TEST_LINES": "20", "RECOVER_MINUTES": "0.02"}
-    for name, value in ({"MODEL": str(dense), "CHATS": str(chats)} | short).items():
-        monkeypatch.setenv(name, value)
-    printed = run(tmp_path, "bash", EXAMPLES / "speedrun.sh")
-    assert "=== 8. Serve it" in printed and (tmp_path / "speedrun" / "recovered.gguf").exists()
+    result = run_script(tmp_path, EXAMPLES / "speedrun.sh", MODEL=str(dense), CHATS=str(chats), **short)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "=== 8. Serve it" in result.stdout and (tmp_path / "speedrun" / "recovered.gguf").exists()
 
 
 def served(folder: Path, script: Path, port: int, **settings: str) -> tuple[str, list[str]]:
@@ -185,10 +179,7 @@ def test_the_script_of_the_page_on_an_8b(dense: Path, chats: Path, tmp_path: Pat
         "CONCURRENCY": "2", "LENGTH": "96", "MINUTES": "0.5", "TASKS": "",
         "SERVER": f"--port {port} --max-model-len 128 --enforce-eager",
     }  # fmt: skip
-    missed = subprocess.run(
-        ["bash", script], cwd=tmp_path, env=environment_of(tmp_path) | settings | {"MAX_RATIO": "0.01"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    missed = run_script(tmp_path, script, **settings, MAX_RATIO="0.01")
     assert missed.returncode == 9 and "above --max-ratio 0.01" in missed.stderr, missed.stderr[-3000:]
     assert (tmp_path / "work" / "recovered" / "config.json").exists()
     root, printed = served(tmp_path, script, port, **settings, MAX_RATIO="100")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import byte_level
 import gguf
 import pytest
 import torch
@@ -24,6 +23,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ddp_vllm.gguf.tokenizer import BYTE_LEVEL
+from random_models import train_tokenizer
 
 VOCABULARY = 320  # rows of the embeddings; the tokenizer has fewer tokens
 SIZES: dict[str, Any] = TINY | {
@@ -95,7 +95,7 @@ def logprobs(server: Server, prompt: list[int]) -> torch.Tensor:
 
 def save_tokenizer(folder: Path, cuts: pre_tokenizers.PreTokenizer | None = None, *, like_llama3: bool = False) -> Any:
     """Train a byte-level tokenizer that cuts words by `cuts`; like Llama 3's: BOS first, no merges in known words."""
-    wrapped = byte_level.train(
+    wrapped = train_tokenizer(
         [*TEXTS, Path(__file__).read_text(encoding="utf-8")], VOCABULARY - 6, ["<|im_start|>", "<|im_end|>"], cuts=cuts,
         ignore_merges=like_llama3, bos_token="<|im_start|>", eos_token="<|im_end|>",
         chat_template="{{ bos_token }}" * like_llama3 + CHATML,

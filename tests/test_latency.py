@@ -14,6 +14,8 @@ from ddp_vllm.latency import Profile, find_profile, read_profile
 from ddp_vllm.machine import Workload
 from ddp_vllm.remote_code.widths import LayerWidths
 
+DECODE = Workload(phase="decode", batch=8, context=256)
+
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Profile:
@@ -33,17 +35,15 @@ def test_an_untimed_model_takes_as_long_as_its_blocks(profile: Profile, batch: i
     assert speedup == pytest.approx(expected, rel=1e-6) and low - 1e-9 <= speedup <= high + 1e-9
 
 
-@pytest.mark.parametrize("kernel", [0.8, 1.0, 1.5])
-@pytest.mark.parametrize("width", [0, 192, 400, 576, 672, 768])
+@pytest.mark.parametrize(("kernel", "width"), [(0.8, 0), (0.8, 400), (1.0, 192), (1.5, 576), (1.5, 672), (1.5, 768)])
 def test_experts_are_predicted_by_the_kernel_that_runs_them(kernel: float, width: int, tmp_path: Path) -> None:
     """The dense model runs another kernel, so slightly narrower experts may be slower, and the prediction shows it."""
     profile, dense = read_profile(written(tmp_path, MIXTURE, kernel=kernel)), widths_of(MIXTURE).dense_layers
     pruned = [replace(layer, expert_intermediate_sizes=(width,) * 8) for layer in dense]
     expected = seconds(dense) / seconds(pruned, kernel=kernel)
     assert (expected < 0.75) == (kernel > 1.0 and width > 700)
-    work = Workload(phase="decode", batch=8, context=256)
-    assert profile.speedup(pruned, work)[0] == pytest.approx(expected, rel=1e-6)
-    assert profile.each_round(work)[0].unremovable == pytest.approx(4 * 4 * kernel * EXPERTS)
+    assert profile.speedup(pruned, DECODE)[0] == pytest.approx(expected, rel=1e-6)
+    assert profile.each_round(DECODE)[0].unremovable == pytest.approx(4 * 4 * kernel * EXPERTS)
 
 
 def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp_path: Path) -> None:
@@ -56,12 +56,9 @@ def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp
             cell["decode"] = dense["decode"] * share if share else cell["decode"]
     path.write_text(json.dumps(content))
     for width, speedup in ((768, 0.83), (512, 1 / 0.95), (256, 1 / 0.95), (1024, 1.0)):
-        middle, low, high = read_profile(path).speedup(
-            layers(*[(4, width)] * 4), profile_work := Workload(phase="decode", batch=8, context=256)
-        )
+        middle, low, high = read_profile(path).speedup(layers(*[(4, width)] * 4), DECODE)
         assert middle == pytest.approx(speedup) and low <= middle <= high
-    times = read_profile(path).times(profile_work)
-    curve = times.curves["mlp"]
+    curve = read_profile(path).times(DECODE).curves["mlp"]
     assert curve.unit > 0 and curve.fixed >= 0
 
 
@@ -72,19 +69,16 @@ def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
         read_profile(written(tmp_path, complete=False))
     with pytest.raises(SettingError, match="not a profile of this version"):
         read_profile(written(tmp_path, format="another"))
-    (tmp_path / "machine.json").write_text("{")
-    with pytest.raises(SettingError, match="cannot be read"):
-        read_profile(tmp_path / "machine.json")
-
-
-@pytest.mark.parametrize("value", [-1.0, 0, "fast", float("nan")])
-def test_times_are_positive_numbers(value: Any, tmp_path: Path) -> None:
     path = written(tmp_path)
     content = json.loads(path.read_text())
-    content["times"][3]["cells"][0]["decode"] = value
-    path.write_text(json.dumps(content))
-    with pytest.raises(SettingError, match=r"times\[3\].cells\[0\].decode: expected `float`"):
+    path.write_text("{")
+    with pytest.raises(SettingError, match="cannot be read"):
         read_profile(path)
+    for value in (-1.0, 0, "fast", float("nan")):
+        content["times"][3]["cells"][0]["decode"] = value
+        path.write_text(json.dumps(content))
+        with pytest.raises(SettingError, match=r"times\[3\].cells\[0\].decode: expected `float`"):
+            read_profile(path)
 
 
 @pytest.mark.usefixtures("cache")
@@ -98,8 +92,7 @@ def test_a_profile_is_cached_by_the_config_of_its_model(tmp_path: Path) -> None:
         return read_profile(output)
 
     def profile_of(model: str, **changes: Any) -> Path:
-        workload = Workload(phase="decode", batch=8, context=256)
-        return find_profile("", Path(model), CONFIG | changes, workload, measure, other_machine=True).path
+        return find_profile("", Path(model), CONFIG | changes, DECODE, measure, other_machine=True).path
 
     first = profile_of("model")
     assert profile_of("elsewhere") == first and measured == [Path("model")]

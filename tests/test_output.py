@@ -49,14 +49,8 @@ def test_a_folder_appears_whole_or_not_at_all(
 
 def killed(writer: str, written: str, path: Path) -> None:
     """Let a process write to what one of our writers gives it, and die by SIGKILL."""
-    code = f"""
-import os, signal, sys
-from pathlib import Path
-from ddp_vllm import output
-with output.{writer}(Path(sys.argv[1])) as it:
-    {written}
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
+    imports = "import os, signal, sys; from pathlib import Path; from ddp_vllm import output"
+    code = f"{imports}\nwith output.{writer}(Path(sys.argv[1])) as it: {written}; os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -signal.SIGKILL
 
 
@@ -80,14 +74,15 @@ def test_what_was_put_aside_stays_while_there_is_nothing_else(folder: Path) -> N
 
 
 def test_what_a_kill_left_goes_also_where_nothing_is_written(folder: Path) -> None:
-    """A command that only says that its output exists clears it."""
-    shutil.copytree(folder, folder.with_name(".pruned.old"))
-    shutil.copytree(folder, folder.with_name(".pruned.tmp"))
-    folder.with_name(".pruned.lock").touch()
-    with locked(folder.with_name(".pruned.lock"), ""), pytest.raises(OutputError, match="exists"):
+    """A command that only reports that its output exists clears it, unless another process is still writing."""
+    lock = folder.with_name(".pruned.lock")
+    for name in (".pruned.old", ".pruned.tmp"):
+        shutil.copytree(folder, folder.with_name(name))
+    lock.touch()
+    with locked(lock, ""), pytest.raises(OutputError, match="exists"):
         check_output(folder, overwrite=False)
-    assert folder.with_name(".pruned.tmp").exists()  # of a process that is still writing
-    folder.with_name(".pruned.lock").touch()
+    assert folder.with_name(".pruned.tmp").exists()
+    lock.touch()
     with pytest.raises(OutputError, match="exists"):
         check_output(folder, overwrite=False)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
@@ -129,16 +124,18 @@ def test_who_may_read_is_what_the_user_set(umask: int, modes: tuple[int, int], t
     assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1]]
 
 
-def test_outputs_that_are_refused(tmp_path: Path) -> None:
-    """A rename at the end would replace a link, not the folder it points to."""
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
+def test_outputs_that_are_refused(folder: Path, tmp_path: Path) -> None:
+    """A folder of ours holds the masks file that every writer puts in."""
+    (tmp_path / "link").symlink_to(tmp_path / "disk")  # a rename would replace the link, not the folder behind it
     for overwrite in (False, True):
         with pytest.raises(OutputError, match="is a link"):
             check_output(tmp_path / "link", overwrite=overwrite)
     with pytest.raises(OutputError, match=r"cannot be written .*too long"):
         check_output(tmp_path / ("x" * 300), overwrite=False)
     (tmp_path / "thesis.txt").write_text("years of work")
-    for place in (tmp_path, tmp_path / "thesis.txt"):
+    check_output(folder, overwrite=True)
+    (folder / MASKS_FILE).unlink()
+    for place in (tmp_path, tmp_path / "thesis.txt", folder):
         with pytest.raises(OutputError, match="did not write it"):
             check_output(place, overwrite=True)
     (tmp_path / "empty").mkdir()
@@ -149,44 +146,26 @@ def test_outputs_that_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [".out.tmp", ".out.old", "out"])
 def test_files_of_others_are_not_deleted(name: str, tmp_path: Path) -> None:
     """A config.json does not make a folder ours."""
+    (tmp_path / name).mkdir()
     for file in ("thesis.txt", "config.json"):
-        (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / file).write_text("years of work")
-    with (
-        pytest.raises(OutputError, match="did not write"),
-        atomic_folder(tmp_path / "out", overwrite=True),
-    ):
+    with pytest.raises(OutputError, match="did not write"), atomic_folder(tmp_path / "out", overwrite=True):
         pass
     assert (tmp_path / name / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_file_is_written_past_a_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever guesses the temporary name gets nothing written through a link there."""
-    (tmp_path / "thesis.txt").write_text("years of work")
+def test_a_file_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither through one in its place nor through one planted under the name of its temporary file."""
+    thesis, file = tmp_path / "thesis.txt", tmp_path / "file"
+    thesis.write_text("years of work")
+    file.symlink_to(thesis)
+    write_text("page", file)
+    assert file.read_text() == "page" and not file.is_symlink()
     monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
-    (tmp_path / ".file.guessed.tmp").symlink_to(tmp_path / "thesis.txt")
+    (tmp_path / ".file.guessed.tmp").symlink_to(thesis)
     with pytest.raises(OutputError, match="exists"):
-        write_text("new", tmp_path / "file")
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-def test_a_report_follows_no_links(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    (folder / "report.html").symlink_to(tmp_path / "thesis.txt")
-    write_text("page", folder / "report.html")
-    assert (folder / "report.html").read_text() == "page" and not (folder / "report.html").is_symlink()
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-def test_only_a_folder_with_masks_is_replaced(folder: Path, tmp_path: Path) -> None:
-    """The mark of a folder of ours is the masks file that every writer puts in."""
-    with atomic_folder(folder, overwrite=True) as new:
-        (new / MASKS_FILE).write_bytes(b"masks")
-    with atomic_folder(folder, overwrite=True) as new:
-        (new / "config.json").write_text("{}")
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
-    with pytest.raises(OutputError, match="did not write it"):
-        check_output(folder, overwrite=True)
+        write_text("new", file)
+    assert thesis.read_text() == "years of work"
 
 
 def test_what_is_private_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +186,11 @@ def test_what_is_private_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest
 def test_a_planted_link_is_neither_followed_nor_removed(tmp_path: Path) -> None:
     """In a folder that others may write to."""
     (tmp_path / "others").mkdir()
-    (tmp_path / "others" / "thesis.txt").write_text("years of work")
-    for name in (".out.tmp", ".out.old", ".out.lock"):
-        (tmp_path / name).symlink_to(tmp_path / "others" / ("thesis.txt" if name == ".out.lock" else ""))
+    thesis = tmp_path / "others/thesis.txt"
+    thesis.write_text("years of work")
+    for name, target in ((".out.tmp", thesis.parent), (".out.old", thesis.parent), (".out.lock", thesis)):
+        (tmp_path / name).symlink_to(target)
         with pytest.raises(OutputError), atomic_folder(tmp_path / "out"):
             pass
-        assert (tmp_path / "others" / "thesis.txt").read_text() == "years of work"
+        assert thesis.read_text() == "years of work"
         (tmp_path / name).unlink()

@@ -7,12 +7,8 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel, tensor_parallel_sizes
 
 DENSE = {
-    "model_type": "llama",
-    "num_attention_heads": 12,
-    "num_hidden_layers": 1,
-    "hidden_size": 96,
-    "intermediate_size": 32,
-}
+    "model_type": "llama", "num_attention_heads": 12, "num_hidden_layers": 1, "hidden_size": 96, "intermediate_size": 32
+}  # fmt: skip
 EXPERTS = DENSE | {
     "model_type": "qwen3_moe", "num_attention_heads": 16, "num_experts": 8, "moe_intermediate_size": 64, "head_dim": 8
 }  # fmt: skip

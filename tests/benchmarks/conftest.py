@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -21,27 +21,25 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Llama with 2 layers and a byte-level BPE of 300 tokens; context 256."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    import byte_level
+    from transformers import LlamaConfig
+
+    from random_models import train_tokenizer, write_models
 
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer = byte_level.train([" ".join(WORDS)] * 20, 300, [*special.values()], **special)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 20, 300, [*special.values()], **special)
+    config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    write_models({folder: config}, tokenizer)
     return folder
 
 
 @pytest.fixture(scope="session")
 def halved(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of that Llama pruned: its first layer has 41 of 96 channels, its second no attention."""
-    torch = pytest.importorskip("torch")
+    import torch
     from seams import cut, open_source
 
     gates = {"attn": torch.tensor([[1.2], [0.0]]), "mlp": torch.ones(2, 96)}
@@ -54,16 +52,12 @@ def halved(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ShareGPT file of 40 conversations: prompts of 8 to 47 words, answers of 6 to 25."""
+    texts = [" ".join(islice(cycle(WORDS), number, 2 * number + 8)) for number in range(40)]
+    answers = [" ".join(islice(cycle(WORDS), number, number + 6 + number % 20)) for number in range(40)]
+    rows = [
+        {"id": f"talk{number}", "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]}
+        for number, (asked, answer) in enumerate(zip(texts, answers, strict=True))
+    ]
     file = tmp_path_factory.mktemp("talks") / "sharegpt.jsonl"
-    file.write_text("".join(json.dumps(entry) + "\n" for entry in _talks()))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def _talks() -> Iterator[dict[str, object]]:
-    for number in range(40):
-        sides = [("human", 8 + number), ("gpt", 6 + number % 20)]
-        turns = [
-            {"from": side, "value": " ".join(WORDS[(number + i) % len(WORDS)] for i in range(length))}
-            for side, length in sides
-        ]
-        yield {"id": f"talk{number}", "conversations": turns}

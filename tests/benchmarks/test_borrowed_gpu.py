@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +46,6 @@ def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: 
     assert [ended[name]["code"] for name in codes] == ["out of time", 1, 0]
     assert ended["slow"]["result"]["rows"] == [{"us": 1.5}]
     assert "no such GPU" in (tmp_path / "1.log").read_text()
-
-
-def test_an_archive_is_divided_and_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pack
-    import run as runner
-
-    for module in (pack, runner):
-        monkeypatch.setattr(module, "REPO", tmp_path)
-    (tmp_path / "file").write_bytes(os.urandom(5000))
-    with tarfile.open(tmp_path / "data.tar.xz", "w:xz") as archive:
-        archive.add(tmp_path / "file", arcname="file")
-    size = (tmp_path / "data.tar.xz").stat().st_size
-    assert pack.divide(tmp_path / "data.tar.xz", (2, 3), size - 100) == size - 200
-    for call in ("2", "3"):
-        assert not (tmp_path / "home/file").exists()
-        runner.Runner(call, tmp_path / "home", tmp_path / "out", seconds=9.0).unpack()
-    assert (tmp_path / "home/file").read_bytes() == (tmp_path / "file").read_bytes()
-    with pytest.raises(SystemExit, match="too large"):
-        pack.divide(tmp_path / "data.tar.xz", (4, 5), size // 2 - 1)
 
 
 @pytest.mark.nightly

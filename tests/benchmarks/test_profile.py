@@ -147,23 +147,6 @@ def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
     assert limits == {"kv_cache": 5, "max_num_seqs": 4}  # a sequence needs one block of 128 tokens
 
 
-def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
-    arguments = ["profile", str(tiny), "-o", str(tmp_path / "machine.json")]
-    for more, reason in (
-        (["--concurrency", "0"], "--concurrency is 0; it must be at least 1"),
-        (["--context-length", "10"], "--context-length is 10; it must be at least the 96 steps"),
-        (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
-        (["--steps", "8"], "--steps is 8; it must be at least 12"),
-        (["--", "--model", "gpt2"], "--model after -- is set by this measurement"),
-        (["--concurrency", "many"], "neither a number nor several"),
-    ):
-        result = invoke(*arguments, *more)
-        assert result.exit_code == SettingError.exit_code and reason in result.stderr, result.stderr
-    (tmp_path / "machine.json").write_text("mine")
-    result = invoke(*arguments)
-    assert result.exit_code == 5 and "exists" in result.stderr and (tmp_path / "machine.json").read_text() == "mine"
-
-
 @pytest.mark.parametrize("dtype", ["avx2-float32", "avx512-bfloat16"])
 def test_the_demo_has_a_profile_of_each_class_of_processor(dtype: str) -> None:
     """A step gets faster with every head and channel that is left out, to a speed that the demo asks for."""

@@ -1,11 +1,9 @@
 """Does a damaged file make ddp-vllm end with a traceback, hang, or continue with wrong weights?
 
-The script prunes, recovers and measures tiny models. Each seed then changes one file: bytes, a
-value in its JSON, the header of its tensors, or the file itself. The commands and functions that
-read it run in this process, with two seconds of a core. Each must fail with one line, or go on with
-the weights that are on disk; a damaged
-state of a run, or damaged cached tokens, must be ignored. Another plausible value (`rope_theta`, a
-seed, a result) is accepted.
+The script prunes, recovers and measures tiny models. Each seed then changes one file: bytes, a value in its JSON, the
+header of its tensors, or the file itself. The commands and functions that read it run in this process, with two seconds
+of a core. Each must fail with one line, or go on with the weights that are on disk; a damaged state of a run, or
+damaged cached tokens, must be ignored. Another plausible value (`rope_theta`, a seed, a result) is accepted.
 
     python tests/nightly/fuzz.py --first 0 --last 20000
 """
@@ -123,8 +121,7 @@ def damaged_json(value: Any, rng: random.Random) -> str:
 
 
 def damaged_tensors(content: bytes, rng: random.Random) -> bytes:
-    """Return a safetensors file with a damaged header or metadata; without its checksum, as after
-    editing by hand."""
+    """Return a safetensors file with a damaged header or metadata; without its checksum, as after editing by hand."""
     (length,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     if "ddp" in header.get("__metadata__", {}) and rng.random() < 0.6:
@@ -144,9 +141,12 @@ def damage(path: Path, rng: random.Random) -> str:
     if chance < 0.03:
         path.unlink()
         kind = rng.choice(("missing", "folder", "pipe", "endless"))
-        {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "endless": lambda: path.symlink_to("/dev/zero")}.get(
-            kind, lambda: None
-        )()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "endless":
+            path.symlink_to("/dev/zero")
         return kind
     if chance < 0.7 and path.suffix == ".safetensors":
         path.write_bytes(damaged_tensors(content, rng))
@@ -162,8 +162,7 @@ def damage(path: Path, rng: random.Random) -> str:
 
 
 def command(*words: object) -> None:
-    """Run a command. Raises: DdpError with its line; AssertionError for any other kind of
-    failure."""
+    """Run a command. Raises: DdpError with its line; AssertionError for any other kind of failure."""
     result = CliRunner().invoke(main, [*map(str, words)])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -198,14 +197,12 @@ class Fuzz:
 
     def readers(self, target: str) -> dict[str, Callable[[], Any]]:
         """Return what reads a target's files, by name."""
-        folder, dense = self.folder, self.intact / "dense"
+        folder, dense, page = self.folder, self.intact / "dense", f"{self.out}.html"
         if target == "pruned":
             return {
                 "inspect": lambda: command("inspect", folder),
                 "report": lambda: command("report", folder, "-o", self.out),
-                "compare": lambda: command(
-                    "compare", folder, "--dense", dense, "-o", f"{self.out}.html", "--overwrite"
-                ),
+                "compare": lambda: command("compare", folder, "--dense", dense, "-o", page, "--overwrite"),
                 "export": lambda: command("export", folder, "-o", f"{self.out}.gguf", "--overwrite"),
                 "apply": lambda: command("apply", dense, "--masks", folder / "ddp_masks.safetensors", "-o", self.out),
                 "recover": lambda: self.load(open_pruned(read_checkpoint(folder), open_source(str(dense)))),

@@ -1,17 +1,14 @@
-"""Does a command that is killed at any moment write, when it is run again, what it would have
-written undisturbed?
+"""Does a command that is killed at any moment write, when it is run again, what it would have written undisturbed?
 
-Every command that writes a model runs on a tiny Llama, is killed by SIGKILL, and is run again with
-the same words. Half of the kills come right before or right after a file event of the process,
-which opens a file for writing, truncates, renames or removes one, or makes or removes a folder;
-each event of a command once before any comes again. The other kills come at a random moment. Then
-all files must be, bit for bit, those of an undisturbed run, and there must be no
-others: no temporary file, no lock, no saved run. Not compared are the numbers that say how long
-something took. A second run may answer that its output exists, if the first had written all of it.
+Every command that writes a model runs on a tiny Llama, is killed by SIGKILL, and is run again with the same words. Half
+of the kills come right before or right after a file event of the process, which opens a file for writing, truncates,
+renames or removes one, or makes or removes a folder; each event of a command once before any comes again. The other
+kills come at a random moment. Then all files must be, bit for bit, those of an undisturbed run, and there must be no
+others: no temporary file, no lock, no saved run. Not compared are the numbers that say how long something took. A
+second run may answer that its output exists, if the first had written all of it.
 
-The parent process imports all modules once and never starts a thread; each run is a fork of it that
-calls the command line's function. Pictures are empty, because to draw them takes longer than
-everything else.
+The parent process imports all modules once and never starts a thread; each run is a fork of it that calls the command
+line's function. Pictures are empty, because to draw them takes longer than everything else.
 
     python tests/nightly/kills.py --kills 400 --seed 0
 """
@@ -71,8 +68,7 @@ class Kill:
     event: int | None = None
     """Number of the file event, from 0."""
     after: bool = False
-    """Right after that event, which is at the next event of any kind, rather than right before it.
-    """
+    """Right after that event, which is at the next event of any kind, rather than right before it."""
     seconds: float = 0.0
 
 
@@ -101,8 +97,7 @@ class Watch:
 
 
 class Bench:
-    """Intact folders, a folder in which commands run and are killed, and what undisturbed ones
-    leave there."""
+    """Intact folders, a folder in which commands run and are killed, and what undisturbed ones leave there."""
 
     def __init__(self, scratch: Path, commands: list[str]) -> None:
         for module in MODULES:
@@ -138,15 +133,15 @@ class Bench:
             raise RuntimeError(self.log.read_text()[-2000:])
 
     def run(self, words: list[str], kill: Kill | None = None) -> tuple[int, int]:
-        """Run a command, and kill it; return its exit code, of a killed one -9, and its number of
-        file events."""
+        """Run a command, and kill it; return its exit code, of a killed one -9, and its number of file events."""
         counted = self.log.with_suffix(".count")
         counted.write_text("0")
         child = self._fork(_call, words, Watch(self.case, kill), counted)
         if kill and kill.event is None:
             time.sleep(kill.seconds)
             os.killpg(child, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(counted.read_text())
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return code, int(counted.read_text() or 0)  # empty if the command was killed while it wrote the number
 
     def _fork(self, function: Any, *arguments: Any) -> int:
         sys.stdout.flush()
@@ -216,8 +211,10 @@ def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Return what a folder holds, without times: of each file, by its name, what must be the same
-    every time. Files of the cache are named by hashes of masks files, which hold times."""
+    """Return what a folder holds, without times: of each file, by its name, what must be the same every time.
+
+    Files of the cache are named by hashes of masks files, which hold times.
+    """
     by_name = {path.relative_to(folder).as_posix(): _content(path) for path in sorted(folder.rglob("*"))}
     return {f"cache/origins/{value}" if "cache/origins/" in name else name: value for name, value in by_name.items()}
 
@@ -252,8 +249,7 @@ def unequal(present: dict[str, str], expected: dict[str, str]) -> list[str]:
 
 
 def plan(bench: Bench, commands: list[str], seed: int) -> Iterator[tuple[str, Kill]]:
-    """Yield commands and their kills without end, the same for a seed; every second kill at a
-    random moment."""
+    """Yield commands and their kills without end, the same for a seed; every second kill at a random moment."""
     rng, left = random.Random(seed), {name: list[Kill]() for name in commands}
     while True:
         for name in commands:

@@ -1,50 +1,34 @@
-"""Does a server of a pruned model answer many clients at once as it answers one, without memory
-growth?
+"""Does a server of a pruned model answer many clients at once as it answers one, without memory growth?
 
-    python tests/nightly/soak.py [MODEL] [--requests 2000] [--clients 16] [-- VLLM ARGUMENTS]
-
-Runs `vllm serve` in float32. Of ten requests five ask for a whole answer, three stream it, one
-disconnects during its stream, and one is invalid. All answers are greedy and must equal, token by
-token, the answer to the same prompt sent alone. The memory of all processes of the server is read
-after each of ten rounds and may grow by 1 % after the first three. Without MODEL the script uses a
-tiny random model whose layers all differ. The last line on stdout is JSON; the exit code is 1 if a
-check fails.
+Runs `vllm serve` in float32. Of ten requests five ask for a whole answer, three stream it, one disconnects during its
+stream, and one is invalid. All answers are greedy and must equal, token by token, the answer to the same prompt sent
+alone. The memory of all processes of the server is read after each of ten rounds.
 """
 
 import http.client
 import json
 import random
 import re
-import sys
-import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.engine import HOST, Server
-from ddp_benchmarks.processes import group_members, resident_bytes, terminable
-from ddp_benchmarks.protocol import result_line, script_parser, split_command_line
+from ddp_benchmarks.processes import group_members, resident_bytes
 
 KINDS = ("whole",) * 5 + ("stream",) * 3 + ("cut", "invalid")
 NUM_PROMPTS, LONGEST = 24, 48  # tokens of the longest prompt
 MAX_TOKENS, CONTEXT = 16, 256
-ROUNDS, WARM_UP = 10, 3  # number of rounds, and of first rounds in which memory may grow
-GROWTH = 0.01
-OPTIONS = ["--dtype", "float32", "--max-model-len", str(CONTEXT)]
+ROUNDS = 10
+OPTIONS = ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager"]
 # changes to a request; the server must refuse it and serve others
 INVALID: tuple[dict[str, Any], ...] = (
-    {"max_tokens": -1},
-    {"prompt": [5] * 4 * CONTEXT},
-    {"prompt": [-7]},
-    {"prompt": [1 << 40]},
-    {"prompt": {"a": 1}},
-    {"temperature": "warm"},
-    {"model": "another"},
-    {"n": 0},
-)
+    {"max_tokens": -1}, {"prompt": [5] * 4 * CONTEXT}, {"prompt": [-7]}, {"prompt": [1 << 40]}, {"prompt": {"a": 1}},
+    {"temperature": "warm"}, {"model": "another"}, {"n": 0},
+)  # fmt: skip
 VOCABULARY = 128
 LAYERS = [  # of the tiny model: uneven heads, odd widths, removed blocks
     {"query_heads_per_kv_head": [3, 1], "intermediate_size": 17},
@@ -54,33 +38,15 @@ LAYERS = [  # of the tiny model: uneven heads, odd widths, removed blocks
 ]
 
 
-@dataclass(kw_only=True)
-class Report:
-    """The results of a soak test."""
+def soak(server: Server, num_requests: int, num_clients: int) -> tuple[Counter[str], list[str], list[int]]:
+    """Send requests of all kinds from many clients at once, in rounds; check each answer and the server's log.
 
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    """Correct requests by kind."""
-    wrong: list[str] = field(default_factory=list)
-    """One line per failure."""
-    resident_bytes: list[int] = field(default_factory=list)
-    """Memory of the server after each round."""
-    seconds: float = 0.0
-
-    @property
-    def growth(self) -> float:
-        """Growth of memory from the first rounds to the end, as a share."""
-        return self.resident_bytes[-1] / self.resident_bytes[WARM_UP - 1] - 1
-
-
-def soak(server: Server, num_requests: int, num_clients: int, seed: int = 0) -> Report:
-    """Send requests of all kinds from many clients at once, in rounds; check each answer and the
-    server's log."""
-    draw, report = random.Random(seed), Report()
-    vocabulary = json.loads((Path(server.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    lengths = [draw.randint(1, LONGEST) for _ in range(NUM_PROMPTS)]
-    prompts = [[draw.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
+    Return the number of correct requests by kind, a line per failure, and the server's memory in bytes after each
+    round.
+    """
+    draw, counts, wrong, memory = random.Random(0), Counter[str](), list[str](), list[int]()
+    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, LONGEST))] for _ in range(NUM_PROMPTS)]
     alone = [ask(server, "whole", prompt) for prompt in prompts]
-    began = time.monotonic()
     with ThreadPoolExecutor(num_clients) as clients:
         for turn in range(ROUNDS):
             numbers = range(turn * num_requests // ROUNDS, (turn + 1) * num_requests // ROUNDS)
@@ -89,15 +55,14 @@ def soak(server: Server, num_requests: int, num_clients: int, seed: int = 0) -> 
             answers = clients.map(lambda each: ask(server, each[0], prompts[each[1]], each[2]), chosen)
             for (kind, prompt, number), answer in zip(chosen, answers, strict=True):
                 if fault := fault_of(kind, answer, alone[prompt]):
-                    report.wrong.append(f"{kind} request {number}: {fault}")
+                    wrong.append(f"{kind} request {number}: {fault}")
                 else:
-                    report.counts[kind] += 1
-            report.wrong += left_behind(server)
-            report.resident_bytes.append(sum(map(resident_bytes, group_members(server.process.pid))))
-    report.seconds = time.monotonic() - began
+                    counts[kind] += 1
+            wrong += left_behind(server)
+            memory.append(sum(map(resident_bytes, group_members(server.process.pid))))
     if num_tracebacks := server.log.read_text(errors="replace").count("Traceback"):
-        report.wrong.append(f"{num_tracebacks} tracebacks in {server.log}")
-    return report
+        wrong.append(f"{num_tracebacks} tracebacks in {server.log}")
+    return counts, wrong, memory
 
 
 def ask(server: Server, kind: str, prompt: Sequence[int], number: int = 0) -> list[int] | int | str:
@@ -149,8 +114,7 @@ def left_behind(server: Server) -> list[str]:
 
 
 def tiny_model(folder: Path) -> Path:
-    """Write a random, unevenly pruned model and a tokenizer; without one, unknown tokens end vLLM's
-    engine."""
+    """Write a random, unevenly pruned model and a tokenizer; without one, unknown tokens end vLLM's engine."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -170,29 +134,3 @@ def tiny_model(folder: Path) -> Path:
     config = modeling_ddp.DDPLlamaForCausalLM.config_class(**sizes, ddp_layers=LAYERS)
     modeling_ddp.DDPLlamaForCausalLM(config).float().save_pretrained(folder)
     return folder
-
-
-def main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("model", nargs="?", type=Path)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--clients", type=int, default=16)
-    words, vllm_arguments = split_command_line()
-    arguments = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or tiny_model(Path(folder))
-        with Server(str(model), arguments=[*OPTIONS, *vllm_arguments]) as server:
-            report = soak(server, arguments.requests, arguments.clients)
-    for fault in report.wrong[:20]:
-        print(fault)
-    course = ", ".join(f"{size / 2**20:.1f}" for size in report.resident_bytes)
-    print(f"{sum(report.counts.values())} of {arguments.requests} requests correct, in {report.seconds:.0f} s")
-    print(f"resident after each round: {course} MiB; {report.growth:+.2%} since round {WARM_UP}")
-    settings = vars(arguments) | {"vllm": vllm_arguments}
-    print(result_line(__doc__, settings, seed=0, report=asdict(report) | {"growth": report.growth}))
-    sys.exit(bool(report.wrong) or report.growth > GROWTH)
-
-
-if __name__ == "__main__":
-    with terminable():
-        main()

@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_folders import write_model, write_weights
+from written_folders import write_mixture, write_model
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.dimensions import widths_of
-from ddp_vllm.families import pruned_config
 from ddp_vllm.pages.card import model_card
-from ddp_vllm.remote_code.widths import LayerWidths
 
 
 @pytest.mark.parametrize(("model", "there", "named"), [
@@ -36,9 +33,6 @@ def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
     assert "\nits dense model, pruned by ddp-vllm" in card and "base_model" not in card
 
 
-EXPERTS = {"num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-
-
 def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> None:
     """A llama goes everywhere; what is quantized not into llama.cpp, a Qwen3 neither, experts not into stock vLLM."""
 
@@ -53,9 +47,5 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
     assert named(llama) == [True, True, True, True]
     assert named(llama, quantization_config={"format": "int-quantized"}) == [True, True, True, False]
     assert named(llama, model_type="ddp_qwen3") == [True, True, True, False]
-    dense = {key: value for key, value in llama.config.items() if key != "ddp_layers"}
-    widths = LayerWidths(query_heads_per_kv_head=(2, 2), intermediate_size=0, expert_intermediate_sizes=(8, 3))
-    mixture = {**dense, **EXPERTS, "model_type": "qwen3_moe"}
-    config = pruned_config(mixture, dataclasses.replace(widths_of(mixture), layers=(widths,)))
-    write_weights(tmp_path / "experts", config, [widths.to_json()])
-    assert named(read_checkpoint(tmp_path / "experts")) == [True, False, True, False]
+    mixture = write_mixture(tmp_path / "experts", [[24, 3, 24, 24, 24, 24, 24, 24]])
+    assert named(read_checkpoint(mixture)) == [True, False, True, False]

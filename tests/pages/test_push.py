@@ -2,9 +2,6 @@
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,14 +9,8 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from commands import assert_refused, invoke, passed
 from written_folders import write_model
-
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def pruned(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "pruned", widths=[(1, 5), (2, 16)], origin="owner/tiny")
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -29,36 +20,29 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        if self.headers.get("Authorization") != "Bearer hf_good":
-            return self._answer({"error": "Invalid username or password."}, code=401)
-        if self.path == "/api/repos/create":
-            self.received["repository"] = json.loads(body)
-            return self._answer({"url": f"http://{self.headers['Host']}/me/tiny"})
-        if self.path == "/api/validate-yaml":  # of the card
-            return self._answer({"errors": [], "warnings": []})
         action, _, branch = self.path.removeprefix("/api/models/me/tiny/").partition("/")
-        if (action == "branch") == (branch in self.received["branches"]):  # it exists already, or does not exist yet
-            return self._answer({"error": self.path}, code=409 if action == "branch" else 404)
-        return self._answer(getattr(self, f"_{action}")(branch, body))
-
-    def _branch(self, branch: str, _: str) -> dict[str, Any]:
-        self.received["branches"].add(branch)
-        return {}
-
-    def _preupload(self, _: str, body: str) -> dict[str, Any]:
-        names = [file["path"] for file in json.loads(body)["files"]]
-        return {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
-
-    def _commit(self, branch: str, body: str) -> dict[str, Any]:
-        self.received["branch"] = branch
-        for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
-                self.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        there = f"http://{self.headers['Host']}/me/tiny/commit/{'1' * 40}"
-        return {"commitUrl": there, "commitOid": "1" * 40}
-
-    def _answer(self, content: dict[str, Any], code: int = 200) -> None:
-        data = json.dumps(content).encode()
+        here, code, answer = f"http://{self.headers['Host']}/me/tiny", 200, dict[str, Any]()
+        if self.headers.get("Authorization") != "Bearer hf_good":
+            code, answer = 401, {"error": "Invalid username or password."}
+        elif self.path == "/api/repos/create":
+            self.received["repository"] = json.loads(body)
+            answer = {"url": here}
+        elif self.path == "/api/validate-yaml":  # of the card
+            answer = {"errors": [], "warnings": []}
+        elif (action == "branch") == (branch in self.received["branches"]):  # exists already, or does not exist yet
+            code, answer = 409 if action == "branch" else 404, {"error": self.path}
+        elif action == "branch":
+            self.received["branches"].add(branch)
+        elif action == "preupload":
+            names = [file["path"] for file in json.loads(body)["files"]]
+            answer = {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+        else:
+            self.received["branch"] = branch
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            answer = {"commitUrl": f"{here}/commit/{'1' * 40}", "commitOid": "1" * 40}
+        data = json.dumps(answer).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -70,56 +54,53 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub() -> Iterator[tuple[str, dict[str, Any]]]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Yield what the stand-in received."""
     Hub.received = {"branches": {"main", "old"}}
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = Thread(target=server.serve_forever)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", Hub.received
+        yield Hub.received
         server.shutdown()
         thread.join()
 
 
-def push(*words: object, endpoint: str, token: str = "hf_good") -> "subprocess.CompletedProcess[str]":
-    """In a process of its own: huggingface_hub reads its settings when it is imported."""
-    settings = {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, "-m", "ddp_vllm", "push", *map(str, words)]
-    return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+@pytest.fixture
+def pruned(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "pruned", widths=[(1, 5), (2, 16)], origin="owner/tiny")
 
 
-def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: Any) -> None:
-    endpoint, received = hub
+def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: dict[str, Any]) -> None:
     (pruned / "eval" / "deep").mkdir(parents=True)
     for name in ("eval/deep/results.json", "sharegpt-offline.json"):
         (pruned / name).write_text("{}")
-    done = push(pruned, "me/tiny", "--private", "--license", "apache-2.0", endpoint=endpoint)
-    assert done.returncode == 0 and done.stdout.startswith("published: ") and "/me/tiny/" in done.stdout, done.stderr
-    created, branch, _ = received.pop("repository"), received.pop("branch"), received.pop("branches")
+    done = passed(invoke("push", pruned, "me/tiny", "--private", "--license", "apache-2.0"))
+    assert done.stdout.startswith("published: ") and "/me/tiny/" in done.stdout
+    created, branch, _ = hub.pop("repository"), hub.pop("branch"), hub.pop("branches")
     assert branch == "main"
-    assert (created["name"], created["organization"]) == ("tiny", "me")
-    assert created["visibility"] == "private"
+    assert (created["name"], created["organization"], created["visibility"]) == ("tiny", "me", "private")
     here = {str(path.relative_to(pruned)): path.read_bytes() for path in pruned.rglob("*") if path.is_file()}
     for name in ("README.md", "eval/deep/results.json", "sharegpt-offline.json"):
         here.pop(name, None)
-    card = received.pop("README.md").decode()
-    assert received == here and "config.json" in here
+    card = hub.pop("README.md").decode()
+    assert hub == here and "config.json" in here
     assert "vllm serve me/tiny\n" in card and "license: apache-2.0" in card and "base_model: owner/tiny" in card
 
 
-def test_a_branch_is_made(pruned: Path, hub: Any) -> None:
-    done = push(pruned, "me/tiny", "--revision", "new", endpoint=hub[0])
-    assert done.returncode == 0, done.stderr
-    assert hub[1]["branch"] == "new" and hub[1]["branches"] == {"main", "old", "new"}
+def test_a_branch_is_made(pruned: Path, hub: dict[str, Any]) -> None:
+    passed(invoke("push", pruned, "me/tiny", "--revision", "new"))
+    assert hub["branch"] == "new" and hub["branches"] == {"main", "old", "new"}
 
 
-def test_the_hubs_refusal_is_one_line(pruned: Path, hub: Any) -> None:
-    done = push(pruned, "me/tiny", endpoint=hub[0], token="hf_bad")
-    assert done.returncode == 5 and done.stderr.count("\n") == 1 and "me/tiny was not published" in done.stderr
-
-
-def test_a_name_without_an_owner_and_a_damaged_folder_are_refused(pruned: Path, hub: Any) -> None:
-    done = push(pruned, "me/x.git", endpoint=hub[0])
-    assert done.returncode == 5 and done.stderr.count("\n") == 1 and "me/x.git was not published" in done.stderr
+def test_what_cannot_be_published_is_one_line(
+    pruned: Path, hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_refused(invoke("push", pruned, "me/x.git"), 5, "me/x.git was not published")
+    monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    assert_refused(invoke("push", pruned, "me/tiny"), 5, "me/tiny was not published", "401")
     (pruned / "config.json").write_text("{}")
-    done = push(pruned, "me/tiny", endpoint=hub[0])
-    assert done.returncode == 7 and "is not a pruned checkpoint" in done.stderr and "repository" not in hub[1]
+    assert_refused(invoke("push", pruned, "me/tiny"), 7, "is not a pruned checkpoint")
+    assert "repository" not in hub

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ import pytest
 from commands import assert_refused, invoke, passed
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
-from written_folders import PageReader, write_masks, write_weights
+from written_folders import PageReader, write_lines, write_masks, write_mixture
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.dimensions import widths_of
-from ddp_vllm.families import pruned_config
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
 from ddp_vllm.pages.report import write_report
@@ -71,29 +68,16 @@ def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
     for layer, row in enumerate(sizes):
         for expert, width in enumerate(row):
             gates[layer, expert, :width] = 1.0
-    config = {"model_type": "qwen3_moe", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config |= {"head_dim": 8, "intermediate_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 3}
-    config |= {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
-    pruned_sizes = (tuple(sizes[0]), None, tuple(sizes[1]))
-    widths = [
-        replace(layer, expert_intermediate_sizes=row)
-        for layer, row in zip(widths_of(config).dense_layers, pruned_sizes, strict=True)
-    ]
-    config, layers = (
-        pruned_config(config, replace(widths_of(config), layers=tuple(widths))),
-        [layer.to_json() for layer in widths],
-    )
-    write_weights(tmp_path / "out", config, layers)
-    write_masks(tmp_path / "out", {"experts": gates}, {"routing": {"chosen": chosen}})
-    (tmp_path / "out" / "ddp_metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "experts_sparsity": 0.1}\n' * 3)
-    passed(invoke("report", tmp_path / "out"))
-    page = PageReader((tmp_path / "out" / "report.html").read_text())
+    out = write_mixture(tmp_path / "out", [sizes[0], None, sizes[1]])
+    write_masks(out, {"experts": gates}, {"routing": {"chosen": chosen}})
+    write_lines(out / "ddp_metrics.jsonl", [{"step": 1, "loss": 2.0, "experts_sparsity": 0.1}] * 3)
+    passed(invoke("report", out))
+    page = PageReader((out / "report.html").read_text())
     assert page.figures == ["experts", "curves"] and "× even share" in page.text
-    checkpoint = read_checkpoint(tmp_path / "out")
-    widths, use = expert_widths(checkpoint), expert_use(checkpoint)
+    widths, use = (function(read_checkpoint(out)) for function in (expert_widths, expert_use))
     assert widths[[0, 2]].tolist() == sizes and np.isnan(widths[1]).all()
     assert use is not None and use[2] == pytest.approx(np.array(chosen["2"]) * 8 / sum(chosen["2"]))
-    text = _inspect(tmp_path / "out")
+    text = _inspect(out)
     assert "7/8" in text and "in layers 2 (1 of 8)" in " ".join(text.split())
 
 
@@ -124,56 +108,42 @@ def test_inspect_shows_widths_totals_and_quality(trained: Path) -> None:
     assert re.search(r"held-out perplexity +dense \d+\.\d\d → pruned \d+\.\d\d \(256 tokens of a.jsonl\)", text)
 
 
-MODELS = ("dense", "pruned", "recovered")
-LOSSES = {"dense": [2.0, 2.2], "pruned": [2.5, 2.9], "recovered": [2.3, 2.4]}
-
-
-def quality() -> dict[str, Any]:
-    mean: dict[str, Any] = {name: math.exp(sum(losses) / 2) for name, losses in LOSSES.items()}
-    return mean | {"tokens": 32, "block_losses": LOSSES}
-
-
-def recovery() -> dict[str, Any]:
-    return {
+@pytest.fixture
+def recovered(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the trained folder, after `recover`."""
+    losses = {"dense": [2.0, 2.2], "pruned": [2.5, 2.9], "recovered": [2.3, 2.4]}
+    quality: dict[str, Any] = {name: math.exp(sum(values) / 2) for name, values in losses.items()}
+    quality |= {"tokens": 32, "block_losses": losses}
+    recovery = {
         "recipe": {"train": "weights", "tokens": 960, "learning_rate": 2e-4},
         "texts": ["/mine/chats.jsonl"],
         "seconds": 61.0,
-        "watched": {"/mine/b<ooks.jsonl": quality()},
+        "watched": {"/mine/b<ooks.jsonl": quality},
         "prompts": ["Who?", "What?"],
-        "answers": {name: [f"{name} says <b>", f"{name}\nagain"] for name in MODELS},
+        "answers": {name: [f"{name} says <b>", f"{name}\nagain"] for name in losses},
     }
-
-
-def rewrite(folder: Path, output: Path, **parts: Any) -> Path:
-    """Copy a pruned folder with other provenance."""
-    shutil.copytree(folder, output)
-    masks = output / "ddp_masks.safetensors"
-    provenance = read_checkpoint(folder).provenance | parts
+    folder = Path(shutil.copytree(trained, tmp_path / "recovered"))
+    provenance = read_checkpoint(folder).provenance | {"perplexity": quality, "recovery": recovery}
+    masks = folder / "ddp_masks.safetensors"
     save_file(load_file(masks), masks, {"ddp": json.dumps(provenance)})
     steps = [{"step": step, "loss": 3.0 / step, "ce": 2.0 / step, "kl": 0.5 / step} for step in range(1, 9)]
-    (output / "ddp_recovery.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    return output
-
-
-@pytest.fixture
-def recovered(trained: Path, tmp_path: Path) -> Path:
-    return rewrite(trained, tmp_path / "recovered", perplexity=quality(), recovery=recovery())
+    write_lines(folder / "ddp_recovery.jsonl", steps)
+    return folder
 
 
 def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None:
     passed(invoke("report", recovered))
     page = (recovered / "report.html").read_text()
-    for text in (
+    shown = (
         "dense says &lt;b&gt;",
         "recovered\nagain",
         "recovered / dense",
         "Perplexity on b&lt;ooks.jsonl",
         "960 tokens",
-    ):
-        assert text in page, text
+    )
+    assert not [text for text in (*shown, 'id="recovery"') if text not in page]
     assert "/mine/" not in page.partition("<summary>")[0]
     assert page.index("dense says") < page.index("<h2>Size")  # answers come first
-    assert 'id="recovery"' in page
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import byte_level
 import pytest
 import torch
 from any_models import write_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+
+from random_models import train_tokenizer
 
 SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} clouds drift by."
 
@@ -43,7 +44,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Pat
     """Folder of a dense model: 3 layers, 8 query heads, 4 KV heads, 96 channels, tied embeddings, float32."""
     folder = tmp_path_factory.mktemp("tiny")
     lines = tiny_text.read_text().splitlines(keepends=True)
-    byte_level.train(lines, special=["<eos>"], spaced=True, eos_token="<eos>").save_pretrained(folder)
+    train_tokenizer(lines, special=["<eos>"], spaced=True, eos_token="<eos>").save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from ddp_vllm.dimensions import widths_of
+from ddp_vllm.families import pruned_config
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.results import FORMAT, verdicts
 
@@ -17,7 +20,7 @@ Layer = Mapping[str, Any]
 """An entry of `ddp_layers`."""
 
 
-def write_weights(folder: Path, config: Mapping[str, Any], layers: Sequence[Layer]) -> None:
+def _write_weights(folder: Path, config: Mapping[str, Any], layers: Sequence[Layer]) -> None:
     """Write config and zero weights of a model of these widths, of Llama's or Qwen3-MoE's tensors."""
     folder.mkdir(parents=True)
     known_by = {"_name_or_path": str(folder)}  # models of the same sizes are different models
@@ -25,10 +28,8 @@ def write_weights(folder: Path, config: Mapping[str, Any], layers: Sequence[Laye
     tensors = {"model.embed_tokens": (16, config["hidden_size"]), "model.norm": (config["hidden_size"],)}
     for index, layer in enumerate(layers):
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in _shapes(config, layer)}
-    save_file({f"{name}.weight": np.zeros(shape, np.float32) for name, shape in tensors.items()}, folder / WEIGHTS)
-
-
-WEIGHTS = "model.safetensors"
+    arrays = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in tensors.items()}
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
 
 
 def _shapes(config: Mapping[str, Any], layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -56,12 +57,29 @@ def write_model(folder: Path, *, widths: list[tuple[int, int]], origin: str | No
     """Write a tiny model, pruned to (KV heads, MLP channels) a layer; dense if there is no origin."""
     config: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "head_dim": 4}
     config |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16, "dtype": "bfloat16"}
+    config |= {"vocab_size": 16}
     layers = [{"query_heads_per_kv_head": [2] * kv, "intermediate_size": mlp} for kv, mlp in widths]
-    if origin is not None:
-        config |= {"model_type": "ddp_llama", "ddp_layers": layers}
-    write_weights(folder, config, layers)
-    if origin is not None:
-        write_masks(folder, {}, {"recipe": {"model": origin, "sparsity": 0.5}})
+    if origin is None:
+        _write_weights(folder, config, layers)
+        return folder
+    _write_weights(folder, config | {"model_type": "ddp_llama", "ddp_layers": layers}, layers)
+    write_masks(folder, {}, {"recipe": {"model": origin, "sparsity": 0.5}})
+    return folder
+
+
+def write_mixture(folder: Path, sizes: Sequence[Sequence[int] | None]) -> Path:
+    """Write a Qwen3-MoE whose 8 experts have these widths of 24 in each layer; None: a layer without experts."""
+    config = {"model_type": "qwen3_moe", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 8, "intermediate_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": len(sizes)}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2}
+    config |= {"mlp_only_layers": [layer for layer, row in enumerate(sizes) if row is None]}
+    dense = widths_of(config)
+    layers = [
+        replace(layer, expert_intermediate_sizes=row and tuple(row))
+        for layer, row in zip(dense.dense_layers, sizes, strict=True)
+    ]
+    pruned = pruned_config(config, replace(dense, layers=tuple(layers)))
+    _write_weights(folder, pruned, [layer.to_json() for layer in layers])
     return folder
 
 
@@ -92,7 +110,7 @@ def write_trained(folder: Path) -> Path:
     ]
     config = {"model_type": "ddp_llama", "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
     config |= {"head_dim": 8, "intermediate_size": 96, "num_hidden_layers": 3, "ddp_layers": layers}
-    write_weights(folder, config, layers)
+    _write_weights(folder, config, layers)
     losses = {name: generator.normal(mean, 0.3, 16).tolist() for name, mean in (("dense", 6.5), ("pruned", 6.6))}
     quality = {name: float(np.exp(np.mean(values))) for name, values in losses.items()}
     provenance = {
@@ -105,65 +123,51 @@ def write_trained(folder: Path) -> Path:
         "perplexity": {**quality, "tokens": 256, "block_losses": losses},
     }
     write_masks(folder, {"attn": heads, "mlp": channels}, provenance)
-    metrics = [_step(step, generator) for step in range(1, 11)]
-    (folder / "ddp_metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in metrics))
+    names = ("loss", "ce", "kl", "attn_sparsity", "mlp_sparsity", "mu", "attn_lambda1", "mlp_lambda1")
+    write_lines(folder / "ddp_metrics.jsonl", [
+        {"step": step, **{name: float(generator.uniform(0.1, 1)) for name in names}, "tokens": 32.0}
+        for step in range(1, 11)
+    ])  # fmt: skip
     return folder
 
 
-def _step(step: int, generator: np.random.Generator) -> dict[str, float]:
-    names = ("loss", "ce", "kl", "attn_sparsity", "mlp_sparsity", "mu", "attn_lambda1", "mlp_lambda1")
-    return {"step": step, **{name: float(generator.uniform(0.1, 1)) for name in names}, "tokens": 32.0}
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_evaluation(folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results") -> Path:
     """Write results as `eval` does: two accuracies with the answers to 100 rows, and a perplexity."""
     rows = [float(row < 100 * accuracy) for row in range(100)]
-    results = {
-        "results": {
-            "piqa": {"acc_norm,none": accuracy, "acc_norm_stderr,none": 0.01},
-            "boolq": {"acc,none": accuracy, "acc_stderr,none": 0.01},
-            "wikitext": {"word_perplexity,none": 30.0, "word_perplexity_stderr,none": "N/A"},
-        },
-        "n-samples": {"piqa": {"original": 9, "effective": 9}},
-        "date": 1.0,
-        "ddp_vllm": {
-            "model": describe_model(str(folder)).to_json(),
-            "settings": {"limit": limit, "max_length": 2048, "backend": "hf"},
-            "data": "hub",
-            "answers": {"piqa": rows, "boolq": rows},
-            **MACHINE,
-        },
+    scores = {
+        "piqa": {"acc_norm,none": accuracy, "acc_norm_stderr,none": 0.01},
+        "boolq": {"acc,none": accuracy, "acc_stderr,none": 0.01},
+        "wikitext": {"word_perplexity,none": 30.0, "word_perplexity_stderr,none": "N/A"},
     }
+    stated = {"model": describe_model(str(folder)).to_json(), "data": "hub", "answers": {"piqa": rows, "boolq": rows}}
+    stated |= {"settings": {"limit": limit, "max_length": 2048, "backend": "hf"}, **MACHINE}
+    samples = {"piqa": {"original": 9, "effective": 9}}
     path = folder / "eval" / f"{name}.json"
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps(results))
+    path.write_text(json.dumps({"results": scores, "n-samples": samples, "date": 1.0, "ddp_vllm": stated}))
     return path
 
 
-def write_bench(
-    path: Path, dense: Path, pruned: Path, speeds: list[tuple[float, float]], load: str = "offline"
-) -> Path:
-    """Write results as `bench sharegpt` does, from (dense, pruned) requests/s; tokens come half as fast again."""
+def write_bench(path: Path, dense: Path, pruned: Path, speeds: list[tuple[float, float]]) -> Path:
+    """Write results as `bench sharegpt` does offline, from (dense, pruned) requests/s."""
     engine = {"peak_memory_bytes": 2**30, "weights_gib": 0.25, "kv_cache_tokens": 46592.0}
     runs = [
-        {
-            "round": turn,
-            "label": label,
-            "load": load,
-            "metrics": {"requests_per_second": value}
-            | ({"p50_tpot_ms": 30 if label == "dense" else 20} if load != "offline" else {}),
-            "engine": engine,
-        }
+        {"round": turn, "label": label, "load": "offline", "metrics": {"requests_per_second": value}, "engine": engine}
         for turn, pair in enumerate(speeds)
         for label, value in zip(("dense", pruned.name), pair, strict=True)
     ]
-    models = [{"label": "dense", **describe_model(str(dense)).to_json()}]
-    models += [{"label": pruned.name, **describe_model(str(pruned)).to_json()}]
+    models = [
+        {"label": label, **describe_model(str(folder)).to_json()}
+        for label, folder in (("dense", dense), (pruned.name, pruned))
+    ]
     results: dict[str, Any] = {"format": FORMAT, "complete": True, "reason": None, "started": "2026", **MACHINE}
     results |= {"settings": {"mode": "offline", "pairs": len(speeds), "seed": 0}, "models": models, "runs": runs}
     results["sample"] = {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50}
-    results["verdicts"] = verdicts(results)
-    path.write_text(json.dumps(results))
+    path.write_text(json.dumps(results | {"verdicts": verdicts(results)}))
     return path
 
 
