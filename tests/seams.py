@@ -31,13 +31,13 @@ from ddp_prune.core.batches import Batches
 from ddp_prune.core.budget import Pool, keep_schedule
 from ddp_prune.core.experts import grouped, looped
 from ddp_prune.core.fusion import ROTARY, fuse_elementwise
-from ddp_prune.core.gates import GatedModel, Masks, NarrowLayers, _Scale, block_losses
+from ddp_prune.core.gates import GatedModel, Masks, NarrowLayers, _Scale
 from ddp_prune.core.learn import PRIOR_PRECISION, Learned, Trainer, learn, natural_step
-from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses, perplexity_of
+from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses
 from ddp_prune.core.processes import raise_on_all_ranks
 from ddp_prune.core.rate import RATES, change, find_rate
 from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.selection import best_support, choose_counts, cut_rows, greedy
+from ddp_prune.core.selection import best_support, choose_counts, cut_rows
 from ddp_prune.core.weights import (
     BETAS,
     LARGEST_GRADIENT,
@@ -45,17 +45,16 @@ from ddp_prune.core.weights import (
     TrainedWeights,
     UpdatedWeights,
     rate_of,
-    step_seed,
 )
 from ddp_prune.devices import free_memory
 from ddp_prune.export import apply_masks, export
 from ddp_prune.fidelity import open_model
-from ddp_prune.fit import MODES, Devices, Fit, Mode, SizedModel, choose, fit, held_bytes
+from ddp_prune.fit import MODES, Devices, Fit, Mode, choose, held_bytes
 from ddp_prune.masks_file import read_masks, read_scores
 from ddp_prune.models import evaluation as evaluation_module
 from ddp_prune.models import writing
-from ddp_prune.models.evaluation import Evaluation, bos_warning
-from ddp_prune.models.loading import check_head, load_model, load_sharded, loading_options
+from ddp_prune.models.evaluation import bos_warning
+from ddp_prune.models.loading import check_head, load_model, load_sharded
 from ddp_prune.models.source import Source, open_source, weight_files
 from ddp_prune.plan import estimate
 from ddp_prune.pools import make_pools
@@ -63,22 +62,16 @@ from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
 from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_prune.resolve import fit_minutes, resolve_training_mode
 from ddp_prune.run import Run, schedule
-from ddp_prune.run_folder import RunFolder, check_run_folder, find_record
+from ddp_prune.run_folder import RunFolder, find_record
 from ddp_prune.text import blocks as blocks_module
 from ddp_prune.text import rows as rows_module
 from ddp_prune.text.blocks import (
     Blocks,
     check_watched,
-    excerpts_of,
-    hold_out,
     load_blocks,
     select_loss_mask,
-    take_turns,
 )
-from ddp_prune.text.blocks import (
-    cut as cut_document,
-)
-from ddp_prune.text.documents import Document, hash_of, read_documents
+from ddp_prune.text.documents import Document, read_documents
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import Rows, open_rows, sources_of
 from ddp_prune.text.templates import ChatTemplate

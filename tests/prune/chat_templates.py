@@ -1,4 +1,4 @@
-"""Published chat templates without their parts for tools, and tokenizers of the same kinds; transcribed by hand."""
+"""Published chat templates without their lists of tools, and tokenizers of the same kinds; transcribed by hand."""
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -41,7 +41,14 @@ QWEN3 = r"""{%- if messages[0].role == 'system' %}
         {%- else %}
             {{- '<|im_start|>' + message.role + '\n' + content }}
         {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {%- set given = call.function.arguments %}
+            {{- (given if given is string else given | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
         {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}

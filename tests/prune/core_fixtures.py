@@ -79,6 +79,7 @@ def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("recover") / "pruned"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
+        patch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
         assert prune(tiny_model, tiny_text, folder).exit_code == 0
     return folder
 

@@ -11,7 +11,10 @@ import torch
 from click.testing import Result
 from commands import invoke
 from safetensors.torch import load_file, save_file
-from seams import die_at, heldout_of, out_of_memory  # noqa: F401  # for tests/recover
+from seams import die_at, heldout_of, losses  # noqa: F401  # for tests/recover
+from transformers import AutoModelForCausalLM
+
+from ddp_vllm.checkpoint import read_checkpoint
 
 SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--train", "masks", "--learning-rate", "2e-4"]
 
@@ -30,6 +33,17 @@ def recover(pruned: Path, output: Path, *more: object) -> Result:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Read the one file of a tiny model's weights."""
     return load_file(folder / "model.safetensors")
+
+
+def loss_of(folder: Path, text: Path) -> torch.Tensor:
+    """Return the loss of a folder on each held-out block, as plain transformers computes it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    return torch.tensor(losses(model, heldout_of(folder, text)))
+
+
+def assert_written_as_evaluated(folder: Path, text: Path, stage: str = "pruned", distance: float = 5e-5) -> None:
+    stated = read_checkpoint(folder).provenance["perplexity"]["block_losses"][stage]
+    torch.testing.assert_close(loss_of(folder, text), torch.tensor(stated), atol=distance, rtol=0)
 
 
 def same_weights(one: Path, other: Path) -> bool:

@@ -1,7 +1,6 @@
 """Blocks of tokens: their content, their first token, their cache, which of them are held out, and who takes turns."""
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -12,23 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from seams import (
-    Document,
-    Tokens,
-    blocks_module,
-    check_watched,
-    cut_document,
-    excerpts_of,
-    hash_of,
-    hold_out,
-    leading_bos,
-    load_blocks,
-    sources_of,
-    take_turns,
-    tokenize,
-)
+from seams import Tokens, blocks_module, check_watched, load_blocks, sources_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -37,9 +20,8 @@ from ddp_vllm.errors import TextError
 from ddp_vllm.names import bare_name
 
 Write = Callable[[str, list[str]], Path]
+Load = Callable[..., Any]
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
-SEQ_LEN = 16  # of `load`
-BOS = 7  # any token of the vocabulary
 
 
 @pytest.fixture
@@ -54,13 +36,21 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 WORDS = ["fox", "crow", "cheese", "river", "cloud", "harbour", "boat", "lantern", "winter", "bread"]
-GOLDEN = {  # data, other sizes -> training blocks, loss mask, held-out blocks
-    "plain.jsonl": ("eebbe5874564", "7b9e7b8c3c5f", "716b803246c8"),
-    "plain.jsonl, seed 3": ("93b0e9278f63", "7b9e7b8c3c5f", "716b803246c8"),
-    "book.txt": ("dcb04a64a444", "7b9e7b8c3c5f", "b97c3aee7a8c"),
-    "chats.jsonl": ("830a086c742d", "50e1dcedfee3", "6396c8b9020f"),
-    "plain.jsonl:2,chats.jsonl": ("33c05cb6f43b", "443e0da2ec94", "716b803246c8"),
-    "long.jsonl": ("81fa9ae26318", "7b9e7b8c3c5f", "d03b7fa8b0d5"),
+GOLDEN = {  # data, seed, most training blocks, held-out blocks -> training blocks, loss mask, held-out blocks
+    ("plain.jsonl", 0, 40, 4): ("eebbe5874564", "7b9e7b8c3c5f", "716b803246c8"),
+    ("BOS plain.jsonl", 0, 40, 4): (
+        "9cdd5d6ca972",
+        "7b9e7b8c3c5f",
+        "0a33fc5083dd",
+    ),  # a tokenizer that begins every text with BOS, as Llama-3's does
+    ("plain.jsonl", 3, 40, 4): ("93b0e9278f63", "7b9e7b8c3c5f", "716b803246c8"),
+    ("book.txt", 0, 40, 4): ("dcb04a64a444", "7b9e7b8c3c5f", "b97c3aee7a8c"),
+    ("chats.jsonl", 0, 40, 4): ("830a086c742d", "50e1dcedfee3", "6396c8b9020f"),
+    ("answers.jsonl", 0, 40, 4): ("c195a3231a13", "e230a7d35e7f", "9a86f68f898e"),
+    ("plain.jsonl:2,chats.jsonl", 0, 40, 4): ("33c05cb6f43b", "443e0da2ec94", "716b803246c8"),
+    # all text: sources end one after another, and a copy of a document that is held out is not trained on
+    ("plain.jsonl:2,chats.jsonl,copies.jsonl:3", 0, 10_000, 20): ("d87a1e49a4ac", "a1372979e8c7", "2e6687b5d589"),
+    ("long.jsonl", 0, 40, 4): ("81fa9ae26318", "7b9e7b8c3c5f", "d03b7fa8b0d5"),
 }
 
 
@@ -74,12 +64,16 @@ def write_golden_texts(folder: Path) -> None:
         answer = {"role": "assistant", "content": f"{i} {WORDS[i % 7]}, I think."}
         again = [{"role": "user", "content": "why?"}, answer | {"content": f"because {i}", "weight": 0}]
         chats.append({"messages": [question, answer, *again[: 2 * (i % 2)]]})
-    for name, rows in (("plain.jsonl", [{"text": text} for text in plain]), ("chats.jsonl", chats)):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     book = " ".join(f"rain fell on the {WORDS[i % 10]} while {i} boats waited." for i in range(200))
     (folder / "book.txt").write_text(book)
-    chapters = [{"text": f"{WORDS[i % 10]} {i}: {book[:1500]}"} for i in range(90)]  # of several excerpts each
-    (folder / "long.jsonl").write_text("".join(json.dumps(chapter) + "\n" for chapter in chapters))
+    rows = {"plain": [{"text": text} for text in plain], "chats": chats}
+    question = {"role": "user", "content": "tell me"}
+    answers = [{"role": "assistant", "content": f"{i} {book[:900]}"} for i in range(40)]  # of several excerpts
+    rows["answers"] = [{"messages": [question, answer]} for answer in answers]
+    rows["copies"] = [*rows["plain"], {"text": ""}]
+    rows["long"] = [{"text": f"{WORDS[i % 10]} {i}: {book[:1500]}"} for i in range(90)]  # of several excerpts each
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def digest(values: torch.Tensor) -> str:
@@ -87,9 +81,9 @@ def digest(values: torch.Tensor) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-@pytest.mark.parametrize("case", GOLDEN)
+@pytest.mark.parametrize("case", GOLDEN, ids=str)
 def test_texts_become_the_same_tokens_loss_masks_and_held_out_excerpts_as_ever(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+    case: tuple[str, int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     """A change of one of these values means that a saved run, a token cache and published figures belong to other
     text. The tokenizer has a token per byte, and two special ones."""
@@ -97,49 +91,23 @@ def test_texts_become_the_same_tokens_loss_masks_and_held_out_excerpts_as_ever(
     vocabulary = {"<eos>": 0, "<|im_start|>": 1, "<|im_end|>": 2} | {part: 3 + i for i, part in enumerate(alphabet)}
     raw = Tokenizer(models.BPE(vocabulary, []))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if case[0].startswith("BOS"):
+        raw.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<eos>", additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<eos>", additional_special_tokens=["<|im_end|>"],
         chat_template=CHATML,
     )  # fmt: skip
     write_golden_texts(tmp_path)
     monkeypatch.chdir(tmp_path)
-    data, _, seed = case.partition(", seed ")
-    blocks = load_blocks(
-        data, tokenizer, seq_len=32, train_blocks=40, heldout_blocks=4, min_train_blocks=2, seed=int(seed or 0)
-    )
+    sizes = dict(zip(("seed", "train_blocks", "heldout_blocks"), case[1:], strict=True))
+    blocks = load_blocks(case[0].removeprefix("BOS "), tokenizer, seq_len=32, min_train_blocks=2, **sizes)
+    assert bool((blocks.train[:, 0] == 1).all() and (blocks.heldout[:, 0] == 1).all()) is case[0].startswith("BOS")
     digests = tuple(map(digest, (blocks.train, blocks.loss_mask, blocks.heldout)))
     assert digests == GOLDEN[case], digests
 
 
-def pieces(tokens_BT: torch.Tensor, eos: int) -> set[tuple[int, ...]]:
-    """Return what lies between two EOS, as tokens."""
-    stream = tokens_BT.flatten().tolist()
-    ends = [place for place, token in enumerate(stream) if token == eos]
-    return {tuple(stream[a + 1 : b]) for a, b in itertools.pairwise(ends)}
-
-
-@pytest.mark.parametrize("bos", [True, False])
-def test_documents_are_whole_and_every_block_begins_with_bos_where_every_text_does(
-    bos: bool, jsonl: Path, load: Callable[..., Any], tokenizer: Any
-) -> None:
-    """As Llama-3's tokenizer adds it; SmolLM2 has a BOS, and puts none before a text."""
-    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(BOS)
-    added = TemplateProcessing(single="BOS $A" if bos else "$A", special_tokens=[("BOS", BOS)] * bos)
-    tokenizer.backend_tokenizer.post_processor = added
-    assert leading_bos(tokenizer) == [BOS] * bos
-    expected = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in DOCUMENTS}
-    for _ in range(2):  # the second time from the cache
-        blocks = load(jsonl, tokenizer, heldout_blocks=20)
-        documents = []
-        for part in (blocks.heldout, blocks.train):
-            assert part.shape[1] == SEQ_LEN and part.dtype == torch.int64
-            assert bool((part[:, 0] == BOS).all()) == bos
-            documents.append(pieces(part[:, int(bos) :], tokenizer.eos_token_id))
-        assert all(documents) and documents[0] | documents[1] <= expected and not documents[0] & documents[1]
-
-
 def test_the_cache_is_keyed_by_content(
-    jsonl: Path, load: Callable[..., Any], tokenizer: Any, write_texts: Write, cache: Path,
+    jsonl: Path, load: Load, tokenizer: Any, write_texts: Write, cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     first = load(jsonl)
@@ -161,9 +129,7 @@ def test_the_cache_is_keyed_by_content(
 
 
 @pytest.mark.parametrize(("place", "left"), [(40, None), (-1, None), (0, 20)])
-def test_a_flipped_bit_or_a_missing_end_in_the_cache_is_found(
-    place: int, left: int | None, jsonl: Path, load: Callable[..., Any], cache: Path
-) -> None:
+def test_a_damaged_cache_is_found(place: int, left: int | None, jsonl: Path, load: Load, cache: Path) -> None:
     first = load(jsonl)
     (file,) = (cache / "tokens").iterdir()
     content = bytearray(file.read_bytes())
@@ -178,9 +144,7 @@ def texts_of(name: str, count: int, words: int = 30) -> list[str]:
 
 
 @pytest.mark.parametrize("words", [3, 300])
-def test_held_out_text_is_the_same_for_any_seed_number_of_steps_and_order_of_documents(
-    words: int, load: Callable[..., Any], write_texts: Write
-) -> None:
+def test_held_out_text_depends_on_no_seed_steps_or_order(words: int, load: Load, write_texts: Write) -> None:
     """And more of it is the same and then other documents."""
     a, b = texts_of("a", 100, words), texts_of("b", 100, words)
     data = f"{write_texts('a.jsonl', a)},{write_texts('b.jsonl', b)}"
@@ -195,7 +159,7 @@ def test_held_out_text_is_the_same_for_any_seed_number_of_steps_and_order_of_doc
 
 
 @pytest.mark.parametrize("few", [["cat"] * 4, [""] * 9], ids=len)
-def test_a_source_that_is_held_out_whole_is_named(few: list[str], load: Callable[..., Any], write_texts: Write) -> None:
+def test_a_source_that_is_held_out_whole_is_named(few: list[str], load: Load, write_texts: Write) -> None:
     """Eight blocks are more than either source has."""
     names = [write_texts("few.jsonl", few), write_texts("many.jsonl", [f"fox {number}" for number in range(500)])]
     for data in (names, names[::-1]):
@@ -204,9 +168,7 @@ def test_a_source_that_is_held_out_whole_is_named(few: list[str], load: Callable
 
 
 @pytest.mark.parametrize("words", [8, 300])
-def test_text_of_which_a_part_is_trained_on_is_not_watched(
-    words: int, load: Callable[..., Any], write_texts: Write
-) -> None:
+def test_text_of_which_a_part_is_trained_on_is_not_watched(words: int, load: Load, write_texts: Write) -> None:
     """Whatever its name, its order and its other text; text that is only held out may be watched."""
     texts, only = texts_of("a", 60, words), {"train_blocks": 1, "min_train_blocks": 0}
     blocks = load(write_texts("a.jsonl", texts), heldout_blocks=2)
@@ -222,64 +184,7 @@ def test_text_of_which_a_part_is_trained_on_is_not_watched(
     check_watched(again, "d.jsonl", blocks, "a.jsonl")
 
 
-@given(
-    corpora=st.lists(st.lists(st.text(st.sampled_from("ab "), max_size=40), max_size=12), min_size=1, max_size=3),
-    size=st.integers(5, 12),
-    wanted=st.integers(1, 60),
-    seed=st.integers(0, 3),
-)
-def test_each_excerpt_is_either_held_out_or_trained_on(
-    corpora: list[list[str]], size: int, wanted: int, seed: int
-) -> None:
-    """The tokenizer is one of characters."""
-
-    class Characters:
-        eos_token_id = 0
-
-        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-            return {"input_ids": [[ord(character) for character in text] for text in texts]}
-
-    def excerpts(text: str) -> list[str]:
-        return [excerpt.text for excerpt in cut_document(Document(text), size)]
-
-    documents = sorted({text for corpus in corpora for text in corpus}, key=hash_of)
-    tokens, hidden = hold_out(map(Document, documents), Characters(), size, wanted)
-    assert len(tokens.ids) == wanted or hidden == {excerpt for text in documents for excerpt in excerpts(text)}
-    for corpus in corpora:
-        trained = [excerpt.text for excerpt in excerpts_of(map(Document, corpus), size, seed, hidden)]
-        left = [excerpt for text in corpus for excerpt in excerpts(text) if excerpt not in hidden]
-        assert sorted(trained) == sorted(left)
-
-
-@settings(max_examples=25)
-@given(counts=st.lists(st.integers(0, 12), min_size=1, max_size=4), data=st.data())
-def test_a_source_gives_as_many_documents_in_a_row_as_it_has_turns(counts: list[int], data: st.DataObject) -> None:
-    """A source that is exhausted leaves its turns to the others, and no document is lost or repeated."""
-    turns = data.draw(st.lists(st.integers(1, 3), min_size=len(counts), max_size=len(counts)))
-    texts = {str(source): [f"{source}.{number}" for number in range(count)] for source, count in enumerate(counts)}
-    columns = [
-        [column[start : start + count] for start in range(0, len(column), count)]
-        for column, count in zip(texts.values(), turns, strict=True)
-    ]
-    expected = [text for row in itertools.zip_longest(*columns, fillvalue=[]) for several in row for text in several]
-    sources = {name: map(Document, column) for name, column in texts.items()}
-    documents = take_turns(sources, dict(zip(texts, turns, strict=True)))
-    assert [document.text for document in documents] == expected
-
-
-def test_an_excerpt_from_within_an_answer_is_in_the_loss(tokenizer: Any) -> None:
-    """But not the EOS after the excerpt."""
-    question, answer, rest = "<user>tell me     <assistant>", "words and more " * 20, "<eos><user>thanks<eos>"
-    loss_mask = np.repeat([False, True, False], [len(question), len(answer), len(rest)])
-    first, *middle, last = tokenize(cut_document(Document(question + answer + rest, loss_mask), 60), tokenizer)
-    assert len(middle) > 2
-    for tokens in middle:
-        assert tokens.loss_mask[:-1].all() and not tokens.loss_mask[-1]
-    for tokens in (first, last):
-        assert tokens.loss_mask.any() and not tokens.loss_mask[:-1].all()
-
-
-def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Callable[..., Any]) -> None:
+def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Load) -> None:
     """One file by two names is one source, and a missing name is refused."""
     file = write_texts("a.jsonl", ["fox"])
     (tmp_path / "x").mkdir()
@@ -300,11 +205,9 @@ def within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("seams.rows_module.hub_fault", lambda: "")
 
 
-@pytest.mark.parametrize("beside", [False, True])
 def test_a_hub_dataset_is_streamed_with_a_file(
-    beside: bool, load: Callable[..., Any], tokenizer: Any, write_texts: Write, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    load: Load, tokenizer: Any, write_texts: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Real streaming, of a local file under any hub name."""
     names: list[tuple[Any, ...]] = []
     load_dataset, hub = datasets.load_dataset, write_texts("hub.jsonl", texts_of("h", 300))
@@ -316,17 +219,18 @@ def test_a_hub_dataset_is_streamed_with_a_file(
 
     monkeypatch.setattr(datasets, "load_dataset", load_file)
     file = write_texts("file.jsonl", texts_of("f", 300))
-    data = f"owner/name:part,{file}" if beside else "owner/name:part:validation"
+    data = f"owner/name:part:validation,{file}"
     blocks = [load(data, train_blocks=200, heldout_blocks=4, seed=seed) for seed in (0, 0, 1)]
-    assert set(names) == {("owner/name", "part", "train" if beside else "validation")}
+    load("owner/name")
+    assert set(names) == {("owner/name", "part", "validation"), ("owner/name", None, "train")}
     starts = [text.strip() for text in tokenizer.decode(blocks[0].train.flatten()).split("<eos>")[1:]]
-    assert {start[0] for start in starts} == ({"h", "f"} if beside else {"h"})
+    assert {start[0] for start in starts} == {"h", "f"}
     numbers = [int(re.findall(r"\d+", start)[0]) for start in starts if start[0] == "h"]
     assert numbers != sorted(numbers)  # shuffled among neighbors
     assert torch.equal(blocks[0].heldout, blocks[2].heldout) and not torch.equal(blocks[0].train, blocks[2].train)
 
 
-def test_a_hub_dataset_that_breaks_off_is_named(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_that_breaks_off_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise ConnectionError("no hub\nin this test")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seams
 import torch
 from commands import invoke, passed
 from family_cases import CASES, SIZES
@@ -16,18 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from latency_profiles import CONFIG, MIXTURE, written
 from runs import SMALL
-from seams import (
-    Masks,
-    Pool,
-    Recipe,
-    best_support,
-    choose_counts,
-    cut_rows,
-    greedy,
-    keep_schedule,
-    make_pools,
-    selection,
-)
+from seams import Masks, Pool, Recipe, best_support, choose_counts, cut_rows, make_pools
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config
 
@@ -38,11 +28,6 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import read_profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
-
-
-def one_budget(budget: float) -> torch.Tensor:
-    """One budget for all."""
-    return torch.tensor([budget], dtype=torch.float64)
 
 
 def best_of(importance: torch.Tensor, choices: list[tuple[int, ...]]) -> float:
@@ -60,7 +45,7 @@ def test_aligned_support_has_only_multiples_and_the_highest_importance(data: st.
     importance = torch.randint(0, 6, (rows, num_units), generator=generator).float()  # ties too
     most = min(kept // align, rows * (num_units // align)) * align
     possible = [each for each in itertools.product(range(0, num_units + 1, align), repeat=rows) if sum(each) == most]
-    (support,) = best_support([cut_rows(importance, block=align)], one_budget(kept))
+    (support,) = best_support([cut_rows(importance, block=align)], torch.tensor([float(kept)]))
     assert tuple(support.sum(1).tolist()) in possible and support.dtype == torch.bool
     assert float(importance[support].sum()) == best_of(importance, possible)
     for row, keep in zip(importance, support, strict=True):  # a row keeps its best units
@@ -74,7 +59,7 @@ def test_query_heads_pay_for_the_kv_head_they_share_once(budget: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     importance = torch.randint(0, 20, (4, 3), generator=generator).double()
     rows = cut_rows(importance, cost_R=torch.full((4,), 2.0), fixed_R=torch.full((4,), 5.0))
-    (kept,) = best_support([rows], one_budget(budget))
+    (kept,) = best_support([rows], torch.tensor([float(budget)]))
     possible = [
         each for each in itertools.product(range(4), repeat=4)
         if 2.0 * sum(each) + 5.0 * sum(n > 0 for n in each) <= budget
@@ -83,30 +68,12 @@ def test_query_heads_pay_for_the_kv_head_they_share_once(budget: int, seed: int)
     assert float(importance[kept].sum()) >= best_of(importance, possible) - float(importance.sum(1).max())
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.floats(0.0, 1.0), st.booleans(), st.integers(0, 2**31))
-def test_groups_share_the_remaining_budget(groups: int, units: int, keep_ratio: float, priced: bool, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    importance = torch.randint(0, 5, (groups, units), generator=generator).float()  # ties too
-    cost = torch.where(torch.rand(groups, units, generator=generator) < 0.3, 7.0, 1.0) if priced else torch.ones(1)
-    cost = cost.expand(groups, units)
-    budget = keep_ratio * cost.double().sum(1)
-    own = torch.cat([greedy(importance[i : i + 1], cost[i : i + 1], budget[i : i + 1]) for i in range(groups)])
-    kept = greedy(importance, cost, budget)
-    more = kept & ~own
-    assert (kept >= own).all() and (more.sum(1) <= 1).all()
-    assert float((cost * kept).sum()) <= float(budget.sum()) + 1e-6
-    if not priced:
-        assert int(kept.sum()) == int((keep_ratio + 1e-9) * groups * units)
-        passed_over = importance.masked_fill(own, -1.0).amax(1)[~more.any(1)]
-        assert not more.any() or not len(passed_over) or importance[more].min() >= passed_over.max()
-
-
 @pytest.mark.parametrize(("most_choices", "least", "mean"), [(1 << 16, 1.0, 1.0), (1, 0.85, 0.98)])
 def test_counts_are_chosen_as_well_as_by_trying_all(
     most_choices: int, least: float, mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On rows of different lengths whose costs do not grow evenly; an impossible budget is refused."""
-    monkeypatch.setattr(selection, "MOST_CHOICES", most_choices)
+    monkeypatch.setattr(seams.selection, "MOST_CHOICES", most_choices)
     generator, shares = torch.Generator().manual_seed(0), []
     columns = torch.cartesian_prod(*[torch.arange(6)] * 4).T
     for _ in range(50):
@@ -175,16 +142,11 @@ def cost_of(budget: str, layers: list[LayerWidths]) -> float:
     st.sampled_from(["global", "layer"]), st.floats(0.05, 0.95), st.integers(0, 2**31),
 )  # fmt: skip
 @example("params", "kv-group", "layer", 0.15625, 0)  # a layer keeps every channel and has no room for a KV group
-def test_a_budget_is_met_from_below_within_one_unit(
-    budget: str, head_unit: str, scope: str, sparsity: float, seed: int
-) -> None:
+def test_a_budget_is_met_within_one_unit(budget: str, head_unit: str, scope: str, sparsity: float, seed: int) -> None:
     """Measured by the exported widths: a KV head is removed only with its last query head."""
     pools = pools_for(head_unit=head_unit, budget=budget, scope=scope, sparsity=sparsity)
-    layers = kept_widths(chosen_by(pools, seed), head_unit)
-    wanted, price = (
-        (1 - sparsity) * cost_of(budget, widths_of(DENSE).dense_layers),
-        prices(budget, DENSE, SHAPES, 2048)[0],
-    )
+    layers, price = kept_widths(chosen_by(pools, seed), head_unit), prices(budget, DENSE, SHAPES, 2048)[0]
+    wanted = (1 - sparsity) * cost_of(budget, widths_of(DENSE).dense_layers)
     assert cost_of(budget, layers) <= wanted
     if all(layer.intermediate_size < 96 for layer in layers):  # another layer takes what one leaves of its budget
         assert wanted - price.channel - 1 < cost_of(budget, layers)
@@ -336,12 +298,6 @@ def test_a_block_is_removed_as_a_whole_where_it_does_not_pay_its_fixed_cost(tmp_
     importance["attn"][1] *= 1e-3
     support = pool.choose(importance, all_open(pool))
     assert not support["mlp"][2].any() and not support["attn"][1].any()
-    stays = all_open(pool)
-    for keep_ratio in (0.95, 0.85, pool.keep_ratio):  # and already during the search
-        closed = pool.close(importance, stays, keep_ratio)
-        assert all((closed[kind] <= stays[kind]).all() for kind in closed)
-        stays = closed
-    assert not stays["mlp"][2].any() and not stays["attn"][1].any()
 
 
 @pytest.mark.parametrize("speedup", [1.1, 1.25, 1.5])
@@ -352,12 +308,14 @@ def test_the_search_closes_what_the_final_selection_removes(speedup: float, tmp_
     """
     config = CONFIG | {"num_hidden_layers": 8}
     _, pool = timed(written(tmp_path, config), config, speedup=speedup)
-    for seed in range(8):
+    for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         importance, is_open = saliency(pool, seed), all_open(pool)
         importance["attn"] *= 400 * torch.rand(1, generator=generator) * torch.rand(8, 1, generator=generator) ** 2
         for step in range(40):
-            is_open = pool.close(importance, is_open, keep_schedule((step + 1) / 40, pool.keep_ratio))
+            closed = pool.close(importance, is_open, seams.keep_schedule((step + 1) / 40, pool.keep_ratio))
+            assert all((closed[kind] <= is_open[kind]).all() for kind in closed)
+            is_open = closed
         final = pool.choose(importance, is_open)
         assert all(torch.equal(final[kind], is_open[kind]) for kind in final)
         assert all(layer.intermediate_size % pool.blocks["mlp"] == 0 for layer in kept_widths(is_open))
@@ -377,9 +335,7 @@ def test_impossible_speedups_are_refused(changes: dict[str, Any], words: str, tm
 
 
 @pytest.mark.usefixtures("cache", "no_pictures")
-def test_models_are_pruned_to_the_speedups_that_their_checkpoints_state(
-    tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path
-) -> None:
+def test_models_meet_the_speedups_stated(tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Two sizes of a dense model, and a mixture."""
     for model, speedups, multiple in ((tiny_model, (1.1, 1.2), 16), (tiny_experts, (1.01,), 1)):
         profile = written(tmp_path, json.loads((model / "config.json").read_text()), multiple)

@@ -11,43 +11,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import seams
 import torch
-from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from click.testing import Result
 from commands import assert_refused, invoke, passed
-from family_cases import CASES, SIZES
-from runs import prune, recover, same_weights, weights
+from family_cases import CASES, SIZES, write_random
+from runs import assert_written_as_evaluated, loss_of, prune, recover, same_weights, weights
 from safetensors.torch import load_file, save_file
-from seams import (
-    Evaluation,
-    TrainedWeights,
-    Trainer,
-    bos_warning,
-    devices,
-    gates_module,
-    heldout_of,
-    load_recipe,
-    load_tokenizer,
-    losses,
-    read_masks,
-    step_seed,
-)
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from seams import Trainer, load_tokenizer
+from transformers import AutoModelForCausalLM
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.report import write_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 RAIN = "Rain fell on the harbour while the boats waited. " * 200
-
-
-def loss_of(folder: Path, text: Path) -> torch.Tensor:
-    """Return the loss of a folder on each held-out block, as plain transformers computes it."""
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    return torch.tensor(losses(model, heldout_of(folder, text)))
 
 
 def test_prune_writes_a_model_that_knows_how_it_was_made(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
@@ -58,7 +38,7 @@ def test_prune_writes_a_model_that_knows_how_it_was_made(tiny_model: Path, tiny_
     layers, provenance = read_checkpoint(output).layers, read_checkpoint(output).provenance
     assert sum(layer.num_kv_heads for layer in layers) == 7  # round(0.6·3·4)
     assert sum(layer.intermediate_size for layer in layers) == 173  # round(0.6·3·96)
-    assert load_recipe(None, provenance["recipe"]).model == tiny_model.name
+    assert seams.load_recipe(None, provenance["recipe"]).model == tiny_model.name
     assert provenance["recipe"]["steps"] == 6 and provenance["head_unit"] == "kv-group"
     assert provenance["targets"] == pytest.approx({"attn": 0.4, "mlp": 0.4}, abs=0.02)
     assert set(provenance["rounding"]) == {"attn", "mlp"} and list(provenance["watched"]) == ["other.txt"]
@@ -117,8 +97,7 @@ def test_whole_experts_and_then_channels(train: str, tiny_experts: Path, tiny_te
     checkpoint = read_checkpoint(tmp_path / "pruned")
     assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
     assert checkpoint.is_stock and checkpoint.config["num_local_experts"] == 3
-    stated = torch.tensor(checkpoint.provenance["perplexity"]["block_losses"]["pruned"])
-    torch.testing.assert_close(loss_of(tmp_path / "pruned", tiny_text), stated, atol=5e-5, rtol=0)
+    assert_written_as_evaluated(tmp_path / "pruned", tiny_text)
     if train == "weights":
         return
     passed(invoke("apply", tiny_experts, "--masks", tmp_path / "pruned" / MASKS_FILE, "-o", tmp_path / "again"))
@@ -132,20 +111,6 @@ def test_whole_experts_and_then_channels(train: str, tiny_experts: Path, tiny_te
     assert not ragged.is_stock and [len(row or ()) for row in widths] == [3, 3] and len({*widths[0], *widths[1]}) > 2
 
 
-def family(name: str, tiny_model: Path, folder: Path, dtype: torch.dtype) -> Path:
-    """Write a random model of a family with the tiny tokenizer; biases and norms away from 0 and 1."""
-    torch.manual_seed(0)
-    config = type(CASES[name])(**CASES[name].to_dict() | {"vocab_size": 320, "max_position_embeddings": 256})
-    model: Any = AutoModelForCausalLM.from_config(config)
-    for key, value in model.named_parameters():
-        if key.endswith("bias") or "norm" in key:
-            torch.nn.init.normal_(value, mean=float(value.detach().mean()), std=0.3)
-    model.to(dtype).save_pretrained(folder)
-    for file in tiny_model.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "train"),
     [
@@ -157,42 +122,35 @@ def family(name: str, tiny_model: Path, folder: Path, dtype: torch.dtype) -> Pat
 def test_the_written_model_is_the_evaluated_one(
     name: str, dtype: torch.dtype, train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    model = family(name, tiny_model, tmp_path / "dense", dtype)
+    model = write_random(CASES[name], tmp_path / "dense", dtype, vocab_size=320, max_position_embeddings=256)
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, model)
     passed(prune(model, tiny_text, tmp_path / "out", "--train", train, "--dtype", str(dtype).removeprefix("torch.")))
     checkpoint = read_checkpoint(tmp_path / "out")
-    register_pruned(checkpoint.config)
-    evaluation = Evaluation({"text": heldout_of(tmp_path / "out", tiny_text)}, load_tokenizer(str(tmp_path / "out")))
-    evaluation.evaluate("pruned", AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
+    evaluated = math.exp(loss_of(tmp_path / "out", tiny_text).mean())
     close = 1e-5 if dtype == torch.float32 else 0.02
-    stated = checkpoint.provenance["perplexity"]["pruned"]
-    assert float(evaluation.perplexity("text")["pruned"]) == pytest.approx(stated, rel=close)
-    gates, _ = read_masks(tmp_path / "out" / MASKS_FILE)
+    assert evaluated == pytest.approx(checkpoint.provenance["perplexity"]["pruned"], rel=close)
+    gates, _ = seams.read_masks(tmp_path / "out" / MASKS_FILE)
     heads = sum(len(layer.query_heads_per_kv_head) for layer in checkpoint.layers)
     assert int((gates["attn"] > 0).sum()) == heads == round(0.6 * SIZES["num_hidden_layers"] * 4)
     assert sum(layer.intermediate_size for layer in checkpoint.layers) == round(0.6 * 4 * 72)
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_joint_training_is_written_as_evaluated_and_better_than_scales_alone(
-    kind: str, tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path
-) -> None:
-    """Also of stacked experts, whose weights have other names and shapes on disk."""
-    model, perplexities = tiny_model if kind == "dense" else tiny_experts, []
+def test_joint_training_is_written_as_evaluated_and_better(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Mixtures are in tests/recover/test_mixtures.py."""
+    perplexities = []
     for train in ("masks", "weights", "lora"):
-        passed(prune(model, tiny_text, tmp_path / train, "--steps", "30", "--train", train))
-        perplexities.append(stated := read_checkpoint(tmp_path / train).provenance["perplexity"])
-        evaluated = torch.tensor(stated["block_losses"]["pruned"])
-        torch.testing.assert_close(loss_of(tmp_path / train, tiny_text), evaluated, atol=5e-5, rtol=0)
+        passed(prune(tiny_model, tiny_text, tmp_path / train, "--steps", "30", "--train", train))
+        perplexities.append(read_checkpoint(tmp_path / train).provenance["perplexity"])
+        assert_written_as_evaluated(tmp_path / train, tiny_text)
     masks, full, lora = perplexities
     assert full["pruned"] < 0.9 * masks["pruned"] and lora["pruned"] < masks["pruned"]
     assert masks["dense"] == full["dense"] == lora["dense"]
     assert "trained together with the masks" in (tmp_path / "weights" / "README.md").read_text()
     assert "plus low-rank additions, which" in (tmp_path / "lora" / "README.md").read_text()
-    if kind == "experts":
-        return
     # masks alone give a folder with the dense model's weights, which is worse, and says so
     masks_file = tmp_path / "weights" / MASKS_FILE
-    result = passed(invoke("apply", model, "--masks", masks_file, "-o", tmp_path / "again"))
+    result = passed(invoke("apply", tiny_model, "--masks", masks_file, "-o", tmp_path / "again"))
     (warning,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
     assert "weights were trained together with these masks" in warning and "ddp-vllm recover" in warning
     assert loss_of(tmp_path / "again", tiny_text).mean() > math.log(full["pruned"]) + 0.1
@@ -209,8 +167,8 @@ def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_s
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradients of narrow copies arrive at the weights they were cut from."""
-    monkeypatch.setattr(gates_module, "CHANNEL_BLOCK", 4)
-    options = ["--train", "weights", "--dtype", "float32", "--steps", "12", "--head-unit", "query-head"]
+    monkeypatch.setattr(seams.gates_module, "CHANNEL_BLOCK", 4)
+    options = ["--train", "weights", "--dtype", "float32", "--steps", "8", "--head-unit", "query-head"]
 
     def trained(name: str, *more: str) -> dict[str, Any]:
         passed(prune(tiny_model, tiny_text, tmp_path / name, *options, *more))
@@ -221,37 +179,6 @@ def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_s
     for name, tensor in trained("whole").items():
         torch.testing.assert_close(narrow[name], tensor, atol=2e-4, rtol=0)
         torch.testing.assert_close(cut[name], tensor, atol=2e-4, rtol=0)
-
-
-def test_8_bit_moments_and_rounding_resume_to_the_bit() -> None:
-    """The steps after a save are those of the run that went on, and other seeds round differently."""
-    torch.manual_seed(0)
-    tokens = torch.randint(1, 320, (4, 64))
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=8,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    trained = TrainedWeights(model, Accelerator(cpu=True), optimizer="adamw-8bit")
-
-    def steps(numbers: range, seed: int = 0) -> dict[str, torch.Tensor]:
-        for step in numbers:
-            model(tokens, labels=tokens).loss.backward()
-            trained.step(1e-3, trained.reduce_gradients(), step_seed(seed, step))
-        return {name: each.clone() for name, each in trained.state().items()}
-
-    with torch.compiler.set_stance("force_eager"):
-        saved = steps(range(2))
-        whole = steps(range(2, 4))
-        assert any(name.endswith("q_proj.weight") and "-codes." in name for name in saved)
-        for seed, same in ((0, True), (1, False)):
-            trained.reset_optimizer()
-            for name, value in saved.items():  # as a saved run is read
-                if (tensor := trained.like(name)) is not None:
-                    tensor.copy_(value)
-            trained.restore(2, saved)
-            resumed = steps(range(2, 4), seed)
-            assert all(torch.equal(resumed[name], whole[name]) for name in whole) is same
 
 
 def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
@@ -267,11 +194,9 @@ def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, ti
     assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0
 
 
-def test_options_of_recover_change_what_is_trained(
-    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
+def test_options_change_what_recover_trains(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """But not the loss on turns of an assistant, of whom the text has none."""
-    options = ["--train", "weights", "--teacher", tiny_model, "--data", tiny_text]
+    options = ["--train", "weights", "--teacher", tiny_model, "--data", tiny_text, "--tokens", "128"]
     passed(recover(pruned, tmp_path / "plain", *options))
     for option, value, is_same in (
         ("--distillation", "0", False), ("--warmup", "0.9", False), ("--learn-from", "all", True)
@@ -382,7 +307,7 @@ def test_a_tracker_gets_settings_and_metrics(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of pruning, and of a recovery."""
-    monkeypatch.setattr(devices, "get_available_trackers", lambda: ["notes"])
+    monkeypatch.setattr(seams.devices, "get_available_trackers", lambda: ["notes"])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", Notes)
     passed(prune(tiny_model, tiny_text, tmp_path / "out", "--tracker", "notes"))
     passed(recover(tmp_path / "out", tmp_path / "more", "--tokens", "32", "--tracker", "notes"))
@@ -425,7 +350,7 @@ def test_a_run_warns_of_a_missing_bos_and_its_remedy_works(tiny_model: Path, tin
 def test_there_is_no_warning_for_a_model_that_needs_no_bos(tiny_model: Path, tiny_text: Path) -> None:
     """Many configs name a BOS token that no text begins with, such as Qwen's."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), load_tokenizer(str(tiny_model))
-    heldout = heldout_of(tiny_model, tiny_text)
+    heldout = seams.heldout_of(tiny_model, tiny_text)
     for bos in (None, BOS, VOCABULARY):
         model.config.bos_token_id = bos
-        assert bos_warning(model, "tiny", tokenizer, heldout) == ""
+        assert seams.bos_warning(model, "tiny", tokenizer, heldout) == ""

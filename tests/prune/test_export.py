@@ -9,30 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seams
 import torch
 from runs import edit_json, weights
 from safetensors.torch import load_file
-from seams import (
-    Source,
-    apply_masks,
-    cut,
-    export,
-    export_whole,
-    logits,
-    open_source,
-    random_gates,
-    read_masks,
-    read_scores,
-    writing,
-)
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-)
+from seams import Source, cut, export_whole, logits, open_source, random_gates
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from ddp_vllm.masks import MASKS_FILE
 
@@ -56,7 +38,7 @@ def pruned(source: Source, tmp_path: Path) -> Path:
     gates = random_gates(source, "kv-group", kept=0.7)
     gates["attn"][:2], gates["mlp"][1] = 0.0, 0.0
     scores = {name: {kind: values + add for kind, values in gates.items()} for name, add in (("z", 1), ("saliency", 2))}
-    export(source, gates, tmp_path / "pruned", head_unit="kv-group", provenance={"texts": ["a"]}, scores=scores)
+    seams.export(source, gates, tmp_path / "pruned", head_unit="kv-group", provenance={"texts": ["a"]}, scores=scores)
     return tmp_path / "pruned"
 
 
@@ -121,17 +103,17 @@ def test_masks_alone_cut_the_same_checkpoint(
     """Also the scores that aligning needs. A model that is stored in shards is written in shards, if they are small."""
     dense = tiny_model
     if stored != "one file":
-        monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 30_000)
+        monkeypatch.setattr(seams.writing, "MAX_SHARD_BYTES", 30_000)
         dense = tmp_path / "dense"
         LlamaForCausalLM.from_pretrained(tiny_model).save_pretrained(dense, max_shard_size="50KB")
         assert len(list(dense.glob("*.safetensors"))) > 2
     if stored == "shards without an index":  # their names alone must do
         (dense / "model.safetensors.index.json").unlink()
-    apply_masks(str(dense), pruned / MASKS_FILE, again := tmp_path / "again", overwrite=False)
-    (first, stated), (second, states) = (read_masks(path / MASKS_FILE) for path in (pruned, again))
+    seams.apply_masks(str(dense), pruned / MASKS_FILE, again := tmp_path / "again", overwrite=False)
+    (first, stated), (second, states) = (seams.read_masks(path / MASKS_FILE) for path in (pruned, again))
     assert all(torch.equal(first[kind], second[kind]) for kind in ("attn", "mlp")) and len(first) == len(second) == 2
     assert states == stated | {"applied_to": dense.name}
-    scores, kept = (read_scores(path / MASKS_FILE) for path in (pruned, again))
+    scores, kept = (seams.read_scores(path / MASKS_FILE) for path in (pruned, again))
     assert all(torch.equal(kept[name][kind], scores[name][kind]) for name in ("z", "saliency") for kind in first)
     if stored == "one file":
         for name in ("model.safetensors", "config.json"):
@@ -212,9 +194,7 @@ TEXT = "The quick  brown fox,\n number 12's  lazy dog."
         ("qwen2", "Qwen2Tokenizer"),
     ],
 )
-def test_a_pruned_folder_tokenizes_as_its_dense_model(
-    model_type: str, stated: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_folder_tokenizes_as_its_dense_model(model_type: str, stated: str, tiny_model: Path, tmp_path: Path) -> None:
     """transformers sets some stated classes aside for model types it knows; it does not know ours."""
     dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
     config = json.loads((dense / "config.json").read_text())

@@ -7,25 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import seams
 import torch
 import torch.nn.functional as F
 from family_cases import CASES
-from seams import (
-    BLOCKS,
-    ROTARY,
-    GatedModel,
-    OutputHead,
-    _Scale,
-    distill,
-    experts_module,
-    final_hidden,
-    fuse_elementwise,
-    gated,
-    grouped,
-    looped,
-    loss_module,
-    open_source,
-)
+from seams import ROTARY, OutputHead, distill, fuse_elementwise, gated, grouped, looped, open_source
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.activations import ClippedGELUActivation
@@ -34,7 +20,7 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-TOKENS = BLOCKS[:2]
+TOKENS = seams.BLOCKS[:2]
 
 
 @pytest.mark.parametrize("columns", [1, 3])
@@ -46,7 +32,7 @@ def test_scaling_sums_each_token_and_squares_it(columns: int) -> None:
     each = mask.expand(2, 5, 4).clone().requires_grad_()
     (x * each.repeat_interleave(columns, -1) * slope).sum().backward()
     leaf, inputs, squares = mask.clone().requires_grad_(), x.clone().requires_grad_(), torch.zeros(4).double()
-    (_Scale.apply(inputs, leaf, columns, squares, None) * slope).sum().backward()
+    (seams._Scale.apply(inputs, leaf, columns, squares, None) * slope).sum().backward()
     assert each.grad is not None and leaf.grad is not None
     torch.testing.assert_close(leaf.grad, each.grad.sum((0, 1)))
     torch.testing.assert_close(squares, each.grad.square().sum((0, 1)))
@@ -56,18 +42,14 @@ def test_scaling_sums_each_token_and_squares_it(columns: int) -> None:
 IDS = torch.tensor([[0, 2], [2, 5], [6, 0]] * 2)  # experts 1, 3, 4 and 7 are idle
 
 
-@pytest.fixture(scope="module")
-def mixtral(dense: Callable[[str], Path]) -> GatedModel:
-    return gated(open_source(str(dense("mixtral"))))
-
-
-def test_squares_of_experts_are_those_of_each_token(mixtral: GatedModel) -> None:
-    """Tokens one by one through one layer give the parts of the gradient that are squared and summed."""
-    experts = mixtral.model.get_submodule("model.layers.1.mlp.experts")
+def test_gradients_of_experts_are_slopes_and_their_squares_those_of_each_token(dense: Callable[[str], Path]) -> None:
+    """Of one layer, for masks and hidden states. Tokens one by one give the parts that are squared and summed."""
+    mixtral = gated(open_source(str(dense("mixtral"))))
+    experts = mixtral.model.get_submodule("model.layers.1.mlp.experts").double()
     generator = torch.Generator().manual_seed(2)
-    x, wanted = torch.randn(2, 6, 48, generator=generator)
-    shares = torch.rand(6, 2, generator=generator)
-    gates = torch.rand(mixtral.shapes["experts"], generator=generator)
+    x, wanted = torch.randn(2, 6, 48, generator=generator, dtype=torch.float64)
+    shares = torch.rand(6, 2, generator=generator, dtype=torch.float64)
+    gates = torch.rand(mixtral.shapes["experts"], generator=generator, dtype=torch.float64)
 
     def gradient(tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         leaf, squares = gates.clone().requires_grad_(), torch.zeros_like(gates)
@@ -83,21 +65,11 @@ def test_squares_of_experts_are_those_of_each_token(mixtral: GatedModel) -> None
     assert squares[1, 2].min() > 0 and squares[1, 1].max() == 0  # a busy expert and an idle one
     assert all(parameter.grad is None for parameter in mixtral.model.parameters())
 
-
-def test_gradients_of_experts_are_slopes(dense: Callable[[str], Path]) -> None:
-    """Of one layer in float64, for the masks and for the hidden states."""
-    model = gated(open_source(str(dense("mixtral"))))
-    experts = model.model.get_submodule("model.layers.1.mlp.experts").double()
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(6, 48, dtype=torch.float64, generator=generator, requires_grad=True)
-    masks = torch.rand(model.shapes["experts"], dtype=torch.float64, generator=generator, requires_grad=True)
-    shares = torch.rand(6, 2, generator=generator).double()
-
     def run(x: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-        with model.masks({"experts": masks}):
+        with mixtral.masks({"experts": masks}):
             return experts(x, IDS, shares)
 
-    assert torch.autograd.gradcheck(run, (x, masks), fast_mode=True)
+    assert torch.autograd.gradcheck(run, (x.requires_grad_(), gates.requires_grad_()), fast_mode=True)
 
 
 @pytest.mark.parametrize("sizes", [(5, 0, 7, 1), (0, 0, 13, 0), (0, 4, 0, 0)], ids=str)
@@ -123,7 +95,7 @@ def test_a_kernel_that_leaves_gradients_of_idle_experts_uninitialized(monkeypatc
         filled.register_hook(lambda gradient: gradient.where((sizes > 0)[:, None, None], torch.nan))
         return looped(x, filled.transpose(-2, -1), offs)
 
-    monkeypatch.setattr(experts_module.F, "grouped_mm", kernel)
+    monkeypatch.setattr(seams.experts_module.F, "grouped_mm", kernel)
     results = [function(x, weight, ends).square().sum() for function in (grouped, looped)]
     assert torch.equal(*(torch.autograd.grad(result, weight)[0] for result in results))
 
@@ -143,11 +115,9 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("eta", [0.0, 2.0])
-def test_loss_and_gradient_equal_plain_pytorch(
-    eta: float, head: str, weighted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_gradient_are_pytorchs(eta: float, head: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With weights of the labels too, and then with a teacher that has a head of its own."""
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 40 * 17)  # 53 tokens: three full chunks and a short one
+    monkeypatch.setattr(seams.loss_module, "CHUNK_BYTES", 4 * 40 * 17)  # 53 tokens: three full chunks and a short one
     student, teacher, weight, labels = inputs()
     weights = torch.linspace(-1, 3, 53).clamp_min(0) if weighted else None
     teacher_weight = weight.roll(1, 0) if weighted else weight
@@ -208,7 +178,7 @@ def test_fused_parts_compute_the_same(backend: str, tiny_model: Path, monkeypatc
         leaves = {kind: torch.full(shape, 0.9).requires_grad_() for kind, shape in model.shapes.items()}
         squares = {kind: torch.zeros(shape) for kind, shape in model.shapes.items()}
         with model.masks(leaves, squares):
-            states = final_hidden(model.model, TOKENS)
+            states = seams.final_hidden(model.model, TOKENS)
             states.square().mean().backward()
         results.append((states.detach(), {kind: leaf.grad for kind, leaf in leaves.items()}, squares))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]

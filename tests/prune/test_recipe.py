@@ -36,9 +36,7 @@ ALM_OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("make", "name", "value", "limit"),
     [(partial(Recipe, **GIVEN), *case) for case in OUT_OF_RANGE] + [(AlmSettings, *case) for case in ALM_OUT_OF_RANGE],
 )
-def test_a_value_out_of_range_is_refused_with_its_limit(
-    make: Callable[..., Any], name: str, value: Any, limit: str
-) -> None:
+def test_a_value_out_of_range_names_its_limit(make: Callable[..., Any], name: str, value: Any, limit: str) -> None:
     with pytest.raises(SettingError, match=re.escape(limit)) as caught:
         make(**{name: value})
     assert f"{name} is {value!r}" in str(caught.value) or f"{name} is {value}" in str(caught.value)
@@ -81,7 +79,6 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('model = "m"\nsparsity = 0.2\nstpes = 3\n', ["'stpes'", "unknown", "steps"]),
         ("sparsity = \n", ["cannot be read", "TOML"]),
         ("sparsity = 0.2\n", ["model is missing"]),
         ('model = "m"\nsparsity = 0.2\n[alm]\nmu = 0.1\n', ["[alm]", "'mu'", "unknown", "mu_start"]),
@@ -89,9 +86,9 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused(text: str, words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / "r.toml").write_text(text)
     with pytest.raises(SettingError) as caught:
-        load_recipe(tmp_path / ("r.toml" if text else "none.toml"), {"model": None})
+        load_recipe(tmp_path / "r.toml", {"model": None})
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -121,9 +118,7 @@ def test_what_is_passed_replaces_its_alternatives(
         ("", {"sparsity": 0.2, "speedup": 1.25}, "sparsity and speedup are given; give one"),
     ],
 )
-def test_two_alternatives_at_one_level_are_refused(
-    text: str, passed: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_two_alternatives_on_a_level_are_refused(text: str, passed: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(SettingError, match=words):
         load_recipe(tmp_path / "r.toml", {**passed, "model": "m"})

@@ -1,6 +1,6 @@
 """The text of a conversation equals what vLLM's /v1/chat/completions renders of the same messages.
 
-vLLM is the oracle, with its own functions: what it renders is what the served model will read. Four chat templates in
+vLLM is the oracle, with its own functions: what it renders is what the served model will read. Three chat templates in
 the manner of published ones differ in what they read of a message; where vLLM rejects a request, nothing is compared.
 """
 
@@ -13,45 +13,6 @@ import pytest
 from chat_templates import QWEN3
 from seams import document
 
-HERMES = (  # Qwen2.5: a system turn of its own, calls and tools as JSON
-    "{%- if tools %}{{- '<|im_start|>system\n' }}"
-    "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- else %}{{- 'You are Qwen.' }}"
-    "{%- endif %}"
-    "{{- '\n<tools>' }}{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}"
-    "{{- '\n</tools><|im_end|>\n' }}"
-    "{%- elif messages[0].role == 'system' %}"
-    "{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
-    "{%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{%- endif %}"
-    "{%- for m in messages %}"
-    "{%- if m.role == 'user' or (m.role == 'system' and not loop.first) or "
-    "(m.role == 'assistant' and not m.tool_calls) %}"
-    "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{%- elif m.role == 'assistant' %}{{- '<|im_start|>assistant' }}"
-    "{%- if m.content %}{{- '\n' + m.content }}{%- endif %}"
-    "{%- for call in m.tool_calls %}{%- if call.function is defined %}{%- set call = call.function %}"
-    "{%- endif %}"
-    """{{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}"""
-    "{{- (call.arguments | tojson) + '}\n</tool_call>' }}"
-    "{%- endfor %}{{- '<|im_end|>\n' }}"
-    "{%- elif m.role == 'tool' %}"
-    "{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}"
-    "{%- endif %}"
-    "{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
-    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
-    "{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-LAST_THOUGHTS = QWEN3.replace(  # Qwen3 with its calls
-    "        {{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor %}",
-    "        {%- for call in message.tool_calls or [] %}\n"
-    '            {{- \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}\n'
-    "            {%- set given = call.function.arguments %}\n"
-    "            {{- given if given is string else given | tojson }}\n"
-    "            {{- '}\\n</tool_call>' }}\n        {%- endfor %}\n        {{- '<|im_end|>\\n' }}\n"
-    "    {%- elif message.role == 'tool' %}\n"
-    "        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}\n"
-    "    {%- endif %}\n{%- endfor %}",
-)
 STRICT = (  # Mistral-Nemo: roles alternate, calls with their identities instead of words
     "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}"
     "{%- set rest = messages[1:] %}"
@@ -76,16 +37,14 @@ STRICT = (  # Mistral-Nemo: roles alternate, calls with their identities instead
     "{%- else %}{{- raise_exception('Only user, assistant and tool roles') }}{%- endif %}{%- endfor %}"
 )
 PARTS = (  # Kimi, Qwen3-VL: parts, each with its kind; words that stand alone are treated otherwise
-    "{%- for m in messages %}{{- '<|im_' + m.role + '|>' }}"
+    "{%- if tools %}{{- tools | tojson }}{%- endif %}{%- for m in messages %}{{- '<|im_' + m.role + '|>' }}"
     "{%- if m['content'] is string %}{{- m['content'].split('</think>')[-1] }}{%- else %}"
     "{%- for part in m['content'] %}{{- '<' + part['type'] + '>' + part['text'] }}{%- endfor %}{%- endif %}"
     "{%- if m.tool_calls %}{%- for call in m['tool_calls'] %}{{- '<|call|>' + (call | tojson) }}"
     "{%- endfor %}{%- endif %}"
     "{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
 )
-TEMPLATES = {
-    "hermes": HERMES, "last thoughts": LAST_THOUGHTS, "strict": STRICT, "parts": PARTS,
-}  # fmt: skip
+TEMPLATES = {"last thoughts": QWEN3, "strict": STRICT, "parts": PARTS}
 
 ARGUMENTS = {"city": 'Ålesund "north"', "days": 2, "deep": {"a": [1, None, True], "b": 1.5}}
 TEXT = json.dumps(ARGUMENTS)

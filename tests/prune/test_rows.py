@@ -14,24 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seams
 import torch
 from chat_templates import PUBLISHED, tokenizer_of
 from runs import small_files
-from seams import (
-    Blocks,
-    ChatTemplate,
-    Document,
-    Notes,
-    document,
-    in_loss,
-    open_rows,
-    read_documents,
-    select_loss_mask,
-    tokenize,
-)
+from seams import Blocks, ChatTemplate, Notes, document, open_rows, read_documents
 
 from ddp_vllm.errors import OutputError, TextError
 
+Load = Callable[..., Any]
 LENIENT = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
 MISTRAL = (  # Mixtral-8x7B-Instruct-v0.1, and Llama-2-chat but for its system turn
     "{{ '<s>' }}{% for m in messages %}"
@@ -175,13 +166,13 @@ def test_a_row_is_a_document_with_a_loss_mask_and_notes(case: str, tokenizer: An
     tokenizer.chat_template, row, text, mask, notes = ROWS[case]
     found = document(row, tokenizer)
     assert found.text == text
-    assert (None if found.loss_mask is None else re.sub(r"\|+", "|", in_loss(found))) == mask
+    assert (None if found.loss_mask is None else re.sub(r"\|+", "|", seams.in_loss(found))) == mask
     lines = notes_of([row, row], tokenizer, tmp_path)
     assert sorted(lines) == sorted(notes)
     if tokenizer.chat_template == LENIENT and "tool" not in text:
         tokenizer.chat_template = None
         words = [word for word in re.split(r"<\w+>", text) if word]
-        assert document(row, tokenizer) == Document("\n\n".join(words))
+        assert document(row, tokenizer) == seams.Document("\n\n".join(words))
 
 
 REASONED = [
@@ -215,7 +206,7 @@ def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(f
         (read,) = read_documents(open_rows(str(tmp_path / "a.parquet")), ChatTemplate(tokenizer), Notes())
         assert read.text == tokenizer.apply_chat_template(messages, tokenize=False)
         assert read.text == document(turns(*messages), tokenizer).text
-        (tokens,) = tokenize([read], tokenizer)
+        (tokens,) = seams.tokenize([read], tokenizer)
         assert not tokens.loss_mask[-1]  # the EOS between documents
         names = tokenizer.convert_ids_to_tokens(tokens.ids.tolist())
         generated = "".join(name if mask else "\0" for name, mask in zip(names, tokens.loss_mask, strict=True))
@@ -239,7 +230,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_json_of_every_shape_is_read(shape: str, load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
+def test_json_of_every_shape_is_read(shape: str, load: Load, tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = LENIENT
     (tmp_path / "a.json").write_text(SHAPES[shape])
     blocks = load(tmp_path / "a.json", tokenizer)
@@ -256,7 +247,7 @@ WRONG: dict[str, tuple[Any, str]] = {  # a row, words of the line
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_value_names_source_row_turn_and_type(case: str, load: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_wrong_value_names_source_row_turn_and_type(case: str, load: Load, tmp_path: Path) -> None:
     """Brackets in a text are text."""
     row, words = WRONG[case]
     line = json.dumps(row) if row else f'{{"text": {"[" * 10**6}{"]" * 10**6}}}'
@@ -274,7 +265,7 @@ BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, words of
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_text_is_one_line(case: str, load: Callable[..., Any], tmp_path: Path, cache: Path) -> None:
+def test_bad_text_is_one_line(case: str, load: Load, tmp_path: Path, cache: Path) -> None:
     name, content, words = BAD[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TextError, match=r"^[^\n]*;[^\n]*$") as caught:
@@ -316,9 +307,7 @@ def same_blocks(one: Blocks, other: Blocks) -> bool:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.json.xz", "a.parquet.gz", "a.txt", "plain [v2].jsonl"])
-def test_every_format_gives_the_same_blocks(
-    name: str, load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_format_gives_one_text(name: str, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without network. A text file is one document, also where paragraphs are apart, which `datasets` splits. A file
     name is no pattern: the file that it would match is in the same folder."""
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("no network in this test"))
@@ -329,7 +318,7 @@ def test_every_format_gives_the_same_blocks(
     assert blocks.num_tokens == expected.num_tokens == expected.train.numel() + expected.heldout.numel()
 
 
-def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path) -> None:
+def test_text_may_be_in_another_column(load: Load, tmp_path: Path) -> None:
     """Of several files, every one that has columns must have it; a .txt has none."""
     named, plain = tmp_path / "named.jsonl", write(tmp_path / "plain.jsonl", DOCUMENTS)
     named.write_text("".join(json.dumps({"body": text, "text": "no"}) + "\n" for text in DOCUMENTS))
@@ -342,9 +331,7 @@ def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl"])
-def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_text(
-    name: str, load: Callable[..., Any], tmp_path: Path, cache: Path
-) -> None:
+def test_an_unwritable_cache_is_not_blamed_on_the_text(name: str, load: Load, tmp_path: Path, cache: Path) -> None:
     """On a full disk, and where a file is in the place of a folder."""
     write(tmp_path / name, DOCUMENTS * 9)
     with small_files(9_000), pytest.raises(OutputError, match=f"the cache {cache} cannot be written .*; make room"):
@@ -358,15 +345,13 @@ def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_text(
         place.unlink()
 
 
-def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_template(
-    load: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_template(load: Load, tmp_path: Path) -> None:
     rows: list[Any] = [{"text": f"a fox and {number} clouds"} for number in range(60)]
     rows += [{"messages": [*talk(number), A]} for number in range(60)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     blocks, lines = load(tmp_path / "mixed.jsonl"), list[str]()
     assert blocks.loss_mask.all()
-    assert select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
+    assert seams.select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
     assert "60 conversations read as plain text, because the tokenizer has no chat template" in lines[0]
     assert lines[1] == (
         "conversations of mixed.jsonl were read as plain text (see above), so the loss covers all tokens"

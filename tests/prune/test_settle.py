@@ -11,34 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import seams
 from accelerate import Accelerator
 from click.testing import Result
 from commands import invoke, passed
 from runs import assert_same_weights
-from seams import (
-    MODES,
-    RATES,
-    Devices,
-    Fit,
-    Mode,
-    Recipe,
-    Run,
-    change,
-    choose,
-    devices,
-    die_at,
-    estimate,
-    find_rate,
-    fit_minutes,
-    fit_module,
-    free_memory,
-    held_bytes,
-    load_recipe,
-    open_source,
-    resolve,
-    resolve_training_mode,
-    weights_module,
-)
+from seams import MODES, RATES, Devices, Mode, Run, devices, die_at, fit_minutes, load_recipe, open_source, resolve
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
@@ -54,9 +32,7 @@ def of(model: Path, text: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("mode", ["weights", pytest.param("lora", marks=pytest.mark.nightly)])
-def test_the_rate_is_found_by_trials_which_leave_no_trace(
-    mode: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
+def test_trials_find_the_rate_and_leave_no_trace(mode: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """A run at the rate that was found equals a run that was told the rate; a resumed run does not try again."""
 
     def run(name: str, *more: str) -> Result:
@@ -84,9 +60,9 @@ def test_the_rate_is_found_by_trials_which_leave_no_trace(
 )
 def test_the_highest_rate_below_a_harmful_one_is_taken(losses: list[float], chosen: float, num_trials: int) -> None:
     tried = dict(zip(RATES["weights"][1:], losses, strict=True))
-    rate, after = find_rate(RATES["weights"], 3.0, tried.__getitem__)
+    rate, after = seams.find_rate(RATES["weights"], 3.0, tried.__getitem__)
     assert rate == chosen and len(after) == num_trials
-    changes = [change(loss, 3.0) for loss in (2.999, 3.0, 3.2, 2.8, math.nan)]
+    changes = [seams.change(loss, 3.0) for loss in (2.999, 3.0, 3.2, 2.8, math.nan)]
     assert changes == ["+0.00", "+0.00", "+0.20", "-0.20", "no number"]
 
 
@@ -148,18 +124,18 @@ def test_the_mode_is_the_first_that_memory_holds(case: str, tiny_model: Path, mo
     free, settings, chosen, words = CHOICES[case]
     source, lines = open_source(str(tiny_model)), list[str]()
     recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, "dtype": "bfloat16", **settings})
-    needed = held_bytes(recipe, source, MODES[0], 2, 1)
+    needed = seams.held_bytes(recipe, source, MODES[0], 2, 1)
     # the adapters of a tiny model are larger than the model
-    monkeypatch.setattr(fit_module, "RANK", 1)
-    monkeypatch.setattr(weights_module, "_own_obstacle", lambda _: "")
+    monkeypatch.setattr(seams.fit_module, "RANK", 1)
+    monkeypatch.setattr(seams.weights_module, "_own_obstacle", lambda _: "")
     devices, accelerator = Devices(1, "cpu", free * needed, 1), Accelerator(cpu=True)
-    settle = partial(resolve_training_mode, devices=devices, accelerator=accelerator, print_line=lines.append)
+    settle = partial(seams.resolve_training_mode, devices=devices, accelerator=accelerator, print_line=lines.append)
     if chosen:
         assert settle(recipe, source, {}) == chosen and re.search(words, "".join(lines[-1:]))
     else:
         with pytest.raises(SettingError, match=words):
             settle(recipe, source, {})
-    monkeypatch.setattr(weights_module, "_own_obstacle", lambda _: "no compiler")
+    monkeypatch.setattr(seams.weights_module, "_own_obstacle", lambda _: "no compiler")
     if chosen == ("weights", "adamw-8bit"):
         assert settle(recipe, source, {}) == ("lora", "adamw") and lines[-1].endswith("no compiler")
         for refused in (dataclasses.replace(recipe, train="weights", optimizer="adamw-8bit"), recipe):
@@ -168,9 +144,7 @@ def test_the_mode_is_the_first_that_memory_holds(case: str, tiny_model: Path, mo
 
 
 @pytest.mark.parametrize(("limit", "free"), [("max", 1000), ("700", 500), (None, 1000)])
-def test_free_memory_in_a_container(
-    limit: str | None, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_in_a_container(limit: str | None, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also outside of one, and where host and device share it, as accelerate answers on a Mac."""
     if limit:
         (tmp_path / "memory.max").write_text(f"{limit}\n")
@@ -179,19 +153,19 @@ def test_free_memory_in_a_container(
     monkeypatch.setattr(devices, "CONTROL_GROUP", tmp_path)
     for answer in ({"cpu": 1000}, {"mps": 1000}, {0: 5, "cpu": 1000}):
         monkeypatch.setattr(devices, "get_max_memory", lambda answer=answer: answer)
-        assert free_memory(Accelerator(cpu=True)) == free
+        assert seams.free_memory(Accelerator(cpu=True)) == free
 
 
 class Found(NamedTuple):
-    fit: Fit
+    fit: seams.Fit
     tokens: float
     seconds: float
 
 
 def on(model: Path, cards: str = "h100-80gb", sizes: tuple[float, ...] = (0.2,), **settings: Any) -> dict[Mode, Found]:
     """Return the estimate of each mode."""
-    recipes = [Recipe(model=str(model), sparsity=sparsity, **settings) for sparsity in sizes]
-    found = estimate(recipes, open_source(str(model)), Devices.of_cards(cards))
+    recipes = [seams.Recipe(model=str(model), sparsity=sparsity, **settings) for sparsity in sizes]
+    found = seams.estimate(recipes, open_source(str(model)), Devices.of_cards(cards))
     return {each[0].mode: Found(*each) for each in found}
 
 
@@ -212,7 +186,7 @@ def test_an_estimate_follows_the_options(tiny_model: Path) -> None:
     assert list(on(tiny_model, optimizer="adamw-8bit", train="weights")) == [MODES[1]]
     hour = on(tiny_model, minutes=60)[MASKS]
     assert hour.seconds == 3600 and hour.tokens != found[MASKS].tokens
-    assert choose([row.fit for row in found.values()]).mode == MODES[0]
+    assert seams.choose([row.fit for row in found.values()]).mode == MODES[0]
     with pytest.raises(SettingError, match="batch_size is 2, which 4 processes"):
         on(tiny_model, "4xh100-80gb", batch_size=2)
     seconds = [on(tiny_model, dtype=dtype)[MASKS].seconds for dtype in ("auto", "float32", "bfloat16", "float16")]

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ddp_vllm import remote_code
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
+Hostile = Callable[..., tuple[Path, Path, Path]]
 
 ROOT = Path(__file__).parents[2]
-PATH = os.pathsep.join(map(str, (ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks")))
 CODE = """
 import pathlib
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -33,7 +32,7 @@ TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {ran}') }}}}{{% fo
 TEMPLATE += "{{% endfor %}}"
 LOADABLE = ("config", "tokenizer", "generation")
 """Attacks on a model that loads without its code; the others may keep it from being loaded."""
-ATTACKS = (*LOADABLE, "tokenizer class", "chat template", "index")
+ATTACKS = (*LOADABLE, "tokenizer class", "chat template")
 
 
 TASK = """task: piqa_local
@@ -125,19 +124,13 @@ def make_hostile(folder: Path, attack: str, ran: Path) -> Path:
         (folder / "custom_generate").mkdir()
         (folder / "custom_generate" / "generate.py").write_text(code)
         edit_json(folder / "generation_config.json", custom_generate=str(folder))
-    elif attack == "chat template":
-        (folder / "chat_template.jinja").write_text(TEMPLATE.format(ran=ran))
     else:
-        weights = folder / "model.safetensors"
-        weights.rename(folder / "model-1.safetensors")
-        (folder.parent / "model-1.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes())
-        index = {"metadata": {}, "weight_map": {"model.norm.weight": "../model-1.safetensors"}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "chat_template.jinja").write_text(TEMPLATE.format(ran=ran))
     return folder
 
 
 @pytest.fixture
-def hostile(tiny_model: Path, pruned: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path, Path]]:
+def hostile(tiny_model: Path, pruned: Path, tmp_path: Path) -> Hostile:
     """Make a dense and a pruned folder with some attacks; return them and the file that their code would create."""
 
     def make(*attacks: str) -> tuple[Path, Path, Path]:
@@ -153,9 +146,7 @@ def hostile(tiny_model: Path, pruned: Path, tmp_path: Path) -> Callable[..., tup
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_no_verb_runs_code_that_came_with_a_model(
-    verb: str, hostile: Callable[..., tuple[Path, Path, Path]], conversations: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_no_verb_runs_code_of_a_model(verb: str, hostile: Hostile, conversations: Path, tmp_path: Path) -> None:
     """The model is read without its code, and the output holds none of it."""
     dense, folder, ran = hostile(*LOADABLE)
     result = invoke(*verbs(dense, folder, conversations, tmp_path / "out")[verb])
@@ -176,9 +167,7 @@ def test_no_verb_runs_code_that_came_with_a_model(
 
 
 @pytest.mark.parametrize("attack", ATTACKS[len(LOADABLE) :])
-def test_code_that_keeps_a_model_from_being_loaded_does_not_run(
-    attack: str, hostile: Callable[..., tuple[Path, Path, Path]], conversations: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_code_of_a_broken_model_is_not_run(attack: str, hostile: Hostile, conversations: Path, tmp_path: Path) -> None:
     dense, folder, ran = hostile(attack)
     result = invoke(*verbs(dense, folder, conversations, tmp_path / "out")["prune"])
     assert not ran.exists()
@@ -187,9 +176,7 @@ def test_code_that_keeps_a_model_from_being_loaded_does_not_run(
 
 
 @pytest.mark.parametrize("verb", WRITING)
-def test_no_verb_follows_a_link_out_of_a_model_folder(
-    verb: str, hostile: Callable[..., tuple[Path, Path, Path]], tiny_text: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_no_verb_follows_a_link_out_of_a_model(verb: str, hostile: Hostile, tiny_text: Path, tmp_path: Path) -> None:
     """Before, `export` wrote a linked chat template into its file, and `recover` and `quantize` copied the metrics."""
     dense, folder, secret = hostile()
     secret.write_text('{"step": 1, "secret": 1}')
@@ -204,9 +191,7 @@ def test_no_verb_follows_a_link_out_of_a_model_folder(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", MASKS_FILE])
-def test_a_link_out_of_the_folder_is_not_published(
-    name: str, hostile: Callable[..., tuple[Path, Path, Path]], tmp_path: Path
-) -> None:
+def test_a_link_out_of_the_folder_is_not_published(name: str, hostile: Hostile, tmp_path: Path) -> None:
     """Neither of the dense model nor the masks."""
     dense, masks, secret = hostile()
     file = (masks if name == MASKS_FILE else dense) / name

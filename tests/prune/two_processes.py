@@ -18,26 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import seams
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
-from seams import (
-    GatedModel,
-    OutputHead,
-    Recipe,
-    Run,
-    TrainedWeights,
-    Trainer,
-    distill,
-    final_hidden,
-    learn,
-    load_model,
-    load_sharded,
-    open_source,
-    pools_of,
-    raise_on_all_ranks,
-    saved_in,
-)
+from seams import GatedModel, Recipe, Trainer, load_sharded, open_source
 from seams import loop_module as train_module
 
 from ddp_vllm.errors import TextError
@@ -108,16 +93,6 @@ def stopped_command_line(stop: int, *arguments: str) -> None:
         command_line(*arguments)
 
 
-def noting(steps: list[float], state: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
-    """Return `state`, which notes how many steps were done when it is asked for."""
-
-    def noted(trainer: Trainer) -> Any:
-        steps.append(max(float(each.max()) for each in trainer.gates.open_steps.values()))
-        return state(trainer)
-
-    return noted
-
-
 def learn_in_two(model: str, folder: Path) -> None:
     """Learn masks in several ways; process 0 writes `<case>.safetensors`, each process `facts-<rank>.json`."""
     accelerator = Accelerator(cpu=True)
@@ -125,7 +100,7 @@ def learn_in_two(model: str, folder: Path) -> None:
     facts: dict[str, Any] = {"world": world, "steps": []}
     source, recipe = open_source(model), Recipe(model=model, **SETTINGS)
     unit = "auto" if source.sizes.num_experts else "query-head"
-    unsharded = GatedModel(load_model(source, "float32"), source.widths, source.sizes, unit)
+    unsharded = GatedModel(seams.load_model(source, "float32"), source.widths, source.sizes, unit)
     sharded_model = load_sharded(source, "float32", accelerator.device, world)
     sharded = GatedModel(sharded_model, source.widths, source.sizes, unit)
 
@@ -135,25 +110,24 @@ def learn_in_two(model: str, folder: Path) -> None:
             if metrics["step"] == stop:
                 raise KeyboardInterrupt
 
-        with saved_in(folder / name, recipe) as progress:
-            learned = learn(gated, BLOCKS, Run.alone(recipe), pools_of(gated, recipe), accelerator, progress, report)
+        with seams.saved_in(folder / name, recipe) as progress:
+            learned = seams.learn(
+                gated, BLOCKS, seams.Run.alone(recipe), seams.pools_of(gated, recipe), accelerator, progress, report
+            )
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
-    run("unsharded", unsharded, recipe)
-    run("sharded", sharded, recipe)
-    run("recomputed", sharded, replace(recipe, activation_checkpointing="on"))
+    run("sharded", sharded, replace(recipe, activation_checkpointing="on"))
     try:
         run("resumed", unsharded, recipe, stop=5)
     except KeyboardInterrupt:
         run("resumed", unsharded, recipe)
-    saved, ticks = facts.setdefault("saved", []), count()
+    ticks = count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * (10.0, 10_000.0)[rank])  # a step asks three times
     choose = Trainer.choose
     closed = {kind: torch.zeros(shape, dtype=torch.bool) for kind, shape in unsharded.shapes.items()}
     with (
         patch.object(train_module, "time", clock),
-        patch.object(Trainer, "state", noting(saved, Trainer.state)),
         patch.object(Trainer, "choose", lambda *parts: closed if rank else choose(*parts)),  # the main process decides
     ):
         run("clocks", unsharded, replace(recipe, save_every=0))
@@ -162,7 +136,7 @@ def learn_in_two(model: str, folder: Path) -> None:
         for name, parameter in sharded_model.named_parameters()
     }
     try:
-        with raise_on_all_ranks(accelerator):
+        with seams.raise_on_all_ranks(accelerator):
             if rank == 1:
                 raise TextError("only process 1 cannot read its text")
     except TextError as error:
@@ -173,11 +147,11 @@ def learn_in_two(model: str, folder: Path) -> None:
 
 def summed_gradients(model: Any, accelerator: Accelerator, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
     """Return the full gradients of all weights that learn, from these sequences of each process."""
-    weights = TrainedWeights(model, accelerator)
+    weights = seams.TrainedWeights(model, accelerator)
     for number in numbers:
         tokens = BLOCKS[[number]]
-        hidden, labels = final_hidden(model, tokens), tokens[:, 1:].flatten()
-        distill(hidden, None, OutputHead.of(model), labels, 0.0)[0].backward()
+        hidden, labels = seams.final_hidden(model, tokens), tokens[:, 1:].flatten()
+        seams.distill(hidden, None, seams.OutputHead.of(model), labels, 0.0)[0].backward()
     weights.reduce_gradients()
     return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in weights.sums.items()}
 

@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import assert_refused, invoke, passed
-from runs import prune
 
 from ddp_prune.core.loss import OutputHead, agreement
 from ddp_prune.models.evaluation import Evaluation
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import open_source
 from ddp_vllm import api
-from ddp_vllm.cache import cache_folder
 from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.compare import comparison_table
 from ddp_vllm.pages.measurements import collect
@@ -37,22 +35,9 @@ def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert alike == int((p.argmax(-1) == t.argmax(-1)).sum())
 
 
-@pytest.fixture(scope="module")
-def once(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A pruned folder, and the cache that holds the path of its dense model."""
-    folder = tmp_path_factory.mktemp("fidelity")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DDP_VLLM_CACHE", str(folder / "cache"))
-        patch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
-        patch.setattr("ddp_prune.models.evaluation.SAMPLE_TOKENS", 3)
-        passed(prune(tiny_model, tiny_text, folder / "pruned"))
-    return folder / "pruned", folder / "cache"
-
-
 @pytest.fixture
-def pruned(once: tuple[Path, Path], tmp_path: Path, cache: Path) -> Path:
-    shutil.copytree(once[1], cache)
-    return Path(shutil.copytree(once[0], tmp_path / "pruned"))
+def folder(pruned: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pruned, tmp_path / "pruned"))
 
 
 @pytest.fixture
@@ -63,24 +48,24 @@ def text(tiny_text: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, text: Path, tmp_path: Path) -> None:
+def test_text_of_ones_own(folder: Path, tiny_model: Path, tiny_text: Path, text: Path, tmp_path: Path) -> None:
     """Of conversations only the assistant's turns are evaluated, and `compare` shows the results."""
-    near = api.inspect(pruned)["perplexity"]["agreement"]["pruned"]
+    near = api.inspect(folder)["perplexity"]["agreement"]["pruned"]
     assert 0 < near["kl"] < 10 and 0 <= near["top1"] < 1
     chats = tmp_path / "chats.jsonl"
     turns = [{"from": "human", "value": "melt ice"}, {"from": "gpt", "value": "the sun does that, the sun"}]
     chats.write_text((json.dumps({"conversations": turns}) + "\n") * 20)
-    done = passed(invoke("eval", pruned, "--max-length", "16", "--text", text, "--text", chats))
+    done = passed(invoke("eval", folder, "--max-length", "16", "--text", text, "--text", chats))
     assert f"{text.name}: perplexity" in done.output and "nats" in done.output
-    (file,) = (pruned / "eval").glob("text_*.json")
+    (file,) = (folder / "eval").glob("text_*.json")
     found = json.loads(file.read_text())["texts"]
     assert found[chats.name]["tokens"] <= found[text.name]["tokens"] and found[text.name]["sha256"]
-    gated = ["eval", pruned, "--max-length", "16", "--text", text, "-o", tmp_path / "gated", "--max-ratio"]
+    gated = ["eval", folder, "--max-length", "16", "--text", text, "-o", tmp_path / "gated", "--max-ratio"]
     missed = invoke(*gated, "0.01", "--json")
     assert missed.exit_code == 9 and json.loads(missed.stdout)["texts"].keys() == {text.name}
     assert "above --max-ratio 0.01; train for longer" in missed.stderr
     assert (met := passed(invoke(*gated, "1e9", "--quiet"))).output == "", met.output
-    rows = {row[0]: row[-1] for row in comparison_table(collect([pruned])).rows}
+    rows = {row[0]: row[-1] for row in comparison_table(collect([folder])).rows}
     assert "×" in rows[f"perplexity on {text.name}, × dense"]
     same = api.evaluate_text(str(tiny_model), str(text), against=str(tiny_model), output=tmp_path, max_length=16)
     near = same["texts"][text.name]["agreement"]["pruned"]
@@ -112,10 +97,10 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
     assert ratio and ratio[0] == pytest.approx(quality["pruned"] / quality["dense"], rel=1e-6)
 
 
-def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_what_is_not_compared(folder: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a word")
-    twin, own = tmp_path / "elsewhere" / short.name, [pruned, "--text", short]
+    twin, own = tmp_path / "elsewhere" / short.name, [folder, "--text", short]
     for words, reason in (
         (own, "give more text, or lower --max-length"),
         ([tiny_model, "--text", short], "pass that model with --against"),
@@ -123,11 +108,11 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
     ):
         refused = invoke("eval", *words)
         assert_refused(refused, refused.exit_code, reason)
-        assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
+        assert refused.exit_code and not (folder / "eval").exists() and not (tiny_model / "eval").exists()
     other, config = tmp_path / "other", json.loads((tiny_model / "config.json").read_text())
     shutil.copytree(tiny_model, other)
     (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     refused = invoke("eval", other, "--against", tiny_model, "--text", short)
     assert_refused(refused, 3, "is quantized (awq); supported is compressed-tensors")
-    shutil.rmtree(cache_folder() / "origins")  # as on another machine
+    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))  # as on another machine
     assert_refused(invoke("eval", *own), 2, "which is not on this machine; pass it with --against")

@@ -40,9 +40,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path, Path], list[str]], int, tuple[str
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_recovered_is_refused_in_one_line(
-    case: str, pruned: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_recovered_is_refused(case: str, pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     arguments, code, words = REFUSED[case]
     folder, *more = arguments(pruned, tiny_model, tmp_path)
     assert_refused(recover(Path(folder), tmp_path / "out", *more), code, *words)
