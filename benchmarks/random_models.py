@@ -12,14 +12,21 @@ SENTENCES = [f"The quick brown fox number {n} jumps over {n * 7} lazy dogs while
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int = 320, special: Sequence[str] = (), spaced: bool = False, **settings: Any
+    texts: Iterable[str],
+    vocab_size: int = 320,
+    special: Sequence[str] = (),
+    spaced: bool = False,
+    cuts: pre_tokenizers.PreTokenizer | None = None,
+    ignore_merges: bool = False,
+    **settings: Any,
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level tokenizer.
 
-    spaced: a blank is put before every text. settings: of the tokenizer, such as `eos_token`.
+    spaced: a blank is put before every text. cuts: how words are cut, if not as GPT-2's are.
+    ignore_merges: known words are one token. settings: of the tokenizer, such as `eos_token`.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = cuts or pre_tokenizers.ByteLevel(add_prefix_space=spaced)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

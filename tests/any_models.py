@@ -216,22 +216,3 @@ def write_headers(name: str, folder: Path) -> Path:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     return folder
-
-
-# loads and saves a pruned folder in transformers without ddp-vllm; arguments: the folder, another one to save it to
-ALONE = """
-import sys
-for name in ("ddp_vllm", "ddp_prune", "ddp_plugins"):
-    sys.modules[name] = None  # an editable install would make them importable
-import torch
-from transformers import AutoModelForCausalLM
-folder, saved = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-tokens = torch.arange(5, 37)[None]
-with torch.no_grad():
-    logits = model(tokens).logits
-    model.save_pretrained(saved)
-    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()  # registered for this process
-    assert torch.equal(again(tokens).logits, logits)
-torch.save({"class": type(model).__module__, "logits": logits}, saved + "/logits.pt")
-"""

@@ -1,4 +1,4 @@
-"""The chain on the real model: masked in transformers = exported through remote code = served by vLLM.
+"""The chain on the real model: masked in transformers = exported through remote code = served by vLLM and llama.cpp.
 
 SmolLM2-135M, or the dense model in the folder DDP_VLLM_REAL_MODEL, with random gates: whole blocks removed, widths that
 are not multiples of 8, scales away from 1. Mild ones: a model that random cuts have broken amplifies rounding, and
@@ -6,16 +6,18 @@ nothing could be said to 1e-4.
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from seams import GatedModel, Masks, Source, export, load_model, open_source
+from commands import invoke, passed
+from seams import Masks, Source, export, gated, open_source
+from serving import Serve, job
+from test_gguf import assert_same_tokens
+from test_gguf import serve as serve_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import ddp_vllm
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.dimensions import unit_shapes
 
@@ -24,10 +26,14 @@ PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time th
 NEW_TOKENS = 12
 
 
+def _emptied(source: Source) -> tuple[int, int, int]:
+    return tuple(round(share * source.sizes.num_layers) for share in (0.4, 0.67, 0.9))  # type: ignore[return-value]
+
+
 def _gates(source: Source) -> Masks:
     generator = torch.Generator().manual_seed(0)
     gates = {}
-    for kind, shape in unit_shapes(source.sizes, "kv-group").items():
+    for kind, shape in unit_shapes(source.sizes, "query-head").items():
         alive = torch.rand(shape, generator=generator) < 0.995
         gates[kind] = (0.95 + 0.1 * torch.rand(shape, generator=generator)) * alive
     first, second, third = _emptied(source)
@@ -35,11 +41,8 @@ def _gates(source: Source) -> Masks:
         gates["attn"][layer] = 0
     for layer in (second, third):  # MLP gone: with the attention, and alone
         gates["mlp"][layer] = 0
+    gates["attn"][1, 0] = 0  # which leaves uneven groups
     return gates
-
-
-def _emptied(source: Source) -> tuple[int, int, int]:
-    return tuple(round(share * source.sizes.num_layers) for share in (0.4, 0.67, 0.9))  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
@@ -55,61 +58,46 @@ def exported(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sou
     AutoTokenizer.from_pretrained(dense).save_pretrained(folder / "dense")
     source = open_source(str(folder / "dense"))
     gates = _gates(source)
-    export(source, gates, folder / "pruned", head_unit="kv-group", provenance={})
+    export(source, gates, folder / "pruned", head_unit="query-head", provenance={})
     return source, gates, folder / "pruned"
 
 
-def _masked(source: Source, gates: Masks, ids: list[int]) -> torch.Tensor:
-    """Return logits [tokens, V] of the stock dense model with the gates in its hooks."""
-    gated = GatedModel(load_model(source, "auto"), source.widths, source.sizes, "kv-group")
-    with torch.no_grad(), gated.masks(gates):
-        return gated.model(torch.tensor([ids])).logits[0].float()
-
-
-def test_masked_equals_exported_equals_vllm_in_float32(exported: Any, serve: Callable[..., dict[str, Any]]) -> None:
+def test_masked_equals_exported_equals_vllm_in_float32(exported: Any, serve: Serve) -> None:
     source, gates, folder = exported
-    prompts = [AutoTokenizer.from_pretrained(folder)(prompt)["input_ids"] for prompt in PROMPTS]
-    job = {"folder": str(folder), "options": {"dtype": "float32"}, "prompts": prompts, "num_tokens": NEW_TOKENS}
-    answers = serve({"pruned": job})["pruned"]["outputs"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    answers = serve({"pruned": job(folder, dtype="float32", prompts=prompts, num_tokens=NEW_TOKENS)})
     widths = read_checkpoint(folder).layers
     first, _, third = _emptied(source)
     assert not widths[first].num_kv_heads and not widths[third].intermediate_size
     assert any(layer.intermediate_size % 8 for layer in widths)
+    assert any(len({*layer.query_heads_per_kv_head}) > 1 for layer in widths)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = prompt + answer["tokens"]
+    masked = gated(source, "query-head")
+    for prompt, answer in zip(prompts, answers["pruned"]["outputs"], strict=True):
+        ids = torch.tensor([prompt + answer["tokens"]])
+        with torch.no_grad(), masked.masks(gates):
+            expected = masked.model(ids).logits[0]
         with torch.no_grad():
-            plain = model(torch.tensor([ids])).logits[0]
+            plain = model(ids).logits[0]
             generated = model.generate(
                 torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1
             )
-        assert (plain - _masked(source, gates, ids)).abs().max() < 1e-4
+        assert (plain - expected).abs().max() < 1e-4
         assert generated[0, len(prompt) :].tolist() == answer["tokens"]
         chosen = plain.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(answer["tokens"])[:, None])
         assert answer["logprobs"] == pytest.approx(chosen.flatten().tolist(), abs=1e-4)
 
 
 @pytest.mark.nightly
-def test_a_folder_that_prune_trained_is_served_as_transformers_computes_it(
-    exported: Any, serve: Callable[..., dict[str, Any]], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights and masks are trained together, and the kept scales are folded into the trained weights."""
-    monkeypatch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 2)
-    source, _, _ = exported
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, number by number. " * 200)
-    settings: Any = {"steps": 2, "batch_size": 1, "seq_len": 64, "heldout_blocks": 1, "train": "weights"}
-    settings |= {"learning_rate": 1e-4, "sparsity": 0.1, "data": tmp_path / "text.txt"}
-    checkpoint = ddp_vllm.prune(source.folder, output=tmp_path / "out", **settings)
-    assert checkpoint.provenance["run"]["train"] == "weights"
-    prompts = [AutoTokenizer.from_pretrained(source.folder)(prompt)["input_ids"] for prompt in PROMPTS]
-    job = {"folder": str(tmp_path / "out"), "options": {"dtype": "float32"}, "prompts": prompts, "num_tokens": 4}
-    answers = serve({"trained": job})["trained"]["outputs"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
-    dense = AutoModelForCausalLM.from_pretrained(source.folder).eval()
-    name = "model.layers.0.input_layernorm.weight"
-    assert not torch.equal(model.state_dict()[name], dense.state_dict()[name])  # trained
-    for prompt, answer in zip(prompts, answers, strict=True):
-        with torch.no_grad():
-            plain = model(torch.tensor([prompt + answer["tokens"]])).logits[0].log_softmax(-1)
-        chosen = plain[len(prompt) - 1 : -1].gather(1, torch.tensor(answer["tokens"])[:, None])
-        assert answer["logprobs"] == pytest.approx(chosen.flatten().tolist(), abs=1e-4)
+def test_llama_cpp_writes_the_same_text(exported: Any, tmp_path: Path) -> None:
+    folder = exported[2]
+    passed(invoke("export", folder, "--outtype", "F32", "-o", tmp_path / "model.gguf"))
+    tokenizer, server = AutoTokenizer.from_pretrained(folder), serve_gguf(tmp_path / "model.gguf")
+    assert_same_tokens(tokenizer, server)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    for text in PROMPTS:
+        batch = tokenizer(text, return_tensors="pt")
+        expected = model.generate(**batch, max_new_tokens=24, do_sample=False, pad_token_id=2)
+        answer = server.ask("/completion", prompt=text, n_predict=24, temperature=0, return_tokens=True)
+        assert answer["tokens"] == expected[0, batch["input_ids"].shape[1] :].tolist()

@@ -1,4 +1,4 @@
-"""A pruned checkpoint is checked before a weight is loaded."""
+"""A pruned checkpoint is checked before a weight is loaded: one of a family with a table, and one of a stock class."""
 
 import json
 import os
@@ -14,23 +14,35 @@ from safetensors.numpy import load_file, save_file
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError
 
-LAYERS = [
+LAYERS: list[dict[str, Any]] = [
     {"query_heads_per_kv_head": [2, 1], "intermediate_size": 7},  # uneven groups, a width that is prime
     {"query_heads_per_kv_head": [], "intermediate_size": 0},  # nothing left
     {"query_heads_per_kv_head": [2], "intermediate_size": 12},  # MLP as in the dense model
 ]
-CONFIG = {
+FAMILY: dict[str, Any] = {
     "model_type": "ddp_llama", "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 10,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": True, "ddp_layers": LAYERS,
 }  # fmt: skip
+EXPERT = "mlp.experts.{}."
+WIDTHS: dict[str, Any] = {
+    "quant_method": "ddp_widths",
+    "layers_module": "model.language_model.layers",
+    "mlp": {"inputs": ["mlp.gate_up"], "output": "mlp.down", "intermediate_size": 12, "fused": "halves"},
+    "experts": {"inputs": [f"{EXPERT}w1", f"{EXPERT}w3"], "output": f"{EXPERT}w2", "intermediate_size": 8,
+                "num_experts": 3},
+    "layers": [{"intermediate_size": 5}, {"expert_intermediate_sizes": [8, 0, 3]}, {}, {"intermediate_size": 12}],
+}  # fmt: skip
+# a wrapper, which states its layers inside
+STOCK = {"model_type": "own", "text_config": {"num_hidden_layers": 4}, "quantization_config": WIDTHS}
+WHOLE = [[8, 0, 8], [0, 8, 8]]  # of a model that lost whole experts, which stock code loads
+L = "model.language_model.layers"
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+def _of_family() -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (10, 16), "model.norm": (16,)}
     for index, layer in enumerate(LAYERS):
-        counts: Any = layer["query_heads_per_kv_head"]
-        width: Any = layer["intermediate_size"]
+        counts, width = layer["query_heads_per_kv_head"], layer["intermediate_size"]
         block = {
             "self_attn.q_proj": (4 * sum(counts), 16), "self_attn.k_proj": (4 * len(counts), 16),
             "self_attn.v_proj": (4 * len(counts), 16), "self_attn.o_proj": (16, 4 * sum(counts)),
@@ -41,23 +53,70 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "pruned"
+def _of_stock_class() -> dict[str, tuple[int, ...]]:
+    """The tensors of a folder with WIDTHS, and others whose names are similar."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{L}.4.mlp.gate_up.weight": (24, 16), "visual.layers.0.mlp.gate_up.weight": (24, 16),
+        f"{L}.1.mlp.shared.experts.0.w1.weight": (9, 16), f"{L}.0.mlp.gate_up.scale": (1,),
+    }  # fmt: skip
+    for layer, width in ((0, 5), (2, 12), (3, 12)):
+        mlp = {"gate_up.weight": (2 * width, 16), "gate_up.bias": (2 * width,), "down.weight": (16, width)}
+        shapes |= {f"{L}.{layer}.mlp.{name}": shape for name, shape in (mlp | {"down.bias": (16,)}).items()}
+    return shapes | _experts(1, (0, 8), (2, 3))
+
+
+def _experts(layer: int, *widths: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{L}.{layer}.mlp.experts.{expert}.{name}.weight": (16, width) if name == "w2" else (width, 16)
+        for expert, width in widths
+        for name in ("w1", "w2", "w3")
+    }
+
+
+def _write(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "ddp_layers": LAYERS}))
-    save_file({name: np.zeros(shape, np.float32) for name, shape in _shapes().items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
     return folder
 
 
-def _edit(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return _write(tmp_path / "family", FAMILY, _of_family())
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Path:
+    return _write(tmp_path / "stock", STOCK, _of_stock_class())
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    layers = [{"expert_intermediate_sizes": row} for row in WHOLE]
+    stated = {key: value for key, value in WIDTHS.items() if key != "mlp"} | {"layers": layers}
+    shapes = _experts(0, (0, 8), (1, 8)) | _experts(1, (0, 8), (1, 8))  # numbered anew
+    return _write(tmp_path / "whole", {"model_type": "own", "num_hidden_layers": 2, "ddp_widths": stated}, shapes)
+
+
+def _edit(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        edit(config)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return run
 
 
 def _first(key: str, value: Any) -> Callable[[Path], None]:
-    return lambda folder: _edit(folder, lambda config: config["ddp_layers"][0].update({key: value}))
+    return _edit(lambda config: config["ddp_layers"][0].update({key: value}))
+
+
+def _stated(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return _edit(lambda config: edit(config["quantization_config"]))
+
+
+def _layer(index: int, **fields: Any) -> Callable[[Path], None]:
+    return _stated(lambda stated: stated["layers"][index].update(fields))
 
 
 def _weights(edit: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
@@ -69,79 +128,104 @@ def _weights(edit: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], N
     return run
 
 
+def _zeros(name: str, *shape: int, dtype: Any = np.float32) -> Callable[[Path], None]:
+    return _weights(lambda weights: weights.update({name: np.zeros(shape, dtype)}))
+
+
+def _drop(name: str) -> Callable[[Path], None]:
+    return _weights(lambda weights: weights.pop(name))
+
+
 def _pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
 def _index(weight_map: Any) -> Callable[[Path], None]:
-    def run(folder: Path) -> None:
-        text = json.dumps({"metadata": {}, "weight_map": weight_map})
-        (folder / "model.safetensors.index.json").write_text(text)
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text) and None
 
-    return run
+
+def _many_lists(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text('{"x": [' + "[]," * 2_000_000 + "[]], " + text[1:])
 
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
-CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is broken, what the line must name
-    "negative width": (_first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
-    "widths of another checkpoint": (_first("intermediate_size", 8), ["layers.0.mlp", "7", "require 8"]),
+CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # folder, what is broken, what the line names
+    "negative width": ("folder", _first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
+    "widths of another checkpoint": ("folder", _first("intermediate_size", 8), ["layers.0.mlp", "7", "require 8"]),
     "tensor of a removed block": (
-        _weights(lambda w: w.update({"model.layers.1.mlp.up_proj.weight": np.zeros((3, 16), np.float32)})),
-        ["layers.1.mlp.up_proj", "removes"],
+        "folder", _zeros("model.layers.1.mlp.up_proj.weight", 3, 16), ["layers.1.mlp.up_proj", "removes"]
     ),
-    "missing o_proj": (_weights(lambda w: w.pop(O_PROJ)), ["layer 0", "o_proj"]),
-    "an unknown family": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_newlm")), ["'ddp_newlm'", "unknown"]),
-    "a tensor of no model": (
-        _weights(lambda w: w.update({"model.extra": np.zeros(1)})),
-        ["'model.extra'", "unknown in"],
+    "missing o_proj": ("folder", _drop(O_PROJ), ["layer 0", "o_proj"]),
+    "an unknown family": ("folder", _edit(lambda c: c.update(model_type="ddp_newlm")), ["'ddp_newlm'", "unknown"]),
+    "a tensor of no model": ("folder", _zeros("model.extra", 1), ["'model.extra'", "unknown in"]),
+    "integers as weights": ("folder", _zeros(UP_PROJ, 7, 16, dtype=np.int8), [UP_PROJ, "'I8'"]),
+    "a name that writes to the terminal": ("folder", _zeros("\x1b]0;evil\x07", 1), ["\\x1b]0;evil\\x07"]),
+    "index outside the folder": (
+        "folder", _index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "its folder"]
     ),
-    "integers as weights": (_weights(lambda w: w.update({UP_PROJ: np.zeros((7, 16), np.int8)})), [UP_PROJ, "'I8'"]),
-    "a name that writes to the terminal": (
-        _weights(lambda w: w.update({"\x1b]0;evil\x07": np.zeros(1)})),
-        ["\\x1b]0;evil\\x07"],
-    ),
-    "index outside the folder": (_index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "its folder"]),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["has no model*.safetensors"]),
-    "weights a pipe": (lambda f: _pipe(f / "model.safetensors"), ["model.safetensors is not a file"]),
+    "no weights": ("folder", lambda f: (f / "model.safetensors").unlink(), ["has no model*.safetensors"]),
+    "weights a pipe": ("folder", lambda f: _pipe(f / "model.safetensors"), ["model.safetensors is not a file"]),
     "weights without their end": (
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-4]),
+        "folder", lambda f: os.truncate(f / "model.safetensors", (f / "model.safetensors").stat().st_size - 4),
         ["model.safetensors", "truncated"],
     ),
-    "config of many lists": (
-        lambda f: (f / "config.json").write_text(
-            '{"x": [' + "[]," * 2_000_000 + "[]], " + (f / "config.json").read_text()[1:]
-        ),
-        ["config.json cannot be read", "4,000,000 bytes"],
+    "config of many lists": ("folder", _many_lists, ["config.json cannot be read", "4,000,000 bytes"]),
+    "layers of another model": ("stock", _stated(lambda s: s["layers"].append({})), ["5 entries for 4 layers"]),
+    "an unknown key of a layer": ("stock", _layer(2, heads=1), ["layers[2] has the unknown key 'heads'"]),
+    "an expert without a place": (
+        "stock", _stated(lambda s: s["experts"].update(output="mlp.w2")),
+        ["experts.output is 'mlp.w2', not the name of a module with {} for the expert"],
     ),
-}
-
-
-def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) -> None:
-    """bitsandbytes keeps two numbers a byte in one column, NVFP4 two along each row."""
-    _edit(folder, lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))
-    packed = {O_PROJ: np.zeros((16 * 12 // 2, 1), np.uint8), DOWN_PROJ: np.zeros((16, 12 // 2), np.uint8)}
-    _weights(lambda w: w.update(packed))(folder)
-    assert read_checkpoint(folder).shapes[O_PROJ] == [96, 1]
-    _weights(lambda w: w.update({"model.layers.1.mlp.up_proj.weight": np.zeros((24, 1), np.uint8)}))(folder)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*removes"):
-        read_checkpoint(folder)
-
-
-def test_what_a_quantizer_adds_to_some_layers_is_none_of_ours(folder: Path) -> None:
-    """It leaves a layer as it is, and gives another more tensors: bitsandbytes' states, scales of the KV cache."""
-    _edit(folder, lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))
-    more = ("model.layers.2.mlp.down_proj.weight.absmax", "model.layers.2.self_attn.attn.k_scale")
-    _weights(lambda w: w.update({name: np.zeros(3, np.float32) for name in more}))(folder)
-    _weights(lambda w: w.update({f"{DOWN_PROJ}_packed": w.pop(DOWN_PROJ)}))(folder)
-    read_checkpoint(folder)
+    "a width of 0": ("stock", _layer(0, intermediate_size=0), ["is 0, not an integer in 1…12"]),
+    "too few experts": (
+        "stock", _layer(1, expert_intermediate_sizes=[1, 2]), ["not a list of 3 widths, one per expert"]
+    ),
+    "an expert above": (
+        "stock", _layer(1, expert_intermediate_sizes=[1, 9, 2]),
+        ["expert_intermediate_sizes[1] is 9, not an integer in 0…8"],
+    ),
+    "a copy that differs": (
+        "stock", _edit(lambda c: c.update(ddp_widths=WIDTHS | {"layers": [{}] * 4})),
+        ["quantization_config is no copy of it"],
+    ),
+    "another width": (
+        "stock", _zeros(f"{L}.0.mlp.down.weight", 16, 6), ["require 5 along axis 1; they are of different checkpoints"]
+    ),
+    "half of a fused tensor": ("stock", _zeros(f"{L}.0.mlp.gate_up.weight", 5, 16), ["require 10 along axis 0"]),
+    "a missing projection": (
+        "stock", _drop(f"{L}.3.mlp.down.weight"), ["layer 3 lacks the tensors of mlp.down (1 modules in all)"]
+    ),
+    "a removed expert": (
+        "stock", _zeros(f"{L}.1.mlp.experts.1.w1.weight", 1, 16),
+        ["of a block or expert that config.json removes"],
+    ),
+    "an expert too many": (
+        "stock", _zeros(f"{L}.1.mlp.experts.3.w1.weight", 1, 16), ["of expert 3, but config.json has 3"]
+    ),
+    "quantized weights": (
+        "stock", _zeros(f"{L}.0.mlp.down.weight", 16, 5, dtype=np.int8), ["is 'I8': ", "; export the unquantized model"]
+    ),
+    "a number of the dense model": (
+        "whole", _zeros(f"{L}.1.mlp.experts.2.w1.weight", 8, 16),
+        ["experts.2.w1.weight' is of expert 2, but config.json has 2"],
+    ),
+    "narrower whole experts": ("whole", _zeros(f"{L}.1.mlp.experts.1.w1.weight", 5, 16), ["require 8 along axis 0"]),
+    "fewer whole experts in a layer": (
+        "whole", _edit(lambda c: c["ddp_widths"]["layers"][1].update(expert_intermediate_sizes=[0, 8, 0])),
+        ["keep [1, 2] whole experts"],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CORRUPTIONS)
-def test_refuses_a_corrupted_checkpoint(case: str, folder: Path) -> None:
-    corrupt, words = CORRUPTIONS[case]
+def test_refuses_a_corrupted_checkpoint(case: str, request: pytest.FixtureRequest) -> None:
+    kind, corrupt, words = CORRUPTIONS[case]
+    folder = request.getfixturevalue(kind)
     corrupt(folder)
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(folder)
@@ -150,3 +234,39 @@ def test_refuses_a_corrupted_checkpoint(case: str, folder: Path) -> None:
     assert result.stderr == f"ddp-vllm: {' '.join(str(caught.value).split())}\n"
     for word in words:
         assert word in result.stderr
+
+
+def test_widths_are_written_as_they_were_read_and_give_the_dense_shapes(stock: Path, whole: Path) -> None:
+    checkpoint = read_checkpoint(stock)
+    assert checkpoint.widths.to_json() == WIDTHS
+    dense = {name: [*shape] for name, shape in _of_stock_class().items()} | {
+        f"{L}.0.mlp.gate_up.weight": [24, 16], f"{L}.0.mlp.gate_up.bias": [24], f"{L}.0.mlp.down.weight": [16, 12],
+    }  # fmt: skip
+    dense |= {name: [*shape] for name, shape in _experts(1, (0, 8), (1, 8), (2, 8)).items()}
+    assert checkpoint.dense_shapes == dense
+    widths = read_checkpoint(whole).widths
+    assert widths.num_experts == 3 and [layer.expert_intermediate_sizes for layer in widths.layers] == [
+        tuple(row) for row in WHOLE
+    ]
+    _edit(lambda config: config.update(ddp_widths=WIDTHS))(stock)  # a copy of the same
+    assert read_checkpoint(stock).widths == checkpoint.widths
+
+
+def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) -> None:
+    """bitsandbytes keeps two numbers a byte in one column, NVFP4 two along each row."""
+    _edit(lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))(folder)
+    packed = {O_PROJ: np.zeros((16 * 12 // 2, 1), np.uint8), DOWN_PROJ: np.zeros((16, 12 // 2), np.uint8)}
+    _weights(lambda w: w.update(packed))(folder)
+    assert read_checkpoint(folder).shapes[O_PROJ] == [96, 1]
+    _zeros("model.layers.1.mlp.up_proj.weight", 24, 1, dtype=np.uint8)(folder)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*removes"):
+        read_checkpoint(folder)
+
+
+def test_what_a_quantizer_adds_to_some_layers_is_none_of_ours(folder: Path) -> None:
+    """It leaves a layer as it is, and gives another more tensors: bitsandbytes' states, scales of the KV cache."""
+    _edit(lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))(folder)
+    for name in ("model.layers.2.mlp.down_proj.weight.absmax", "model.layers.2.self_attn.attn.k_scale"):
+        _zeros(name, 3)(folder)
+    _weights(lambda w: w.update({f"{DOWN_PROJ}_packed": w.pop(DOWN_PROJ)}))(folder)
+    read_checkpoint(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from commands import assert_refused, invoke
+from commands import invoke
 from written_folders import write_model
 
 from ddp_vllm import cli, errors
@@ -29,58 +29,63 @@ def test_help_lists_every_verb_and_every_exit_code() -> None:
     text = invoke("--help").stdout
     for verb in COMMANDS:
         assert re.search(rf"^  {verb} ", text, re.MULTILINE), verb
-    codes = sorted(
-        int(code) for code in re.findall(r"(\d+) \w", text.partition("Exit codes:")[2].partition("Options")[0])
-    )
-    assert codes == [0, *sorted({kind.exit_code for kind in _error_classes()}), cli.INTERRUPTED]
+    listed = text.partition("Exit codes:")[2].partition("Options")[0]
+    assert sorted(map(int, re.findall(r"(\d+) \w", listed))) == [
+        0,
+        *sorted({kind.exit_code for kind in _error_classes()}),
+        cli.INTERRUPTED,
+    ]
 
 
-@pytest.mark.parametrize("kind", _error_classes())
-def test_an_error_is_one_line_with_its_exit_code(kind: type[DdpError], monkeypatch: pytest.MonkeyPatch) -> None:
-    result = _verb_that_raises(kind("first line\n  second line"), monkeypatch)
-    assert (result.exit_code, result.stdout) == (kind.exit_code, "")
-    assert result.stderr == "ddp-vllm: first line second line\n"
+def _missing(module: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
-def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one extra that brings it; what comes with none is named itself."""
+RAISED: list[tuple[BaseException, int, str]] = [  # an error inside a verb, the exit code, and what is printed
+    *((kind("first line\n  second line"), kind.exit_code, "first line second line\n") for kind in _error_classes()),
+    (KeyboardInterrupt(), 130, "stopped\n"),
+    (KeyboardInterrupt("stopped at step 3"), 130, "stopped at step 3\n"),
+    # what a file or a name causes
+    (OSError("File name too long"), 1, "File name too long; --debug shows the traceback\n"),
+    (RecursionError(), 1, "RecursionError; --debug shows the traceback\n"),
+    (UnicodeDecodeError("u", b"", 0, 1, "x"), 1, "'u' codec can't decode byte"),
+    # the one extra that brings a package; what comes with none is named itself
+    (_missing("torch.nn"), 1, 'the package torch is not installed; pip install ".[prune]" in a clone of ddp-vllm\n'),
+    (_missing("lm_eval"), 1, 'the package lm-eval is not installed; pip install ".[eval]" in a clone of ddp-vllm\n'),
+    (_missing("rich"), 1, "the package rich is not installed; pip install rich\n"),
+    (_missing("einops"), 1, "the package einops is not installed; pip install einops\n"),
+]
+
+
+def _verb_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
+    """Run `report` with this error."""
+
+    def read(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("ddp_vllm.pages.verbs.read_checkpoint", read)
+    return invoke(*options, "report", "folder")
+
+
+@pytest.mark.parametrize(("error", "code", "line"), RAISED)
+def test_an_error_is_one_line_with_its_exit_code(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].items()
     required = [f"{each}; extra == '{extra}'" for extra, packages in extras for each in packages]
     monkeypatch.setattr("importlib.metadata.requires", lambda _name: [*project["dependencies"], *required])
-    for module, install in (
-        ("torch.nn", '".[prune]" in a clone of ddp-vllm'),
-        ("lm_eval", '".[eval]" in a clone of ddp-vllm'),
-        ("rich", "rich"),
-        ("einops", "einops"),
-    ):
-        error = ModuleNotFoundError(f"No module named {module!r}", name=module)
-        result = _verb_that_raises(error, monkeypatch)
-        package = module.partition(".")[0].replace("_", "-")
-        assert result.exit_code == 1
-        assert result.stderr == f"ddp-vllm: the package {package} is not installed; pip install {install}\n"
+    result = _verb_that_raises(error, monkeypatch)
+    assert (result.exit_code, result.stdout) == (code, "")
+    start = "\nddp-vllm: " if code == cli.INTERRUPTED else "ddp-vllm: "
+    assert result.stderr.startswith(start + line) and result.stderr.count("\n") == start.count("\n") + 1
+    if isinstance(error, Exception):
+        assert _verb_that_raises(error, monkeypatch, "--debug").exception is error
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     for defect in (ZeroDivisionError(), ModuleNotFoundError("ours", name="ddp_vllm.gone")):
         assert _verb_that_raises(defect, monkeypatch).exception is defect
-
-
-def _verb_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Result:
-    """Run `report` with this error."""
-
-    def write(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("ddp_vllm.pages.verbs.read", write)
-    return invoke("report", "folder")
-
-
-def test_ctrl_c_has_the_exit_code_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words, said in (((), "stopped"), (("stopped at step 3",), "stopped at step 3")):
-        error = KeyboardInterrupt(*words)
-        result = _verb_that_raises(error, monkeypatch)
-        assert (result.exit_code, result.stderr) == (130, f"\nddp-vllm: {said}\n")
 
 
 def test_a_terminal_that_knows_ascii_alone_gets_no_traceback() -> None:
@@ -97,41 +102,16 @@ def test_a_terminal_that_knows_ascii_alone_gets_no_traceback() -> None:
     assert result.stdout.count(b"Usage: ") == len(COMMANDS) and result.stdout.endswith(b"1.02? ?\n")
 
 
-@pytest.mark.parametrize(
-    "error", [OSError("File name too long"), RecursionError(), UnicodeDecodeError("u", b"", 0, 1, "x")]
-)
-def test_what_a_file_or_a_name_causes_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(_: Path) -> None:
-        raise error
-
-    monkeypatch.setattr("ddp_vllm.pages.verbs.read_checkpoint", read)
-    assert_refused(invoke("inspect", "x"), 1, "--debug")
-    assert invoke("--debug", "inspect", "x").exception is error
-
-
 def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
     result = invoke("inspect", "evil\x1b]0;name")
     assert result.exit_code == 7 and "\x1b" not in result.stderr and "\\x1b]0;name" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["prnue", "x"], "there is no command 'prnue'; did you mean prune?"),
-        (["prune", "a/b", "--sparsity", "1.2", "-o", "o"], "--sparsity is 1.2; it must lie"),
-        (["prune", "a/b", "--target-params", "5X", "-o", "o"], "'5X' is not a size; give a number such as 5.5B"),
-        (["prune", "a/b", "--recipe", "wrong.toml", "-o", "o"], "sets 'sparsty', which is unknown; did you mean spar"),
-    ],
-)  # fmt: skip
-def test_messages_name_what_was_meant(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wrong.toml").write_text("sparsty = 0.2\n")
-    assert_refused(invoke(*words), 2, message)
-
-
 WRONG = {  # words of a command -> exit code, and a part of the message
+    "prnue x": (2, "there is no command 'prnue'; did you mean prune?"),
+    "prune a/b --sparsity 1.2 -o o": (2, "--sparsity is 1.2; it must lie"),
+    "prune a/b --target-params 5X -o o": (2, "'5X' is not a size; give a number such as 5.5B"),
+    "prune a/b --recipe wrong.toml -o o": (2, "sets 'sparsty', which is unknown; did you mean spar"),
     "prune ./gone --sparsity 0.2 -o o": (3, "neither a folder nor a hub name"),
     "prune dense --sparsity 0.2 --data gone.jsonl -o o": (4, "is not a file"),
     "prune dense --sparsity 0.2 --data bad.jsonl -o o": (4, "line 1: not JSON"),
@@ -154,17 +134,18 @@ WRONG = {  # words of a command -> exit code, and a part of the message
 def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     """With an empty cache and no network: one line, its exit code, and neither torch nor transformers."""
     write_model(tmp_path / "dense", widths=[(2, 16), (2, 16)], origin=None)
-    (tmp_path / "dense" / "tokenizer.json").write_text("{}")
-    for name, file, content in (
-        ("adapter", "adapter_config.json", "{}"),
-        ("oss", "config.json", '{"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}'),
+    for name, content in (
+        ("adapter/adapter_config.json", "{}"),
+        ("oss/config.json", '{"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}'),
+        ("dense/tokenizer.json", "{}"),
+        ("x.gguf", "GGUF"),
+        ("bad.jsonl", "no JSON\n"),
+        ("good.jsonl", '{"text": "a"}\n'),
+        ("odd.jsonl", '{"a": "text"}\n'),
+        ("wrong.toml", "sparsty = 0.2\n"),
     ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text(content)
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    (tmp_path / "bad.jsonl").write_text("no JSON\n")
-    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "odd.jsonl").write_text('{"a": "text"}\n')
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
     code = (
         "import json, sys\n"
         "from click.testing import CliRunner\n"

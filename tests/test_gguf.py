@@ -17,19 +17,18 @@ from click.testing import Result
 from commands import assert_refused, invoke, passed
 from llama_cpp import Server
 from runs import small_files
-from seams import export, open_source
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tiny_models import SIZES as TINY
+from tiny_models import save_pruned, save_random
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ddp_vllm.dimensions import unit_shapes
 from ddp_vllm.gguf.tokenizer import BYTE_LEVEL
-from ddp_vllm.remote_code import modeling_ddp
+from random_models import train_tokenizer
 
 VOCABULARY = 320  # rows of the embeddings; the tokenizer has fewer tokens
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 96, "intermediate_size": 72, "num_attention_heads": 12,
-    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.15,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+SIZES: dict[str, Any] = TINY | {
+    "vocab_size": VOCABULARY, "hidden_size": 96, "intermediate_size": 72, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": 1,
 }  # fmt: skip
 RAGGED = [
     ([], 17),  # first, without attention: llama.cpp takes the size of a head from here; width odd and below a block
@@ -94,49 +93,32 @@ def logprobs(server: Server, prompt: list[int]) -> torch.Tensor:
     return torch.tensor([found[token] for token in range(VOCABULARY)])
 
 
-def save_tokenizer(folder: Path, cuts: pre_tokenizers.PreTokenizer, *, like_llama3: bool = False) -> Any:
+def save_tokenizer(folder: Path, cuts: pre_tokenizers.PreTokenizer | None = None, *, like_llama3: bool = False) -> Any:
     """Train a byte-level tokenizer that cuts words by `cuts`; like Llama 3's: BOS first, no merges in known words."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=like_llama3))
-    tokenizer.pre_tokenizer, tokenizer.decoder = cuts, decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 6, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
+    wrapped = train_tokenizer(
+        [*TEXTS, Path(__file__).read_text(encoding="utf-8")], VOCABULARY - 6, ["<|im_start|>", "<|im_end|>"], cuts=cuts,
+        ignore_merges=like_llama3, bos_token="<|im_start|>", eos_token="<|im_end|>",
+        chat_template="{{ bos_token }}" * like_llama3 + CHATML,
     )  # fmt: skip
-    tokenizer.train_from_iterator([*TEXTS, Path(__file__).read_text(encoding="utf-8")], trainer)
-    template = CHATML
     if like_llama3:
         first = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)])
-        tokenizer.post_processor, template = first, "{{ bos_token }}" + CHATML
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=template
-    )
+        wrapped.backend_tokenizer.post_processor = first
     wrapped.save_pretrained(folder)
     return wrapped
 
 
 def save_model(folder: Path, family: str, layers: list[tuple[list[int], int]], **settings: Any) -> Any:
-    """Write a random pruned model in float32."""
+    """Write a random pruned model in float32, with a tokenizer."""
     entries = [{"query_heads_per_kv_head": heads, "intermediate_size": width} for heads, width in layers]
-    model_class = getattr(modeling_ddp, f"DDP{family}ForCausalLM")
-    settings = {**SIZES, "num_hidden_layers": len(layers), **settings}
-    return _save(folder, model_class, model_class.config_class(**settings, ddp_layers=entries))
+    save_tokenizer(folder)
+    return save_pruned(folder, family, entries, **SIZES | settings)
 
 
 def save_dense(folder: Path, model_type: str, **settings: Any) -> Any:
-    """Write a random dense model in float32."""
-    config = AutoConfig.for_model(model_type, **{**SIZES, "num_hidden_layers": 2, **settings})
-    return _save(folder, AutoModelForCausalLM.from_config, config)
-
-
-def _save(folder: Path, build: Callable[[Any], Any], config: Any) -> Any:
-    torch.manual_seed(0)
-    model = build(config).float().eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # they start at 0 and 1, where a mix-up would not show
-            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
-    model.save_pretrained(folder)
-    save_tokenizer(folder, pre_tokenizers.ByteLevel(add_prefix_space=False))
-    return model
+    """Write a random dense model in float32, with a tokenizer."""
+    config = AutoConfig.for_model(model_type, **SIZES | {"num_hidden_layers": 2} | settings)
+    save_tokenizer(folder)
+    return save_random(folder, AutoModelForCausalLM.from_config, config)
 
 
 def run(folder: Path, *options: str) -> Result:
@@ -217,11 +199,6 @@ def assert_same_tokens(tokenizer: Any, server: Server) -> None:
     assert tokens(server, prompt) == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
 
 
-def add(**more: Any) -> dict[str, Any]:
-    return {"content": "<|tool|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False,
-            "single_word": False, **more}  # fmt: skip
-
-
 def test_tokens_of_llama_2s_kind(tmp_path: Path) -> None:
     save_model(tmp_path, "Llama", [([3], 32)], vocab_size=900)
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
@@ -277,13 +254,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_is_in_the_way_and_what_is_missing(sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound, tmp_path / "model"))
-    refused(
-        folder,
-        2,
-        "q4_k_m is none of f32, f16, bf16, q8_0; export f16",
-        "llama-quantize",
-        options=("--outtype", "q4_k_m"),
-    )
+    words = "q4_k_m is none of f32, f16, bf16, q8_0; export f16", "llama-quantize"
+    refused(folder, 2, *words, options=("--outtype", "q4_k_m"))
     (folder / "model.gguf").write_text("mine")
     refused(folder, 5, "exists")
     assert (folder / "model.gguf").read_text() == "mine"
@@ -291,12 +263,12 @@ def test_what_is_in_the_way_and_what_is_missing(sound: Path, tmp_path: Path) -> 
     (folder / "model.gguf").unlink()
     with small_files(20_000):
         refused(folder, 5, "cannot be written", "make room")
-    for name, code in ((TOKENIZER, 3), ("config.json", 3)):
+    for name in (TOKENIZER, "config.json"):
         (folder / name).unlink()
-        refused(folder, code, name)
+        refused(folder, 3, name)
 
 
-TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
 ANOTHER_FIRST = {
     "type": "TemplateProcessing", "pair": [],
     "single": [{"SpecialToken": {"id": "%", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -320,25 +292,3 @@ def test_a_broken_tokenizer_is_refused(case: str, sound: Path, tmp_path: Path) -
     break_it(content)
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
     refused(folder, 3, said)
-
-
-@pytest.mark.real_model
-@pytest.mark.nightly
-def test_a_pruned_smollm2_writes_the_same_text(smollm2: Path, tmp_path: Path) -> None:
-    """Cut at random, but for its odd widths as a user's: blocks gone, groups uneven."""
-    source, generator, folder = open_source(str(smollm2)), torch.Generator().manual_seed(0), tmp_path / "pruned"
-    gates = {
-        kind: (torch.rand(shape, generator=generator) < 0.98).float()
-        for kind, shape in unit_shapes(source.sizes, "query-head").items()
-    }
-    gates["attn"][[0, 12]] = 0
-    gates["mlp"][[12, 27]] = 0
-    export(source, gates, folder, head_unit="query-head", provenance={})
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-    tokenizer, server = AutoTokenizer.from_pretrained(folder), serve(exported(folder, "--outtype", "F32"))
-    assert_same_tokens(tokenizer, server)
-    for text in ("Once upon a time there was a fox who", "def fibonacci(n):"):
-        batch = tokenizer(text, return_tensors="pt")
-        expected = model.generate(**batch, max_new_tokens=24, do_sample=False, pad_token_id=2)
-        answer = server.ask("/completion", prompt=text, n_predict=24, temperature=0, return_tokens=True)
-        assert answer["tokens"] == expected[0, batch["input_ids"].shape[1] :].tolist()

@@ -110,18 +110,27 @@ def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json"]
 
 
-@pytest.mark.parametrize(("umask", "modes"), [(0o077, (0o700, 0o600)), (0o002, (0o775, 0o664))])
-def test_who_may_read_is_what_the_user_set(umask: int, modes: tuple[int, int], tmp_path: Path) -> None:
-    """safetensors writes files that only their owner may read, whatever the umask."""
-    before = os.umask(umask)
+@pytest.mark.parametrize(("umask", "modes"), [(0o077, (0o700, 0o600)), (0, (0o777, 0o666))])
+def test_who_may_read_is_what_the_user_set(
+    umask: int, modes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors writes files that only their owner may read, whatever the umask. States and the cache are private."""
+    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
+    state, before = tmp_path / "state", os.umask(umask)
     try:
         with atomic_folder(tmp_path / "out") as folder:
             save_file({"x": np.ones(1)}, folder / "model.safetensors")
             (folder / "config.json").write_text("{}")
+        with atomic_file(state, private=True) as temporary:
+            assert temporary.stat().st_mode & 0o777 == 0o600
+        check_cache()
     finally:
         os.umask(before)
-    written = [tmp_path / "out", *(tmp_path / "out").iterdir()]
-    assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1]]
+    written = [tmp_path / "out", *(tmp_path / "out").iterdir(), tmp_path / "cache"]
+    assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1], 0o700]
+    assert is_own(state)
+    state.chmod(0o666)  # code in it might be anyone's
+    assert not is_own(state)
 
 
 def test_outputs_that_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -166,21 +175,6 @@ def test_a_file_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(OutputError, match="exists"):
         write_text("new", file)
     assert thesis.read_text() == "years of work"
-
-
-def test_what_is_private_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.umask(0)
-    try:
-        with atomic_file(tmp_path / "state", private=True) as temporary:
-            assert temporary.stat().st_mode & 0o777 == 0o600
-        monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
-        check_cache()
-    finally:
-        os.umask(before)
-    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
-    assert is_own(tmp_path / "state")
-    (tmp_path / "state").chmod(0o666)  # code in it might be anyone's
-    assert not is_own(tmp_path / "state")
 
 
 def test_a_planted_link_is_neither_followed_nor_removed(tmp_path: Path) -> None:

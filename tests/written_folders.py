@@ -176,14 +176,10 @@ class PageReader(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.figures: list[str] = []
-        self.links: list[str] = []
-        self.loaded: list[str] = []
+        self.figures, self.links, self.loaded, self.open = list[str](), list[str](), list[str](), list[str]()
         self.text = ""
-        self.open: list[str] = []
         self.feed(text)
-        assert not self.open
-        assert "<script" not in text and "@import" not in text
+        assert not self.open and "<script" not in text and "@import" not in text
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_startendtag(tag, attrs)
@@ -194,11 +190,11 @@ class PageReader(HTMLParser):
         values = {name: value or "" for name, value in attrs}
         if tag == "figure":
             self.figures.append(values["id"])
+        sources = [values[name] for name in ("src", "href", "xlink:href") if name in values]
         if tag == "a":
-            self.links.append(values["href"])
+            self.links += sources
         else:
-            loaded = [values[name] for name in ("src", "href", "xlink:href") if name in values]
-            self.loaded += [value for value in loaded if not value.startswith("#")]
+            self.loaded += [source for source in sources if not source.startswith("#")]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

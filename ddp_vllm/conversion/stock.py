@@ -7,6 +7,7 @@ that compute them, is an MLP, or a routed expert if transformers stacks it with 
 narrower. Every other tensor must have the shape that the class has.
 """
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -135,7 +136,8 @@ def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
     register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
     model_type = config.get("model_type")
     with reading("config.json", ModelError, "download it again, or update transformers"):
-        settings = CONFIG_MAPPING[model_type].from_dict(dict(config)) if model_type in CONFIG_MAPPING else None
+        fields = json.loads(json.dumps(config), object_hook=_as_number)
+        settings = CONFIG_MAPPING[model_type].from_dict(fields) if model_type in CONFIG_MAPPING else None
         kinds: tuple[Any, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
         kind = next((auto for auto in kinds if type(settings) in auto._model_mapping), None)
         if settings is None or kind is None:
@@ -147,6 +149,11 @@ def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
             setattr(text, key, 2 * width + 768 if isinstance(width, int) else more)
         with torch.device("meta"):
             return kind.from_config(settings, trust_remote_code=False)
+
+
+def _as_number(entry: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, because JSON lacks it: infinity and NaN."""
+    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
 class Form(NamedTuple):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import Result
 from commands import assert_refused, invoke
 
 from ddp_vllm.errors import LimitError
@@ -18,18 +17,6 @@ STATED = {
     "model": {"model": "m", "name": "m", "pruned": True}, "data": "hub", "versions": {},
     "settings": {"limit": None, "max_length": 16, "backend": "hf"}, "hardware": {"cpu": "", "cores": 2, "gpus": []},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this process and of those that it starts: lm-eval runs in one of its own."""
-    for name, value in {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-
-
-def run(*arguments: object) -> Result:
-    return invoke("eval", *arguments)
 
 
 TASK = """task: {name}
@@ -51,8 +38,11 @@ metric_list: [{metric: exact_match, higher_is_better: true}]"""
 
 
 @pytest.fixture
-def tasks(tmp_path: Path) -> Path:
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A task piqa_local of two rows, of which a model answers one, `riddles` of the same kind, and `words`."""
+    for name, value in {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)  # lm-eval runs in a process of its own
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "tasks"
     folder.mkdir()
     row = {"goal": "melt ice", "sol1": "the sun", "sol2": "down the hill", "label": 0}
@@ -66,10 +56,9 @@ def test_local_tasks_count_and_are_compared_with_the_dense_model(
     tiny: Path, halved: Path, tasks: Path, tmp_path: Path, cache: Path
 ) -> None:
     """With --output nothing is written into either model's folder. Only known tasks are among the mean's."""
-    pytest.importorskip("lm_eval")
     dense = shutil.copytree(tiny, tmp_path / "dense")
     options = ["--tasks", "piqa_local,riddles,words", "--include-path", tasks, "-o", "out", "--against", dense]
-    result = run(halved, *options, "--min-retained", "0.97")
+    result = invoke("eval", halved, *options, "--min-retained", "0.97")
     assert result.exit_code == 9 and "where the dense model has no right answer" in result.stderr  # of `words`
     printed = result.stdout
     assert "PIQA" in printed and "riddles" in printed and "exact match" in printed
@@ -82,9 +71,8 @@ def test_local_tasks_count_and_are_compared_with_the_dense_model(
     assert results["ddp_vllm"]["mean_accuracy"]["tasks"] == ["piqa"] and "samples" not in results
     assert sorted(results["ddp_vllm"]["answers"].pop("piqa")) == [0.0, 1.0] and not results["ddp_vllm"]["answers"]
     other = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
-    assert (
-        other["ddp_vllm"]["model"]["model"] == str(dense) and other["ddp_vllm"]["data"] == results["ddp_vllm"]["data"]
-    )
+    assert other["ddp_vllm"]["model"]["model"] == str(dense)
+    assert other["ddp_vllm"]["data"] == results["ddp_vllm"]["data"]
     assert not (dense / "eval").exists() and not (halved / "eval").exists()
     assert len(list((cache / "eval").iterdir())) == 2  # of responses, one per model
 
@@ -134,8 +122,8 @@ def test_mean_is_unweighted_and_uses_the_papers_metrics() -> None:
 
 @pytest.mark.nightly
 def test_what_lm_eval_does_not_find_is_one_line_and_leaves_nothing_behind(tiny: Path, tasks: Path) -> None:
-    assert_refused(run(tiny, "--include-path", tasks, "--tasks", "arc"), 2, "lm-eval has no task arc")
+    assert_refused(invoke("eval", tiny, "--include-path", tasks, "--tasks", "arc"), 2, "lm-eval has no task arc")
     (tasks / "rows.jsonl").unlink()
-    missing = run(tiny, "--include-path", tasks, "--tasks", "words")
+    missing = invoke("eval", tiny, "--include-path", tasks, "--tasks", "words")
     assert_refused(missing, 4, "the rows of words cannot be read")
     assert not (tiny / "eval").exists()

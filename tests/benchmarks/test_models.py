@@ -12,14 +12,11 @@ INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-000
 CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize(
-    ("files", "whole"),
-    [
-        (["config.json", "model.safetensors"], True),
-        (["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"], False),
-        (["config.json", "model.safetensors.index.json", *INDEX["weight_map"].values()], True),
-    ],
-)
+@pytest.mark.parametrize(("files", "whole"), [
+    (["config.json", "model.safetensors"], True),
+    (["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"], False),
+    (["config.json", "model.safetensors.index.json", *INDEX["weight_map"].values()], True),
+])  # fmt: skip
 def test_a_part_of_a_snapshot_is_not_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], whole: bool
 ) -> None:

@@ -53,8 +53,9 @@ from random_models import SENTENCES, write_models
 RECIPE = Recipe(model="m", sparsity=0.4, steps=9)
 SECONDS = 2.0  # processor time limit per reader
 CONFIG = LlamaConfig(
-    vocab_size=320, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48,
-    num_hidden_layers=2, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None, max_position_embeddings=256,
+    vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=4, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
+    initializer_range=0.2, max_position_embeddings=256,
 )  # fmt: skip
 OF_A_MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model*.safetensors")
 TARGETS = {  # target -> files to damage
@@ -176,12 +177,10 @@ class Fuzz:
     """Intact folders, and cases by their seeds."""
 
     def __init__(self, scratch: Path) -> None:
-        for module in (pictures, compare):  # a page of pictures takes a second
-            vars(module)["render"] = _not_drawn
+        draw_nothing()
         self.intact, self.folder, self.out = scratch / "intact", scratch / "case" / "model", scratch / "out"
         self.intact.mkdir(parents=True)
-        (self.intact / "text.jsonl").write_text("".join(json.dumps({"text": f"{s} {s}"}) + "\n" for s in SENTENCES))
-        write_models({self.intact / "dense": CONFIG})
+        write_dense(self.intact)
         small: dict[str, Any] = {"data": str(self.intact / "text.jsonl"), "seq_len": 16, "batch_size": 2}
         masked = self.intact / "masked"
         ddp_vllm.prune(self.intact / "dense", output=masked, sparsity=0.4, steps=6, train="weights", **small)
@@ -287,8 +286,21 @@ def limited() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float) -> Picture:
-    return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="")
+def draw_nothing() -> None:
+    """A page of pictures takes a second."""
+
+    def render(_draw: Any, *, name: str, title: str, caption: str, height: float) -> Picture:
+        return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="")
+
+    for module in (pictures, compare):
+        vars(module)["render"] = render
+
+
+def write_dense(folder: Path) -> None:
+    """Write a text and a random model."""
+    rows = [{"text": f"{sentence} {sentence}"} for sentence in SENTENCES]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_models({folder / "dense": CONFIG})
 
 
 def run(first: int, last: int) -> dict[str, Any]:

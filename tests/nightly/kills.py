@@ -34,12 +34,12 @@ from typing import Any
 if __name__ == "__main__":  # tests that import this keep their own
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
+from fuzz import draw_nothing, write_dense
 from safetensors import SafetensorError, safe_open
 
 from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_vllm.cli import main
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.pages.page import Picture
 
 MODULES = (  # what the commands import when they run
     *("ddp_prune.verbs", "ddp_prune.jobs", "ddp_prune.core.alm", "ddp_prune.recover", "ddp_vllm.gguf.file"),
@@ -102,13 +102,12 @@ class Bench:
     def __init__(self, scratch: Path, commands: list[str]) -> None:
         for module in MODULES:
             importlib.import_module(module)
-        for name in ("pictures", "compare"):
-            vars(importlib.import_module(f"ddp_vllm.pages.{name}"))["render"] = _not_drawn
+        draw_nothing()
         self.intact, self.case, self.log = scratch / "intact", scratch / "case", scratch / "printed.txt"
         self.events, self.seconds, self.expected = dict[str, int](), dict[str, float](), dict[str, dict[str, str]]()
         self.intact.mkdir()
         self.case.mkdir()
-        self.must(_write_dense, self.intact)
+        self.must(write_dense, self.intact)
         self.must(main, [*self.words("prune")[:-1], str(self.intact / "pruned")])
         for name in commands:
             self.clear()
@@ -190,24 +189,6 @@ def _call(words: list[str], watch: Watch, counted: Path) -> None:
         main(words)
     finally:
         counted.write_text(str(watch.count))
-
-
-def _write_dense(folder: Path) -> None:
-    from transformers import LlamaConfig
-
-    from random_models import SENTENCES, write_models
-
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"{s} {s}"}) + "\n" for s in SENTENCES))
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=4, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
-        initializer_range=0.2, max_position_embeddings=256,
-    )  # fmt: skip
-    write_models({folder / "dense": config})
-
-
-def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float) -> Picture:
-    return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="")
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -1,21 +1,28 @@
-"""Whose results are these: by the folder they lie in, by the resolved folder they store, by a name only elsewhere."""
+"""What is compared, how it is measured, and the page that says it; whose results these are.
+
+Results belong to the folder in which they lie, or whose resolved path they store; a name counts only elsewhere.
+"""
 
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import assert_refused, invoke, passed
-from written_folders import MACHINE, write_bench, write_evaluation, write_masks, write_model
+from written_folders import MACHINE, PageReader, write_bench, write_evaluation, write_masks, write_model
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
-from ddp_vllm.pages.measurements import collect
+from ddp_vllm.intervals import judge, t_quantile
+from ddp_vllm.pages.compare import page_of
+from ddp_vllm.pages.measurements import Comparison, collect, difference
+from ddp_vllm.pages.page import Table, markdown_table, to_html, to_markdown
 
 HALF = [(1, 5), (1, 9)]
-FASTER = [(1.0, 1.5), (1.0, 1.52)]
+SPEEDS = [(1, 1.5), (2, 3.1), (1, 1.45), (1, 1.52), (3, 4.4)]  # requests/s of the dense and the pruned model
 
 
 def write_dense(folder: Path, accuracy: float = 0.8) -> Path:
@@ -27,6 +34,66 @@ def write_pruned(folder: Path, dense: Path | str) -> Path:
     return write_model(folder, widths=HALF, origin=str(dense))
 
 
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return write_dense(tmp_path / "base")
+
+
+@pytest.fixture
+def pruned(tmp_path: Path, dense: Path) -> Path:
+    """Evaluated and measured against the dense model."""
+    folder = write_pruned(tmp_path / "half", dense)
+    write_evaluation(folder, 0.6)
+    write_bench(folder / "sharegpt.json", dense, folder, SPEEDS)
+    return folder
+
+
+def pages(comparison: Comparison) -> tuple[str, str]:
+    """Return the page in HTML and in Markdown."""
+    return to_html(page_of(comparison)), to_markdown(page_of(comparison))
+
+
+@pytest.mark.parametrize(("degrees", "value"), [(1, 12.7062), (4, 2.7764), (31, 2.0395), (200, 1.9719)])
+def test_quantiles_are_students(degrees: int, value: float) -> None:
+    """As scipy's `stats.t.ppf` says; the interval of the next test is that of its `stats.t.interval`."""
+    assert t_quantile(degrees) == pytest.approx(value, abs=1e-4)
+
+
+def test_interval_of_five_known_pairs() -> None:
+    verdict = judge([10, 10, 10, 10, 10], [12, 12.5, 13, 12.2, 12.8])
+    assert verdict.ratio == pytest.approx(1.2494558, abs=1e-6)
+    assert (verdict.low, verdict.high) == pytest.approx((1.1992921, 1.3017177), abs=1e-5)
+    assert verdict.sentence == "1.25× [1.20, 1.30] faster"
+
+
+@pytest.mark.parametrize(("pruned", "sentence"), [
+    ([0.99, 1.01, 1.0, 1.02, 0.98], "no measurable difference (1.00× [0.98, 1.02])"),
+    ([1.3, 1.31], "1.30× [1.24, 1.37] faster (only 2 pairs)"),
+    ([1.20, 1.5, 1.40], "1.36× [1.02, 1.81] faster (only 3 pairs)"),  # wider above than below; ± 0.39 would reach 1
+    ([1.02, 1.03, 1.04, 1.05, 1.0], "1.028× [1.004, 1.052] faster"),  # two decimals would show 1.00
+    ([1.0, 1.1, 0.95, 1.05, 1.15], "cannot tell: 1.05× [0.95, 1.15]; measure more pairs"),
+    ([1.3], "1.30× in one pair, which does not show the spread; measure 5 pairs"),
+])  # fmt: skip
+def test_sentences(pruned: list[float], sentence: str) -> None:
+    assert judge([1.0] * len(pruned), pruned).sentence == sentence
+
+
+def test_the_interval_of_a_perplexity_ratio_holds_for_blocks_of_different_weight() -> None:
+    """Of 400 drawn texts, whose blocks hold 1 to 500 counted tokens, about 95 % of intervals hold the true ratio."""
+    chance, inside = random.Random(0), 0
+    for _ in range(400):
+        tokens = [chance.choice((1, 20, 100, 500)) for _ in range(48)]
+        dense = [chance.gauss(3.0, 0.5) for _ in tokens]
+        pruned = [loss + chance.gauss(0.2, 1.0 / n**0.5) for loss, n in zip(dense, tokens, strict=True)]
+        losses = {"dense": dense, "pruned": pruned}
+        ratio = perplexity_ratio({"block_losses": losses, "block_tokens": tokens})
+        assert ratio
+        inside += ratio[1] <= math.exp(0.2) <= ratio[2]
+    assert 0.91 < inside / 400 < 0.98
+    assert perplexity_ratio({"block_losses": losses, "block_tokens": [7]}) is None
+    assert perplexity_ratio({"block_losses": {"dense": [1.0], "pruned": [1.5]}}) == (math.exp(0.5), 0.0, math.inf)
+
+
 def edit(path: Path, **facts: Any) -> Path:
     """Change what results store about their last model."""
     content = json.loads(path.read_text())
@@ -35,12 +102,11 @@ def edit(path: Path, **facts: Any) -> Path:
     return path
 
 
-def test_results_of_another_machine_are_known_by_id(tmp_path: Path) -> None:
+def test_results_of_another_machine_are_known_by_id(dense: Path, tmp_path: Path) -> None:
     """There the folder had another name and place; without an id, as of a model that was never here, a name counts."""
-    dense = write_dense(tmp_path / "base")
     pruned = write_pruned(tmp_path / "half", dense)
     evaluation = write_evaluation(pruned, 0.6).rename(tmp_path / "eval.json")
-    bench = write_bench(tmp_path / "bench.json", dense, pruned, FASTER)
+    bench = write_bench(tmp_path / "bench.json", dense, pruned, SPEEDS)
     for path in (evaluation, bench):
         edit(path, model="/gpu/other", name="other")
     assert collect([pruned], results=[evaluation, bench]).notes == {}
@@ -53,7 +119,7 @@ def test_results_of_another_machine_are_known_by_id(tmp_path: Path) -> None:
 def test_models_with_different_parents_are_refused(tmp_path: Path) -> None:
     one, other = write_dense(tmp_path / "one"), write_dense(tmp_path / "other", 0.4)
     first, second = write_pruned(tmp_path / "a", one), write_pruned(tmp_path / "b", other)
-    write_bench(second / "sharegpt.json", other, second, FASTER)
+    write_bench(second / "sharegpt.json", other, second, SPEEDS)
     with pytest.raises(SettingError, match=f"different models \\({one}, {other}\\).*--dense"):
         collect([first, second])
     notes = collect([first, second], dense=str(one)).notes
@@ -78,33 +144,15 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
 
 def write_family(folder: Path, dense: str) -> list[Path]:
     """Three sizes, each slower to fall behind than the next, with what a budget in measured time promised."""
-    sizes = []
+    work = {"phase": "decode", "batch": 8, "context": 1024}
     for speedup, loss in ((1.1, 0.05), (1.25, 0.15), (1.5, 0.5)):
-        size = write_model(folder / f"speedup-{speedup}", widths=HALF, origin=dense)
-        work = {"phase": "decode", "batch": 8, "context": 1024}
         latency = {"speedup": speedup, "low": speedup - 0.01, "high": speedup + 0.01, "workload": work, **MACHINE}
         losses = {"dense": [3.0, 3.2, 3.1], "pruned": [3.0 + loss, 3.21 + loss, 3.12 + loss]}
         quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
         recipe = {"model": dense, "speedup": speedup, "budget": "latency"}
+        size = write_pruned(folder / f"speedup-{speedup}", dense)
         write_masks(size, {}, {"recipe": recipe, "perplexity": quality, "latency": latency})
-        sizes.append(size)
-    return sizes
-
-
-def test_the_interval_of_a_perplexity_ratio_holds_for_blocks_of_different_weight() -> None:
-    """Of 400 drawn texts, whose blocks hold 1 to 500 counted tokens, about 95 % of intervals hold the true ratio."""
-    chance, inside = random.Random(0), 0
-    for _ in range(400):
-        tokens = [chance.choice((1, 20, 100, 500)) for _ in range(48)]
-        dense = [chance.gauss(3.0, 0.5) for _ in tokens]
-        pruned = [loss + chance.gauss(0.2, 1.0 / n**0.5) for loss, n in zip(dense, tokens, strict=True)]
-        losses = {"dense": dense, "pruned": pruned}
-        ratio = perplexity_ratio({"block_losses": losses, "block_tokens": tokens})
-        assert ratio
-        inside += ratio[1] <= math.exp(0.2) <= ratio[2]
-    assert 0.91 < inside / 400 < 0.98
-    assert perplexity_ratio({"block_losses": losses, "block_tokens": [7]}) is None
-    assert perplexity_ratio({"block_losses": {"dense": [1.0], "pruned": [1.5]}}) == (math.exp(0.5), 0.0, math.inf)
+    return sorted(folder.iterdir())
 
 
 def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path) -> None:
@@ -143,14 +191,11 @@ def test_damaged_results_are_one_line(damage: str, pruned: Path, tmp_path: Path)
     assert_refused(invoke("compare", pruned, "-o", tmp_path / "page.html"), 4, "sharegpt.json", "is damaged")
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "reason"),
-    [
-        ("--tolerance 0", 2, "--tolerance is 0, which is no factor"),
-        ("-o nowhere/page.md", 2, "call the page"),  # the name of its Markdown
-        ("--tolerance 1.1", 9, "none was evaluated on held-out text, as ddp-vllm prune does\n"),
-    ],
-)
+@pytest.mark.parametrize(("options", "code", "reason"), [
+    ("--tolerance 0", 2, "--tolerance is 0, which is no factor"),
+    ("-o nowhere/page.md", 2, "call the page"),  # the name of its Markdown
+    ("--tolerance 1.1", 9, "none was evaluated on held-out text, as ddp-vllm prune does\n"),
+])  # fmt: skip
 def test_options_that_are_refused(
     options: str, code: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,3 +204,59 @@ def test_options_that_are_refused(
     result = invoke("compare", pruned, *options.split())
     assert result.exit_code == code and reason in result.stderr, result.stderr
     assert code == 9 or [*tmp_path.iterdir()] == [pruned]
+
+
+def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> None:
+    for accuracy, sentence in (
+        (0.6, "−20.0 ± 5.8 points"),
+        (0.79, "cannot tell: between 3.3 points worse and 1.3 better; use more rows"),
+    ):
+        write_evaluation(pruned, accuracy)
+        for text in pages(collect([pruned])):
+            assert f"accuracy: {sentence}" in text and "same questions, 95 %" in text
+
+
+def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
+    comparison = collect([pruned])
+    assert comparison.notes == {}
+    assert [model.facts.kv_bytes_per_token for model in comparison.models] == [2 * 2 * 4 * 4, 2 * 2 * 4 * 2]
+    assert difference(comparison.pruned[0], comparison.dense) == pytest.approx((-0.2, 0.0577), abs=1e-4)
+    for text in pages(comparison):
+        assert "1.50× [1.45, 1.55] faster, offline" in text
+        assert "accuracy: −20.0 ± 5.8 points" in text
+        assert "50.0 % less KV cache per token" in text
+        assert "30.00" in text  # the perplexity
+    reader = PageReader(page := pages(comparison)[0])
+    assert reader.loaded == reader.links == [] and not re.search(r"url\((?!#)", page) and "<svg" in page
+
+
+def test_different_rows_are_not_compared(dense: Path, pruned: Path) -> None:
+    (pruned / "eval" / "results.json").unlink()
+    write_evaluation(pruned, 0.9, limit=10)
+    comparison = collect([pruned])
+    assert difference(comparison.pruned[0], comparison.dense) is None
+    assert "not evaluated on the same rows" in next(iter(comparison.notes))
+    write_evaluation(dense, 0.9, limit=10, name="again")
+    comparison = collect([pruned])
+    assert "points) (first 10 rows of each task)" in pages(comparison)[1]
+
+
+def test_unmeasured_models_are_named(tmp_path: Path, dense: Path) -> None:
+    folder, other = (write_pruned(tmp_path / name, dense) for name in ("new", "<b>a&b"))
+    comparison = collect([folder, other])
+    assert comparison.notes["new was not evaluated"] == f"ddp-vllm eval {folder}"
+    bench = f"ddp-vllm bench sharegpt --dense {dense} --pruned {folder}"
+    assert comparison.notes["new was not measured"] == bench
+    page, _ = pages(comparison)
+    assert str(tmp_path) not in page  # the commands are for whoever compares, not for readers
+    assert "<svg" not in page  # one point is no picture
+    assert "new was not measured" in page
+    assert "&lt;b&gt;a&amp;b" in page and "<b>" not in page
+
+
+def test_what_a_cell_holds_stays_in_the_cell() -> None:
+    table = Table(headings=["a"], rows=[["<img src=x>\n| b"], ["\x1b]0;evil\x07"]])
+    assert markdown_table(table).splitlines()[2:] == ["| &lt;img src=x> \\| b |", r"| \\x1b]0;evil\\x07 |"]
+    table = Table(headings=["", "a|b"], rows=[["x", "1|2"]])
+    assert markdown_table(table) == "|  | a\\|b |\n|---|--:|\n| x | 1\\|2 |"
+    assert markdown_table(Table(headings=["a", "b"], rows=[], is_text=True)) == "| a | b |\n|---|---|"

@@ -1,4 +1,4 @@
-"""Report and `inspect` of a pruned checkpoint: its numbers, its pictures, nothing fetched, its recovery."""
+"""Report, model card and `inspect` of a pruned checkpoint: its numbers, its pictures, nothing fetched."""
 
 import dataclasses
 import json
@@ -13,16 +13,20 @@ import pytest
 from commands import assert_refused, invoke, passed
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
-from written_folders import PageReader, write_lines, write_masks, write_mixture
+from written_folders import PageReader, write_lines, write_masks, write_mixture, write_model, write_trained
 
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
 from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.summary import units, verdict
 from ddp_vllm.pages.terminal import print_checkpoint
 
-FIGURES = ["heads", "widths", "curves"]
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pruned folder called `a<b`, whose name must be escaped; see `write_trained`."""
+    return write_trained(tmp_path_factory.mktemp("trained") / "a<b")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def test_a_model_that_adapted_to_its_held_out_text_is_reported_as_such(trained: 
 def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
     text = (pruned / "report.html").read_text()
     page = PageReader(text)
-    assert page.figures == FIGURES and "http" not in text and "url(#" in text
+    assert page.figures == ["heads", "widths", "curves"] and "http" not in text and "url(#" in text
     assert all(source.startswith("data:") for source in page.loaded)
     assert "prefers-color-scheme: dark" in text and 'style="fill: #ffffff"' not in text.partition("</svg>")[0]
     assert "pruned: a<b" in page.text  # names are escaped
@@ -77,7 +81,7 @@ def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
     widths, use = (function(read_checkpoint(out)) for function in (expert_widths, expert_use))
     assert widths[[0, 2]].tolist() == sizes and np.isnan(widths[1]).all()
     assert use is not None and use[2] == pytest.approx(np.array(chosen["2"]) * 8 / sum(chosen["2"]))
-    text = _inspect(out)
+    text = passed(invoke("inspect", out)).stdout
     assert "7/8" in text and "in layers 2 (1 of 8)" in " ".join(text.split())
 
 
@@ -94,12 +98,8 @@ def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path
         assert_refused(invoke("report", folder), 7, "cannot be read")
 
 
-def _inspect(folder: Path) -> str:
-    return passed(invoke("inspect", folder)).stdout
-
-
 def test_inspect_shows_widths_totals_and_quality(trained: Path) -> None:
-    text = _inspect(trained)
+    text = passed(invoke("inspect", trained)).stdout
     widths = [("4", "8", "93"), ("4", r"6 \(1 2 2 1\)", "57"), ("–", "–", "23")]
     for index, (kv_heads, query_heads, channels) in enumerate(widths):
         assert re.search(rf"{index} +│ +{kv_heads} │ +{query_heads} │ +{channels} │", text), text
@@ -108,55 +108,77 @@ def test_inspect_shows_widths_totals_and_quality(trained: Path) -> None:
     assert re.search(r"held-out perplexity +dense \d+\.\d\d → pruned \d+\.\d\d \(256 tokens of a.jsonl\)", text)
 
 
-@pytest.fixture
-def recovered(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the trained folder, after `recover`."""
+def test_the_report_shows_the_three_models_side_by_side(trained: Path, tmp_path: Path) -> None:
+    """Of a copy of the trained folder, after `recover`."""
     losses = {"dense": [2.0, 2.2], "pruned": [2.5, 2.9], "recovered": [2.3, 2.4]}
     quality: dict[str, Any] = {name: math.exp(sum(values) / 2) for name, values in losses.items()}
     quality |= {"tokens": 32, "block_losses": losses}
-    recovery = {
-        "recipe": {"train": "weights", "tokens": 960, "learning_rate": 2e-4},
-        "texts": ["/mine/chats.jsonl"],
-        "seconds": 61.0,
-        "watched": {"/mine/b<ooks.jsonl": quality},
-        "prompts": ["Who?", "What?"],
-        "answers": {name: [f"{name} says <b>", f"{name}\nagain"] for name in losses},
-    }
+    recovery = {"recipe": {"train": "weights", "tokens": 960, "learning_rate": 2e-4}, "texts": ["/mine/chats.jsonl"]}
+    recovery |= {"seconds": 61.0, "watched": {"/mine/b<ooks.jsonl": quality}, "prompts": ["Who?", "What?"]}
+    recovery |= {"answers": {name: [f"{name} says <b>", f"{name}\nagain"] for name in losses}}
     folder = Path(shutil.copytree(trained, tmp_path / "recovered"))
     provenance = read_checkpoint(folder).provenance | {"perplexity": quality, "recovery": recovery}
     masks = folder / "ddp_masks.safetensors"
     save_file(load_file(masks), masks, {"ddp": json.dumps(provenance)})
     steps = [{"step": step, "loss": 3.0 / step, "ce": 2.0 / step, "kl": 0.5 / step} for step in range(1, 9)]
     write_lines(folder / "ddp_recovery.jsonl", steps)
-    return folder
-
-
-def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None:
-    passed(invoke("report", recovered))
-    page = (recovered / "report.html").read_text()
-    shown = (
-        "dense says &lt;b&gt;",
-        "recovered\nagain",
-        "recovered / dense",
-        "Perplexity on b&lt;ooks.jsonl",
-        "960 tokens",
-    )
-    assert not [text for text in (*shown, 'id="recovery"') if text not in page]
+    passed(invoke("report", folder))
+    page = (folder / "report.html").read_text()
+    answers = ("dense says &lt;b&gt;", "recovered\nagain")
+    facts = ("recovered / dense", "Perplexity on b&lt;ooks.jsonl", "960 tokens", 'id="recovery"')
+    assert not [text for text in (*answers, *facts) if text not in page]
     assert "/mine/" not in page.partition("<summary>")[0]
     assert page.index("dense says") < page.index("<h2>Size")  # answers come first
 
 
-@pytest.mark.parametrize(
-    ("ratio", "top1", "meaning"),
-    [
-        (0.9, 0.15, "a large loss"),  # adapted to the text, and another model
-        (0.9, 0.95, "no loss on this kind of text"),
-        (1.15, None, "answers may change"),
-        (1.3, 0.95, "a large loss"),
-    ],
-)
+@pytest.mark.parametrize(("ratio", "top1", "meaning"), [
+    (0.9, 0.15, "a large loss"),  # adapted to the text, and another model
+    (0.9, 0.95, "no loss on this kind of text"),
+    (1.15, None, "answers may change"),
+    (1.3, 0.95, "a large loss"),
+])  # fmt: skip
 def test_the_verdict_is_the_worse_of_perplexity_and_agreement(ratio: float, top1: float | None, meaning: str) -> None:
     agreement = {} if top1 is None else {"agreement": {"pruned": {"kl": 0.1, "top1": top1}}}
     stated, _, words = verdict({"dense": 20.0, "pruned": 20.0 * ratio, "tokens": 1000, **agreement}).partition(": ")
     assert words.startswith(meaning) and f"{ratio:.2f} times" in stated
     assert top1 is None or f"{top1:.0%} top-1 agreement" in stated
+
+
+@pytest.mark.parametrize(("model", "there", "named"), [
+    ("models/llama", False, True), ("models/llama", True, False), ("./llama", False, False),
+])  # fmt: skip
+def test_a_folder_is_no_base_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, there: bool, named: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_model(tmp_path / "pruned", widths=[(1, 5), (2, 16)], origin=model)
+    if there:
+        Path(model).mkdir(parents=True)
+    assert (f"base_model: {model}" in model_card(read_checkpoint(folder), "pruned")) == named
+
+
+def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
+    checkpoint = read_checkpoint(trained)
+    quality = {"tokens": 1024, "dense": 2.0, "pruned": 3.0}
+    texts = ["/mine/a.jsonl", "/mine/a.jsonl", "owner/b"]
+    card = model_card(dataclasses.replace(checkpoint, provenance={"texts": texts, "perplexity": quality}), "pruned")
+    assert "(1,024 tokens of a.jsonl, owner/b)" in card and "/mine" not in card
+    assert "\nits dense model, pruned by ddp-vllm" in card and "base_model" not in card
+
+
+def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> None:
+    """A llama goes everywhere; what is quantized not into llama.cpp, a Qwen3 neither, experts not into stock vLLM."""
+
+    def named(checkpoint: Checkpoint, **changed: Any) -> list[bool]:
+        card = model_card(dataclasses.replace(checkpoint, config={**checkpoint.config, **changed}), "p")
+        return [command in card for command in (
+            "vllm serve ./p\n", "vllm serve ./p --trust-remote-code --model-impl transformers\n",
+            'from_pretrained("./p", trust_remote_code=True)', "ddp-vllm export ./p --outtype q8_0 -o p.gguf\n",
+        )]  # fmt: skip
+
+    llama = read_checkpoint(write_model(tmp_path / "llama", widths=[(1, 5), (2, 16)], origin="owner/llama"))
+    assert named(llama) == [True, True, True, True]
+    assert named(llama, quantization_config={"format": "int-quantized"}) == [True, True, True, False]
+    assert named(llama, model_type="ddp_qwen3") == [True, True, True, False]
+    mixture = write_mixture(tmp_path / "experts", [[24, 3, 24, 24, 24, 24, 24, 24]])
+    assert named(read_checkpoint(mixture)) == [True, False, True, False]

@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 from any_families import load, narrow
 from any_models import write_model
-from tiny_models import PROMPTS, generate
+from serving import PROMPTS
+from tiny_models import generate
 
 
 @pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("any")
-
-
-@pytest.fixture(scope="session")
-def made(root: Path) -> Callable[[str], Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that makes the folders `dense`, `narrow` and `zeroed` of a model, once."""
+    root = tmp_path_factory.mktemp("any")
 
     def make(name: str) -> Path:
         if not (root / name).exists():

@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 
-from ddp_plugins.moe_experts import ExpertLayout, empty_weights, finish_weights, pack_expert, quantize_weights
+from ddp_plugins.moe_experts import (
+    ExpertLayout,
+    empty_weights,
+    finish_weights,
+    pack_expert,
+    quantize_weights,
+    ragged_moe,
+)
 from ddp_plugins.moe_reference import Expert, ragged_moe_reference, round_to_fp8
 
+FORMATS = [(torch.float32, ""), (torch.float16, "tensor"), (torch.bfloat16, "channel")]  # dtype, kind of FP8 scales
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # of the norm of the exact result
 
 
@@ -69,6 +77,12 @@ class Problem:
     def finished(self) -> tuple[torch.Tensor, torch.Tensor]:
         return finish_weights(self.layout, self.w13, self.w2)
 
+    def run(self) -> torch.Tensor:
+        """Run the operator, where all memory that it allocates is poisoned."""
+        batch = (self.weights, self.ids, self.expert_map, self.scales, self.limit)
+        with poisoned():
+            return ragged_moe(self.x, *self.finished(), self.layout, *batch)
+
     def check(self, y: torch.Tensor) -> None:
         """Assert that y is the exact result, up to the rounding of its type."""
         assert y.shape == self.x.shape and y.dtype == self.x.dtype
@@ -92,7 +106,8 @@ def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, fp8
         tuple(m.to(dtype) for m in (normal(w, hidden) / 8, normal(w, hidden) / 8, normal(hidden, w) / max(w, 1) ** 0.5))
         for w in widths
     ]
-    w13, w2 = empty_weights(layout, hidden, dtype, device)
+    # vLLM reloads weights into memory that holds anything
+    w13, w2 = (weight.fill_(torch.nan) for weight in empty_weights(layout, hidden, dtype, device))
     for number, matrices in enumerate(experts):
         pack_expert(layout, w13, w2, number, *matrices)
     scales: Any = (None, None)
@@ -115,18 +130,9 @@ def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, fp8
         exact = ragged_moe_reference(x, experts, weights[:, 1:], ids[:, 1:] // 2, case.limit)
         expert_map = expert_map.to(device)
     return Problem(
-        layout=layout,
-        experts=experts,
-        w13=w13,
-        w2=w2,
-        x=x.to(device),
-        weights=weights.to(device),
-        ids=ids.to(device),
-        expert_map=expert_map,
-        exact=exact,
-        scales=tuple(scales),
-        limit=case.limit,
-    )
+        layout=layout, experts=experts, w13=w13, w2=w2, x=x.to(device), weights=weights.to(device), ids=ids.to(device),
+        expert_map=expert_map, exact=exact, scales=tuple(scales), limit=case.limit,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Small random models that other tools pruned and saved in their own ways, with the forward pass that those tools have.
 
-Torch-Pruning prunes by its own code, as its examples/LLMs/prune_llm.py does. FLAP's scores are those of our study; its
-slicing, biases and folder are as in its lib/prune.py. Folders of Puzzletron, Nemotron-NAS and AnyModel follow the
-schemas in NVIDIA's Model-Optimizer (block_config.py in three versions, utils/vllm_adapter.py) and in vllm#36512. Those
-of LLM-Drop keep the tensors of dropped blocks, as its configs with two lists do.
+Torch-Pruning prunes by its own code, as its examples/LLMs/prune_llm.py does. FLAP's slicing, biases and folder are as
+in its lib/prune.py; what it removes is random. Folders of Puzzletron, Nemotron-NAS and AnyModel follow the schemas in
+NVIDIA's Model-Optimizer (block_config.py in three versions, utils/vllm_adapter.py) and in vllm#36512. Those of LLM-Drop
+keep the tensors of dropped blocks, as its configs with two lists do.
 """
 
 import copy
@@ -16,14 +16,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from seams import GatedModel
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-from activation_scores import flap
-from ddp_vllm.dimensions import dimensions_of, widths_of
-from scores import observe_projections
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 12,
@@ -73,27 +68,18 @@ def torch_pruning(folder: Path) -> Any:
 
 
 def of_flap(folder: Path) -> Any:
-    """Prune heads and channels by FLAP's scores, add its biases, and save with the config of the dense model."""
-    model = llama(num_key_value_heads=12)
-    config, text = model.config.to_dict(), torch.randint(1, 300, (4, 16), generator=torch.Generator().manual_seed(1))
-    gated = GatedModel(model.requires_grad_(False), widths_of(config), dimensions_of(config), "query-head")
-    sums: dict[Any, torch.Tensor] = {}
-
-    def note(location: Any, x_TI: torch.Tensor, _y_TO: torch.Tensor) -> None:
-        sums[location] = sums.get(location, 0.0) + x_TI.sum(0)
-
-    scores = flap(gated, text)
-    observe_projections(gated, text, note)
-    for block, output in (("attn", "self_attn.o_proj"), ("mlp", "mlp.down_proj")):
-        kept = scores[block] >= scores[block].flatten().quantile(0.4)
-        for index, layer in enumerate(model.model.layers):
-            mask = kept[index].repeat_interleave(32 if block == "attn" else 1)
-            write, mean = layer.get_submodule(output), sums[index, output] / text.numel()
-            names = ("q_proj", "k_proj", "v_proj") if block == "attn" else ("gate_proj", "up_proj")
-            for linear in (getattr(layer.get_submodule(output.partition(".")[0]), name) for name in names):
-                linear.weight = nn.Parameter(linear.weight[mask])
-            write.bias = nn.Parameter((mean * ~mask) @ write.weight.T)
-            write.weight = nn.Parameter(write.weight[:, mask].contiguous())
+    """Save a Llama as FLAP does: without some heads and channels, and with a bias for what they added on average."""
+    model, generator = llama(num_key_value_heads=12), torch.Generator().manual_seed(1)
+    for layer in model.model.layers:
+        for part, inputs, output, units, size in (
+            (layer.self_attn, "qkv", "o_proj", 12, 32), (layer.mlp, ("gate", "up"), "down_proj", 64, 1)
+        ):  # fmt: skip
+            kept = (torch.rand(units, generator=generator) > 0.4).repeat_interleave(size)
+            for linear in (getattr(part, f"{name}_proj") for name in inputs):
+                linear.weight = nn.Parameter(linear.weight[kept])
+            write = getattr(part, output)
+            write.bias = nn.Parameter((torch.rand(len(kept), generator=generator) * ~kept) @ write.weight.T)
+            write.weight = nn.Parameter(write.weight[:, kept].contiguous())
     model.save_pretrained(folder)
     return model
 
@@ -253,7 +239,6 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "Torch-Pruning": torch_pruning,
     "FLAP": of_flap,
     "Puzzletron": puzzletron,
-    "Puzzletron, older": partial(puzzletron, schema="groups"),
     "Puzzletron, typed": partial(puzzletron, schema="typed"),
     "Nemotron-NAS": nemotron_nas,
     "AnyModel": anymodel,

@@ -15,7 +15,8 @@ SMALL = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=1, stages=1
 
 
 def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
-    experts = (problem.w13, problem.w2, problem.layout.table(problem.x.device), problem.layout.max_width)
+    """tiles: as they are chosen by the numbers of pairs and experts, if None."""
+    experts = (*problem.finished(), problem.layout.table(problem.x.device), problem.layout.max_width)
     with poisoned():
         batch = (problem.weights, problem.ids, problem.expert_map, *problem.scales, problem.limit)
         return moe_kernel.ragged_moe(problem.x, *experts, *batch, tiles)
@@ -36,23 +37,18 @@ def test_every_case(name: str, fp8: str) -> None:
     problem.check(run(problem, SMALL))
 
 
-NIGHTLY = pytest.mark.nightly
+SIZES = {  # tiles, format of the weights, whether at night
+    "narrow": (NARROW, "", True),
+    "some in registers": (SOME_IN_REGISTERS, "", True),
+    "chosen": (None, "", False),
+    "FP8": (FOR_FP8[FEW], "channel", False),
+    "FP8 with a scale per matrix, chosen": (None, "tensor", True),
+}
 
 
-@pytest.mark.parametrize(
-    "tiles", [pytest.param(NARROW, marks=NIGHTLY), pytest.param(SOME_IN_REGISTERS, marks=NIGHTLY), None], ids=str
-)
-def test_every_tile_size(tiles: Tiles | None) -> None:
-    """None: as they are chosen by the numbers of pairs and experts."""
-    problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16)
-    problem.check(run(problem, tiles))
-
-
-FORMATS = [(FOR_FP8[FEW], "channel"), pytest.param(None, "tensor", marks=NIGHTLY)]
-
-
-@pytest.mark.parametrize(("tiles", "fp8"), FORMATS, ids=str)
-def test_tile_sizes_of_fp8_weights(tiles: Tiles | None, fp8: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * SIZES[name][-1]) for name in SIZES])
+def test_every_tile_size(name: str) -> None:
+    tiles, fp8, _ = SIZES[name]
     problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16, fp8=fp8)
     problem.check(run(problem, tiles))
 

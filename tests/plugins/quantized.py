@@ -21,18 +21,12 @@ def state_quantization(folder: Path, scheme: dict[str, Any]) -> None:
     edit_config(folder, lambda config: config.update(quantization_config=stated))
 
 
-def add_cache_scales(folder: Path, names: dict[str, float], strategy: str = "tensor") -> None:
+def add_cache_scales(folder: Path, names: dict[str, float]) -> None:
     """State an FP8 KV cache and write a scale for every layer with attention. names: of scales -> their values."""
-    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
-    stated = {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "ignore": [],
-        "format": "dense",
-    }
-    edit_config(folder, lambda config: config.update(
-        quantization_config=stated | {"config_groups": {}, "kv_cache_scheme": scheme}
-    ))  # fmt: skip
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    stated = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": "dense"}
+    stated |= {"ignore": [], "config_groups": {}, "kv_cache_scheme": scheme}
+    edit_config(folder, lambda config: config.update(quantization_config=stated))
 
     def add(weights: dict[str, torch.Tensor]) -> None:
         for name in [*weights]:

@@ -1,7 +1,6 @@
 """What real vLLM is given to serve, and how its answers are judged."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,23 @@ PROMPTS = [
 ]
 NUM_NEW_TOKENS = 8
 LOGPROB_TOLERANCE = 1e-4
-VLLM = find_spec("vllm")  # not imported in this process
-RELOAD = "model_executor/model_loader/reload/inplace.py"  # an older vLLM updates weights in other ways
-UPDATES = ("reload", "pieces") if VLLM and (Path(str(VLLM.origin)).parent / RELOAD).exists() else ()
+UPDATES = ("reload", "pieces")  # how the weights of a running engine are replaced
+ARGUMENTS = ("num_tokens", "prompts", "updates", "compiled", "asks_layers")  # of `serve` in the scripts
 
 
-def job(folder: Path, **options: Any) -> dict[str, Any]:
-    """Return what `serve` is given to serve a folder with vLLM's options."""
-    return {"folder": str(folder), "options": options}
+def job(folder: Path, adapters: tuple[Path | None, ...] = (), **options: Any) -> dict[str, Any]:
+    """Return what `serve` is given to serve a folder with vLLM's options; adapters: folders, None for none."""
+    stated: dict[str, Any] = {key: options.pop(key) for key in ARGUMENTS if key in options}
+    if adapters:
+        stated["adapters"] = [adapter and str(adapter) for adapter in adapters]
+        options |= {"enable_lora": True, "max_lora_rank": 8}
+    return {"folder": str(folder), "options": options, **stated}
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> set[str]:
+    """Return the values of a parameter in the selected tests: nothing is made for others."""
+    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    return {case[parameter] for case in cases if isinstance(case.get(parameter), str)}
 
 
 def assert_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
@@ -34,3 +42,9 @@ def assert_same_outputs(outputs: list[dict[str, Any]], references: list[dict[str
     for got, expected in zip(outputs, references, strict=True):
         assert got["tokens"] == expected["tokens"]
         assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
+
+
+def difference(result: dict[str, Any], reference: dict[str, Any]) -> float:
+    """Return the largest difference of log-probabilities of the same tokens."""
+    pairs = zip(result["outputs"], reference["outputs"], strict=True)
+    return max(abs(a - b) for x, y in pairs for a, b in zip(x["logprobs"], y["logprobs"], strict=True))

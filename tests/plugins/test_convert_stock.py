@@ -1,4 +1,6 @@
-"""Every tensor of a folder that convert reads is compared with transformers' class, which says what a tensor is."""
+"""Convert for stock classes: narrower MLPs and experts are found by shapes, and every tensor is compared with
+transformers' class, which says what it is. What such folders compute is tested in test_stock_classes.py.
+"""
 
 import json
 import shutil
@@ -9,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from any_families import load
-from any_models import GEMMA, UNSERVED, random_model, tiny_config
+from any_models import GEMMA, MODELS, UNSERVED, tiny_config, write_model
 from commands import assert_refused, invoke, passed
 from safetensors.torch import load_file
-from tiny_models import PROMPTS, edit_config, edit_weights
+from serving import PROMPTS, Serve, assert_same, job
+from tiny_models import edit_config, edit_weights
 
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
 WIDE = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
@@ -42,7 +45,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             with pytest.MonkeyPatch.context() as patch:
                 for name, config in DERIVED.items():
                     patch.setitem(UNSERVED, name, config)
-                random_model(family).save_pretrained(root / family)
+                write_model(family, root / family)
         return root / family
 
     return write
@@ -80,6 +83,30 @@ def zeroed(dense_model: Path, edit: Edit) -> Any:
     return type(model).from_pretrained(None, config=model.config, state_dict=whole).eval()
 
 
+@pytest.mark.parametrize("family", MODELS)
+def test_the_widths_are_those_that_were_cut(family: str, made: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made(family) / "narrow", tmp_path / "tool"))
+    edit_config(folder, lambda config: config.pop("quantization_config"))
+    passed(invoke("convert", folder, "-o", tmp_path / "out"))
+    places = made(family) / "narrow", tmp_path / "out"
+    stated, written = (read_config(place)["quantization_config"] for place in places)
+    if family == "qwen3_moe":  # its one MLP is as wide as before
+        del stated["mlp"], stated["layers"][1]["intermediate_size"]
+    assert written == stated
+    before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    checkpoint = read_checkpoint(tmp_path / "out")
+    assert checkpoint.provenance["converted"] == {"from": "tool", "format": "tensors"} and 0 < checkpoint.removed < 1
+
+
+@pytest.mark.vllm
+def test_vllm_computes_the_same(made: Callable[[str], Path], answers: Any, serve: Serve, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made("olmo2") / "narrow", tmp_path / "tool"))
+    edit_config(folder, lambda config: config.pop("quantization_config"))
+    passed(invoke("convert", folder, "-o", tmp_path / "out"))
+    assert_same(serve({"olmo2": job(tmp_path / "out")})["olmo2"], answers("olmo2", "zeroed"))
+
+
 REFUSED: dict[str, tuple[str, Edit | dict[str, Any], tuple[str, ...]]] = {  # family, change, words
     "a norm": ("olmo2", drop("1.post_feedforward_layernorm"), ("1.post_feedforward_layernorm.weight of shape [64]",)),
     "an untied head": ("olmo2", drop("lm_head"), ("lm_head.weight of shape [320, 64] is missing", "Olmo2ForCausalLM")),
@@ -113,6 +140,13 @@ REFUSED: dict[str, tuple[str, Edit | dict[str, Any], tuple[str, ...]]] = {  # fa
     "dropped blocks": ("olmo2", {"drop_mlp_list": [1]}, ("drop_mlp_list removes whole blocks",)),
     "as published, derived": ("lfm2", {}, ("vLLM serves it as it is",)),
     "as published, two widths": ("gemma4_wide", {}, ("vLLM serves it as it is",)),
+    "a narrower attention": ("olmo2", cut("1.self_attn.o_proj", to=32, axis=0), ("only MLPs and experts may be",)),
+    "an MLP without its output": (
+        "olmo2", drop("1.mlp.down_proj"), ("layers.1.mlp.down_proj.weight of shape [64, 96] is missing",)
+    ),
+    "a dense model": ("olmo2", {}, ("no block is narrower than",)),
+    "an unknown architecture": ("olmo2", {"model_type": "own"}, ("transformers has no class for model_type 'own'",)),
+    "no width": ("olmo2", {"intermediate_size": None}, ("--dense",)),
     "two counts of experts": ("ernie4_5_moe", {"moe_num_experts": [2, 2]}, ("moe_num_experts", "[2, 2]")),
 }  # fmt: skip
 
@@ -125,6 +159,7 @@ def test_a_tensor_that_the_class_has_otherwise_is_named(
     folder = Path(shutil.copytree(dense(family), tmp_path / "folder"))
     if isinstance(change, dict):
         edit_config(folder, lambda config: config.update(change))
+        edit_config(folder, lambda config: [config.pop(key) for key, value in change.items() if value is None])
     else:
         edit_weights(folder, change)
     assert_refused(invoke("convert", folder, "-o", tmp_path / "out"), 3, *words)
@@ -171,3 +206,13 @@ def test_a_list_of_widths_is_the_classes_own(dense: Callable[[str], Path], tmp_p
     passed(invoke("convert", folder, "-o", tmp_path / "out"))
     layers = read_checkpoint(tmp_path / "out").layers
     assert layers[1].expert_intermediate_sizes == (64, 64, 64, 40, 64, 64, 64, 64)
+
+
+def test_the_dense_model_gives_the_widths(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also where all layers are alike, and config.json has their width."""
+    folder = Path(shutil.copytree(dense("olmo2"), tmp_path / "folder"))
+    edit_config(folder, lambda config: config.update(intermediate_size=80))
+    edit_weights(folder, cut(".mlp.", to=80))
+    assert_refused(invoke("convert", folder, "-o", tmp_path / "out"), 3, "vLLM serves it as it is")
+    passed(invoke("convert", folder, "-o", tmp_path / "out", "--dense", dense("olmo2")))
+    assert [layer.intermediate_size for layer in read_checkpoint(tmp_path / "out").layers] == [80, 80, 80]

@@ -1,4 +1,6 @@
-"""Real vLLM serves what plain transformers computes, for tiny random pruned models in fp32."""
+"""Real vLLM serves what plain transformers computes, for tiny random pruned models in fp32: every family, alone and
+with adapters, ranks, drafts, cached prefixes and updated weights. One process runs all engines.
+"""
 
 import re
 import shutil
@@ -6,9 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quantized import add_cache_scales
-from serving import UPDATES, Serve, assert_same, assert_same_outputs, job
-from tiny_models import NOTHING_LAST, RAGGED_LAYERS, edit_weights, make_checkpoint
+from quantized import GROUPS_OF_INT4, add_cache_scales, state_quantization
+from serving import PROMPTS, UPDATES, Serve, assert_same, assert_same_outputs, job, selected
+from tiny_models import (
+    NOTHING_LAST,
+    PROJECTIONS,
+    RAGGED_LAYERS,
+    SIZES,
+    edit_weights,
+    generate,
+    load_model,
+    make_adapter,
+    make_checkpoint,
+    save_random,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.vllm
 
@@ -16,7 +30,13 @@ SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 64, "max_window_la
 GEMMA3_WINDOWS = ["sliding_attention" if index % 3 else "full_attention" for index in range(len(RAGGED_LAYERS))]
 GEMMA2_SCALES = {"query_pre_attn_scalar": 32, "attn_logit_softcapping": None}
 GRANITE_SCALES = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
-AT_NIGHT = ("mistral", "qwen3", "gemma3", "smollm3", "seed_oss")  # the same code as another family
+AT_NIGHT = ("mistral", "qwen3", "gemma3", "smollm3", "seed_oss", "compiled")  # the same code as another, or slow
+EVEN_LAYERS = [  # which split over two ranks without padding, as adapters require; of unequal widths all the same
+    {"query_heads_per_kv_head": [3, 3, 3, 3], "intermediate_size": 64},
+    {"query_heads_per_kv_head": [2, 2], "intermediate_size": 18},
+    {"query_heads_per_kv_head": [], "intermediate_size": 50},
+    {"query_heads_per_kv_head": [1, 1], "intermediate_size": 0},
+]
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     # every ragged case at once; biases, so that padded rows and removed blocks could leak one
     "ragged": {"family": "Llama", "layers": RAGGED_LAYERS, "attention_bias": True, "mlp_bias": True},
@@ -40,66 +60,127 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "smollm3": {"family": "SmolLM3", "layers": RAGGED_LAYERS, "no_rope_layer_interval": 2},  # layers without positions
     "seed_oss": {"family": "SeedOss", "layers": RAGGED_LAYERS, "mlp_bias": True},  # no bias on o_proj
     "phi3": {"family": "Phi3", "layers": RAGGED_LAYERS},  # q, k, v in one tensor; gate and up in one
+    "even": {"family": "Llama", "layers": EVEN_LAYERS},
 }
-
-
-@pytest.fixture(scope="session")
-def models(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Each checkpoint's folder, and what transformers makes of it; those of the night only if they are selected."""
-    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    chosen = {case["name"] for case in cases if isinstance(case.get("name"), str)}
-    root = tmp_path_factory.mktemp("models")
-    return {
-        name: (root / name, make_checkpoint(root / name, **settings))
-        for name, settings in CHECKPOINTS.items()
-        if name not in AT_NIGHT or name in chosen
-    }
-
-
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # how else a model is served, which must not change its answers
-    "traced": ("short", {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}),
-    # vLLM 0.32 on CPU makes the tensors between the stages in a warm-up that it skips in eager mode; mode 1 has it
-    "two pipeline stages": (
-        "ragged",
-        {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 1}},
+    "traced": (
+        "short", {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}, "compiled": True}
     ),
-}
+    # by inductor, which takes longer than all else here
+    "compiled": ("short", {"enforce_eager": False, "hf_overrides": {"ddp_pad_channels_to": 8}, "compiled": True}),
+    # vLLM 0.32 on CPU makes the tensors between the stages in a warm-up that it skips in eager mode; mode 1 has it
+    "two stages": ("ragged", {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 1}}),
+    "two ranks": ("ragged", {"tensor_parallel_size": 2}),
+    "two ranks, fused": ("phi3", {"tensor_parallel_size": 2}),
+    # biases of the added channels too are zero, and removed blocks stay removed
+    "in blocks": ("ragged", {"hf_overrides": {"ddp_pad_channels_to": 16}}),
+    "fused in blocks": ("phi3", {"hf_overrides": {"ddp_pad_channels_to": 16}}),
+}  # fmt: skip
 SCALES = {  # of an FP8 KV cache, by their names on disk
     "llm-compressor": {"q_scale": 0.25, "k_scale": 0.5, "v_scale": 0.125},
     "ModelOpt": {"k_proj.k_scale": 0.5, "v_proj.v_scale": 0.125},
 }
 UPDATED = ("ragged", "tied", "phi3")  # uneven heads; one tensor twice; fused rows
+ADAPTED = {"ragged": PROJECTIONS, "even": PROJECTIONS, "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
+NUM_LONGER = 25  # one token after the prompt, then 6 steps of 3 drafted tokens and one of the target's
+REFUSED: dict[str, str] = {  # what cannot be served, and what the user reads before any worker starts
+    "five ranks": (
+        r"SettingError.*size 5 does not divide the 12 query heads .*; valid sizes: 1, 2, 3, 4, 6, 12; "
+        "choose one of them"
+    ),
+    "adapters on two ranks": (
+        r"SettingError.*size 2 does not split layer 1 .*; valid sizes: 1; .* LoRA adapters cannot be padded"
+    ),
+    "int4 of odd widths": (
+        r"SettingError.*runs compressed-tensors weights of model.layers.1 \(4 query heads, 2 KV heads, "
+        r"intermediate_size 17\): .*multiples of 32; prune again with --align"
+    ),
+    "no block": "ddp_pad_channels_to is 0",
+    # vLLM alone would serve noise: q and v already count as the fused qkv_proj. More are in test_checkpoint.py
+    "missing weight": r"tensor model.layers.4.self_attn.k_proj.weight is missing",
+}
 
 
-@pytest.fixture(scope="session")
-def served(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what vLLM did with every checkpoint, the good and the broken, in one process."""
-    jobs = {name: job(folder) for name, (folder, _) in models.items()}
-    for name in UPDATED:
-        jobs[name]["updates"] = UPDATES
-    jobs["in blocks"] = job(models["ragged"][0], hf_overrides={"ddp_pad_channels_to": 16})
-    jobs["fused in blocks"] = job(models["phi3"][0], hf_overrides={"ddp_pad_channels_to": 16})
-    jobs["dummy"] = job(models["ragged"][0], load_format="dummy") | {"updates": UPDATES[1:]}
-    jobs["no block"] = job(models["ragged"][0], hf_overrides={"ddp_pad_channels_to": 0})
-    jobs |= {way: job(models[name][0], **options) for way, (name, options) in WAYS.items()}
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dense")
+
+
+@pytest.fixture(scope="module")
+def models(request: pytest.FixtureRequest, root: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Each checkpoint's folder, and what transformers makes of it; those of the night only if they are selected."""
+    return {
+        name: (root / name, make_checkpoint(root / name, **settings))
+        for name, settings in CHECKPOINTS.items()
+        if name not in AT_NIGHT or name in selected(request, "name")
+    }
+
+
+@pytest.fixture(scope="module")
+def adapted(models: Any, root: Path) -> dict[str, dict[str, Any]]:
+    """What transformers and peft generate with each model's adapter, which is written too."""
+    return {
+        name: make_adapter(root / f"adapter {name}", load_model(models[name][0]), modules)
+        for name, modules in ADAPTED.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def drafted(root: Path) -> dict[str, Any]:
+    """What transformers generates with a dense model, whose seed lets the ragged model, its draft, agree at times."""
+    config = LlamaConfig(**SIZES, num_hidden_layers=len(RAGGED_LAYERS))
+    model = save_random(root / "dense", LlamaForCausalLM, config, seed=10)
+    return {"outputs": [generate(model, prompt, NUM_LONGER) for prompt in PROMPTS]}
+
+
+@pytest.fixture(scope="module")
+def served(
+    serve: Serve, models: dict[str, Any], adapted: Any, drafted: Any, root: Path, request: pytest.FixtureRequest
+) -> dict[str, Any]:
+    """Return what vLLM did with every checkpoint, the good and the broken."""
+    folders = {name: folder for name, (folder, _) in models.items()}
+    adapters = {name: root / f"adapter {name}" for name in adapted}
+    jobs = {name: job(folder, updates=UPDATES * (name in UPDATED)) for name, folder in folders.items()}
+    jobs |= {
+        way: job(folders[name], **options)
+        for way, (name, options) in WAYS.items()
+        if way not in AT_NIGHT or way in selected(request, "name")
+    }
+    jobs["dummy"] = job(folders["ragged"], load_format="dummy", updates=UPDATES[1:])
     for tool, names in SCALES.items():
-        folder = shutil.copytree(models["ragged"][0], tmp_path_factory.mktemp("scales") / tool)
+        folder = shutil.copytree(folders["ragged"], root / tool)
         add_cache_scales(folder, names)
-        jobs[tool] = job(folder, dtype="bfloat16", kv_cache_dtype="bfloat16") | {"updates": UPDATES}
-    broken = shutil.copytree(models["ragged"][0], tmp_path_factory.mktemp("broken") / "missing weight")
+        jobs[tool] = job(folder, dtype="bfloat16", kv_cache_dtype="bfloat16", updates=UPDATES)
+    make_checkpoint(root / "another", "Llama", [RAGGED_LAYERS[1], *RAGGED_LAYERS[1:]])
+    make_adapter(root / "adapter another", load_model(root / "another"))
+    jobs["adapted ragged"] = job(
+        folders["ragged"], (adapters["ragged"], None, root / "adapter another", adapters["ragged"]),
+        hf_overrides={"ddp_pad_channels_to": 16},  # to be set aside for adapters
+        enable_prefix_caching=True, enable_chunked_prefill=True, max_num_batched_tokens=64, max_num_seqs=3,
+        disable_log_stats=False,
+    )  # fmt: skip
+    jobs["adapted phi3"] = job(folders["phi3"], (adapters["phi3"],))
+    jobs["adapted even"] = job(folders["even"], (adapters["even"],), tensor_parallel_size=2)
+    jobs["other modules"] = job(folders["even"], (adapters["even"],), lora_target_modules=["qkv_proj", "o_proj"])
+    draft = {"model": str(folders["ragged"]), "num_speculative_tokens": 3, "method": "draft_model"}
+    jobs["drafted"] = job(root / "dense", num_tokens=NUM_LONGER, speculative_config=draft, disable_log_stats=False)
+    jobs["five ranks"] = job(folders["ragged"], tensor_parallel_size=5)
+    jobs["adapters on two ranks"] = job(folders["ragged"], (adapters["ragged"],), tensor_parallel_size=2)
+    make_checkpoint(root / "int4", "Llama", RAGGED_LAYERS, hidden_size=96)
+    state_quantization(root / "int4", GROUPS_OF_INT4)
+    jobs["int4 of odd widths"] = job(root / "int4", dtype="bfloat16")
+    jobs["no block"] = job(folders["ragged"], hf_overrides={"ddp_pad_channels_to": 0})
+    broken = shutil.copytree(folders["ragged"], root / "missing weight")
     edit_weights(broken, lambda weights: weights.pop("model.layers.4.self_attn.k_proj.weight"))
     jobs["missing weight"] = job(broken)
-    jobs["traced"]["compiled"] = True
     return serve(jobs)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in AT_NIGHT)) for name in CHECKPOINTS]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in AT_NIGHT)) for name in (*CHECKPOINTS, *WAYS)]
 )
 def test_served_model_computes_what_transformers_computes(name: str, served: Any, models: Any) -> None:
-    assert_same(served[name], models[name][1])
+    assert_same(served[name], models[WAYS.get(name, (name,))[0]][1])
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -111,14 +192,10 @@ def test_updated_weights_are_those_of_the_checkpoint(name: str, update: str, ser
         assert_same_outputs(served["dummy"]["updated"][update], models[name][1]["outputs"])
 
 
-def test_channels_in_whole_blocks_change_nothing(served: Any, models: Any) -> None:
-    """Biases of the added channels too are zero, and removed blocks stay removed."""
-    assert_same(served["in blocks"], models["ragged"][1])
-    assert_same(served["fused in blocks"], models["phi3"][1])
+def test_channels_are_kept_as_they_are_or_in_whole_blocks(served: Any) -> None:
     kept = [layer["intermediate_size"] for layer in RAGGED_LAYERS if layer["intermediate_size"]]
-    assert served["ragged"]["mlp_widths"] == kept == [17, 64, 1, 33]
+    assert served["ragged"]["mlp_widths"] == served["adapted ragged"]["mlp_widths"] == kept == [17, 64, 1, 33]
     assert served["in blocks"]["mlp_widths"] == [32, 64, 16, 48]
-    assert "ddp_pad_channels_to is 0" in served["no block"]["error"]
 
 
 def test_removed_attention_keeps_no_kv_cache(served: Any) -> None:
@@ -135,20 +212,34 @@ def test_calibrated_scales_of_the_kv_cache_reach_every_layer(tool: str, served: 
     assert served[tool].get("cache_scales") == expected, served[tool]
 
 
-def test_a_missing_weight_stops_the_start_and_is_named(served: Any) -> None:
-    """vLLM alone would serve noise: q and v already count as the fused qkv_proj. More are in test_checkpoint.py."""
-    message = r"tensor model.layers.4.self_attn.k_proj.weight is missing"
-    assert re.search(message, served["missing weight"]["error"]), served["missing weight"]
+def test_an_adapter_answers_as_in_peft_and_the_model_alone_as_before(served: Any, models: Any, adapted: Any) -> None:
+    ragged = served["adapted ragged"]
+    assert_same(ragged, models["ragged"][1])  # 140 tokens of a prompt in steps of at most 64
+    first, alone, foreign, again = ragged["adapted"]
+    assert_same(first, adapted["ragged"])
+    assert_same(alone, models["ragged"][1])
+    assert re.search(r"the adapter changes model.layers.0.mlp.\w+_proj, .* its block was pruned away", foreign["error"])
+    assert_same(again, adapted["ragged"])  # the refused one left nothing behind
+    # a block of 128 tokens is found again by the round without and by the second with the adapter, by no other
+    assert ragged["counters"]["vllm:prefix_cache_hits"] == 2 * 128
+    for name in ("phi3", "even"):
+        assert_same(served[f"adapted {name}"]["adapted"][0], adapted[name])
+        assert models[name][1]["outputs"][1]["tokens"] != adapted[name]["outputs"][1]["tokens"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_other_ways_compute_the_same(way: str, served: Any, models: Any) -> None:
-    assert_same(served[way], models[WAYS[way][0]][1])
+def test_an_adapter_is_refused_that_changes_modules_without_lora(served: Any) -> None:
+    """vLLM alone would answer as if the adapter had been trained on attention only."""
+    (result,) = served["other modules"]["adapted"]
+    message = r"the adapter changes model.layers.\d.mlp.\w+, to which no LoRA is applied here: --lora-target-modules"
+    assert re.search(message, result["error"]), result
 
 
-@pytest.mark.nightly
-def test_a_compiled_model_computes_the_same(serve: Serve, models: Any) -> None:
-    """By inductor, which takes longer than all else here."""
-    folder, expected = models["short"]
-    compiled = job(folder, enforce_eager=False, hf_overrides={"ddp_pad_channels_to": 8}) | {"compiled": True}
-    assert_same(serve({"compiled": compiled})["compiled"], expected)
+def test_drafts_of_a_pruned_model_leave_the_dense_models_greedy_tokens_as_they_are(served: Any, drafted: Any) -> None:
+    assert_same(served["drafted"], drafted)
+    counters = served["drafted"]["counters"]
+    assert 0 < counters["vllm:spec_decode_num_accepted_tokens"] < counters["vllm:spec_decode_num_draft_tokens"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_with_the_place_and_a_remedy(name: str, served: Any) -> None:
+    assert re.search(REFUSED[name], served[name]["error"]), served[name]

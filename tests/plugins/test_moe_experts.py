@@ -1,52 +1,23 @@
-"""Layout, packing and the operator on a CPU, there by the loop over experts; `test_moe_cpu_rows.py` has our kernel."""
+"""The operator on a CPU: the loop over experts, and the kernel over packed rows, compiled here, against float64."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from expert_cases import CASES, draw, poisoned
-from hypothesis import given
-from hypothesis import strategies as st
+from expert_cases import CASES, FORMATS, Case, Problem, draw
 
 from ddp_plugins import moe_cpu_rows
-from ddp_plugins.moe_experts import (
-    ROW_ALIGNMENT,
-    ExpertLayout,
-    empty_weights,
-    finish_weights,
-    pack_expert,
-    ragged_moe,
-)
+from ddp_plugins.moe_cpu_rows import HIDDEN_ALIGNMENT, kernel, serves
 
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-WIDTHS = st.lists(st.integers(0, 200), max_size=12)
-FORMATS = [(torch.float32, ""), (torch.float16, "tensor"), (torch.bfloat16, "channel")]
-
-
-@given(WIDTHS)
-def test_rows_are_aligned_disjoint_and_widest_first(widths: list[int]) -> None:
-    layout = ExpertLayout.of(widths)
-    end = 0
-    for expert in layout.order:
-        assert layout.offsets[expert] == end and end % ROW_ALIGNMENT == 0
-        assert 0 <= layout.padded[expert] - widths[expert] < ROW_ALIGNMENT
-        end += layout.padded[expert]
-    assert end == layout.num_rows
-    assert sorted(layout.order) == [expert for expert, width in enumerate(widths) if width]
-    assert [layout.padded[e] for e in layout.order] == sorted(filter(None, layout.padded), reverse=True)
-
-
-def test_rows_that_pad_an_expert_end_as_zeros() -> None:
-    """vLLM reloads weights into memory that holds anything."""
-    layout = ExpertLayout.of((3, 0, 20, 16))
-    assert layout.offsets[0] == 32 and layout.num_rows == 64
-    w13, w2 = (weight.fill_(torch.nan) for weight in empty_weights(layout, 4, torch.float32))
-    for expert, width in enumerate(layout.widths):
-        pack_expert(layout, w13, w2, expert, torch.ones(width, 4), torch.ones(width, 4), torch.ones(4, width))
-    gate, up, down = torch.rand(3, 4), torch.rand(3, 4), torch.rand(4, 3)
-    pack_expert(layout, w13, w2, 0, gate, up, down)
-    w13, w2 = finish_weights(layout, w13, w2)
-    assert torch.equal(w13[:, 32:35], torch.stack([gate, up])) and torch.equal(w2[32:35], down.t())
-    assert not w13[:, 35:48].any() and not w2[35:48].any()
-    assert w13[:, :32].sum() + w13[:, 48:].sum() == 2 * 4 * 36 and w2[:32].sum() + w2[48:].sum() == 4 * 36
+ROWS = {name: case for name, case in CASES.items() if case.hidden_size % HIDDEN_ALIGNMENT == 0}
+suited = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+    reason="not the kernel of this processor",
+)
 
 
 @pytest.mark.parametrize(("dtype", "fp8"), FORMATS)
@@ -54,19 +25,96 @@ def test_rows_that_pad_an_expert_end_as_zeros() -> None:
 def test_the_loop_over_experts(name: str, dtype: torch.dtype, fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_cpu_rows, "serves", lambda _: False)
     problem = draw(CASES[name], dtype, fp8=fp8)
-    batch = (problem.weights, problem.ids, problem.expert_map, problem.scales, problem.limit)
-    with poisoned():
-        y = ragged_moe(problem.x, *problem.finished(), problem.layout, *batch)
-    problem.check(y)
+    problem.check(problem.run())
 
 
 @pytest.mark.parametrize("fp8", ["", "channel"])
 def test_the_operator_keeps_its_promises_to_the_compiler(fp8: str) -> None:
     problem = draw(CASES["experts of another rank"], torch.float32, fp8=fp8)
     needs_no_mean = ("test_faketensor", "test_autograd_registration")  # of the weights, which torch lacks for FP8
-    arguments = (problem.x, problem.w13, problem.w2, problem.layout.table(problem.x.device), problem.layout.max_width)
+    arguments = (problem.x, *problem.finished(), problem.layout.table(problem.x.device), problem.layout.max_width)
     torch.library.opcheck(
         torch.ops.ddp_vllm.ragged_moe.default,
         (*arguments, problem.weights, problem.ids, problem.expert_map, *problem.scales),
         test_utils=needs_no_mean if fp8 else ALL_CHECKS,
     )
+
+
+def _run(problem: Problem) -> torch.Tensor:
+    w13, w2 = problem.finished()
+    assert w13.shape == problem.w13.shape and serves(w2)
+    return problem.run()
+
+
+@suited
+@pytest.mark.parametrize("name", ROWS)
+def test_the_kernel_over_packed_rows(name: str) -> None:
+    problem = draw(ROWS[name], torch.bfloat16)
+    problem.check(_run(problem))
+
+
+@suited
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(widths=(33, 0, 20), num_tokens=2100),
+        Case(widths=(1200, 40), num_tokens=30, hidden_size=512),
+        Case(widths=(90, 30), num_tokens=20, hidden_size=4096),
+    ],
+    ids=["more tokens than run together", "more channels than a cache holds", "columns and rows in several pieces"],
+)
+def test_the_number_of_threads_changes_no_bit(case: Case) -> None:
+    problem = draw(case, torch.bfloat16)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(_run(problem))
+    finally:
+        torch.set_num_threads(before)
+    problem.check(results[0])
+    assert all(torch.equal(results[0], result) for result in results)
+
+
+@suited
+def test_odd_inputs() -> None:
+    """Rows of a wider tensor and int32 ids; a token of no number, or too large, spoils no other; no expert 5 of 5."""
+    problem = draw(CASES["many tokens an expert, the wide tiles"], torch.bfloat16)
+    hidden, expected = problem.x.shape[1], _run(problem)
+    wide = torch.full((len(problem.x), 3 * hidden), torch.nan, dtype=torch.bfloat16)
+    wide[:, 7 : 7 + hidden] = problem.x
+    narrow = dataclasses.replace(problem, x=wide[:, 7 : 7 + hidden], ids=problem.ids.int())
+    assert torch.equal(_run(narrow), expected)
+    problem.x[5], problem.x[6] = torch.nan, problem.x[6] * 1e4  # silu(±1000) is 1000 and 0, not infinity over infinity
+    y = _run(problem)
+    assert y[5].isnan().all() and y[6].isfinite().all()
+    assert torch.equal(torch.cat([y[:5], y[7:]]), torch.cat([expected[:5], expected[7:]]))
+    problem.ids[0, 0] = len(problem.experts)
+    with pytest.raises(IndexError, match="is out of range"):
+        _run(problem)
+    assert serves(torch.zeros(16, 64, dtype=torch.bfloat16)) and not serves(torch.zeros(16, 64, dtype=torch.float16))
+    assert not serves(torch.zeros(16, 80, dtype=torch.bfloat16))
+
+
+@pytest.fixture
+def fresh(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and no memory of what was compiled."""
+    for function in (kernel, moe_cpu_rows._warn_of_loop):
+        function.cache_clear()
+    yield cache
+    kernel.cache_clear()
+
+
+@suited
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler --fast"])
+def test_without_a_compiler_experts_run_otherwise(
+    compiler: str, fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    problem = draw(CASES["one token"], torch.bfloat16)
+    assert not serves(problem.w2)
+    problem.check(problem.run())
+    (record,) = caplog.records
+    assert "moe_cpu_rows.cpp cannot be used" in record.getMessage()
+    assert not list(fresh.rglob("*.so"))

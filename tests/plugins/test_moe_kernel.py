@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_cases import CASES, draw, poisoned
+from expert_cases import CASES, FORMATS, draw
+
+from ddp_plugins.moe_experts import ragged_moe
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-FORMATS = [(torch.float32, ""), (torch.float16, "tensor"), (torch.bfloat16, "channel")]
 
 
 @pytest.mark.parametrize("chosen", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)])
@@ -34,25 +35,18 @@ def test_the_kernels_in_tritons_interpreter(chosen: str) -> None:
 @pytest.mark.parametrize(("dtype", "fp8"), FORMATS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_on_the_gpu(name: str, fp8: str, dtype: torch.dtype) -> None:
-    from ddp_plugins.moe_experts import ragged_moe
-
     if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
         pytest.skip("a GPU without bfloat16")
     if fp8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("a GPU without FP8")
     problem = draw(CASES[name], dtype, device="cuda", fp8=fp8)
-    batch = (problem.weights, problem.ids, problem.expert_map, problem.scales, problem.limit)
-    with poisoned():
-        y = ragged_moe(problem.x, *problem.finished(), problem.layout, *batch)
-    problem.check(y)
+    problem.check(problem.run())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_graph_follows_new_routing() -> None:
     """Nothing of the routing is frozen at capture: replayed with other ids, the graph gives the other result."""
-    from ddp_plugins.moe_experts import ragged_moe
-
     name = "widths 0, 1 and no block multiple"
     first, second = draw(CASES[name], torch.float16, "cuda"), draw(CASES[name], torch.float16, "cuda", seed=1)
     arguments = (first.x, *first.finished(), first.layout, first.weights, first.ids)

@@ -1,26 +1,16 @@
-"""Padding for several ranks adds zeros and nothing else."""
+"""Widths that several ranks can share; that padding adds nothing is tested by what vLLM computes (test_dense.py)."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_plugins.padding import fit, pad, share_channels
-from ddp_vllm.remote_code.tensors import DENSE, FUSED, TensorTable
-from ddp_vllm.remote_code.widths import LayerWidths, Widths
+from ddp_plugins.padding import fit, share_channels
+from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import splits
-
-LAYER = "model.layers.0"
-HEAD_DIM = 4
-HIDDEN_SIZE = 6
 
 
 def widths(*query_heads_per_kv_head: int, intermediate_size: int = 17) -> LayerWidths:
     return LayerWidths(query_heads_per_kv_head=query_heads_per_kv_head, intermediate_size=intermediate_size)
-
-
-def model(layer: LayerWidths, table: TensorTable = DENSE) -> Widths:
-    return Widths(table=table, layers=(layer,), head_dim=HEAD_DIM)
 
 
 @pytest.mark.parametrize(
@@ -45,24 +35,6 @@ def test_what_splits_evenly_is_what_needs_no_padding(kept: list[int], channels: 
     """The rule that `prune --tp` and the card go by, against the widths that are really built."""
     layer = widths(*kept, intermediate_size=channels)
     assert splits(layer, num_ranks) == (fit(layer, num_ranks) == layer or num_ranks == 1)
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])  # Phi-3 keeps q, k, v in one tensor
-def test_each_query_head_stays_beside_its_kv_head(fused: bool) -> None:
-    kept = widths(3, 1)
-    q, k = torch.randn(4 * HEAD_DIM, HIDDEN_SIZE), torch.randn(2 * HEAD_DIM, HIDDEN_SIZE)
-    num_ranks = 4  # two KV heads on two ranks each, so each serves 4 query heads instead of 3
-    if fused:
-        qkv = pad(f"{LAYER}.self_attn.qkv_proj.weight", torch.cat([q, k, k]), model(kept, FUSED), num_ranks)
-        padded = qkv[: 8 * HEAD_DIM].unflatten(0, (2, 4, HEAD_DIM))
-        assert torch.equal(qkv[8 * HEAD_DIM :], torch.cat([k, k]))
-    else:
-        padded = pad(f"{LAYER}.self_attn.q_proj.weight", q, model(kept), num_ranks).unflatten(0, (2, 4, HEAD_DIM))
-        o = pad(f"{LAYER}.self_attn.o_proj.weight", q.T, model(kept), num_ranks)
-        assert torch.equal(o, padded.flatten(0, 2).T)
-    heads = q.unflatten(0, (4, HEAD_DIM))
-    assert torch.equal(padded[0, :3], heads[:3]) and torch.equal(padded[1, 0], heads[3])
-    assert not padded[0, 3].any() and not padded[1, 1:].any()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])

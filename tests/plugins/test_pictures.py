@@ -1,6 +1,5 @@
 """A pruned folder holds all that the dense one had, but weights, code and other formats: so it takes pictures."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,14 @@ import pytest
 import torch
 import transformers
 from any_families import load
-from any_models import UNSERVED, random_model, tiny_config
+from any_models import UNSERVED, tiny_config, write_model
 from commands import invoke, passed
 from PIL import Image
+from runs import edit_json
 from serving import assert_same
 from test_convert_stock import cut, zeroed
 from test_gguf import save_tokenizer
 from tiny_models import edit_weights
-from tokenizers import pre_tokenizers
-from transformers import AutoProcessor
 
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_files import tokenizer_and_config_files
@@ -26,62 +24,46 @@ from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
 pytestmark = pytest.mark.slow
 
-VISION = {"hidden_size": 64, "intermediate_size": 96, "image_size": 32, "patch_size": 16}
-SMALL = ("--sparsity", "0.3", "--steps", "3", "--batch-size", "2", "--seq-len", "16", "--train", "masks")
+PROMPT = "<image>the quick brown"
+VISION = {
+    "hidden_size": 64, "intermediate_size": 96, "image_size": 32, "patch_size": 16, "model_type": "clip_vision_model",
+    "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 64,
+}  # fmt: skip
+SMALL = ("--seq-len", "16", "--batch-size", "2")
 COPIED = {
-    "anything.yaml": "a: 1",
-    "video_preprocessor_config.json": "{}",
-    "additional_chat_templates/tool.jinja": "{{ x }}",
-}
+    "anything.yaml": "a: 1", "video_preprocessor_config.json": "{}", "additional_chat_templates/tool.jinja": "{{ x }}"
+}  # fmt: skip
 LEFT = (
     *("evil.py", "params.json", "consolidated.00.pth", "model.gguf", "pytorch_model.bin", "original/tokenizer.model"),
     *("onnx/config.json", "report.html", "ddp_local.json", "sharegpt-offline.json", ".gitattributes", "tf_model.h5"),
 )
+CHANGED = {"config.json", "processor_config.json", "tokenizer_config.json", "generation_config.json"}
 
 
-def _tokenizer(folder: Path, *names: str) -> Any:
-    tokenizer = save_tokenizer(folder, pre_tokenizers.ByteLevel(add_prefix_space=False))
-    tokenizer.add_special_tokens({"additional_special_tokens": [*names]})
-    return tokenizer
-
-
-def llava(folder: Path) -> str:
-    """Write a Llava whose processor requires Pillow alone, and return a prompt with a picture."""
-    tokenizer = _tokenizer(folder, "<image>")
+def llava(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a Llava whose processor requires Pillow alone."""
+    tokenizer = save_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     text = tiny_config("MistralConfig", head_dim=32, vocab_size=len(tokenizer))
-    more = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 64}
     config = transformers.LlavaConfig(
-        text_config=text.to_dict(), vision_config=VISION | more, tie_word_embeddings=False,
+        text_config=text.to_dict(), vision_config=VISION, tie_word_embeddings=False,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
     )  # fmt: skip
-    size = {"height": 32, "width": 32}
-    pictures = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)
+    pictures = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     sizes = {"patch_size": 16, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     transformers.LlavaProcessor(pictures, tokenizer, image_token="<image>", **sizes).save_pretrained(folder)
-    _save(config, folder)
-    return "<image>the quick brown"
+    monkeypatch.setitem(UNSERVED, "pictures", lambda: config)
+    write_model("pictures", folder)
 
 
-def _save(config: Any, folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(UNSERVED, "pictures", lambda: config)
-        random_model("pictures").save_pretrained(folder)
-
-
-@pytest.fixture
-def picture(tmp_path: Path) -> Path:
-    Image.fromarray((np.arange(64 * 64 * 3).reshape(64, 64, 3) % 251).astype("uint8")).save(tmp_path / "picture.png")
-    return tmp_path / "picture.png"
-
-
-def answers(folder: Path, prompt: str, picture: Path, model: Any = None, number: int = 8) -> dict[str, Any]:
+def answers(folder: Path, picture: Image.Image, model: Any = None) -> dict[str, Any]:
     """Return what transformers answers by the folder's own processor, greedily."""
     register_widths()
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    inputs = processor(text=[prompt], images=[Image.open(picture)], return_tensors="pt")
+    processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    inputs = processor(text=[PROMPT], images=[picture], return_tensors="pt")
     with torch.no_grad():
         made = (model or load(folder)).generate(
-            **inputs, max_new_tokens=number, do_sample=False, eos_token_id=None, output_logits=True,
+            **inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, output_logits=True,
             return_dict_in_generate=True,
         )  # fmt: skip
     tokens = made.sequences[0, inputs["input_ids"].shape[1] :].tolist()
@@ -90,29 +72,24 @@ def answers(folder: Path, prompt: str, picture: Path, model: Any = None, number:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_every_verb_copies_what_the_dense_folder_holds(tmp_path: Path, picture: Path) -> None:
-    dense, text = tmp_path / "dense", tmp_path / "text.txt"
-    prompt = llava(dense)
+def test_every_verb_copies_what_the_dense_folder_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, tool, text = tmp_path / "dense", tmp_path / "tool", tmp_path / "text.txt"
+    llava(dense, monkeypatch)
     text.write_text("the quick brown fox jumps " * 400)
     for name in (*COPIED, *LEFT):
         (dense / name).parent.mkdir(exist_ok=True)
         (dense / name).write_text(COPIED.get(name, "{}"))
-    settings = json.loads((dense / "processor_config.json").read_text())
-    (dense / "processor_config.json").write_text(json.dumps(settings | {"auto_map": {"AutoProcessor": "evil.P"}}))
+    edit_json(dense / "processor_config.json", auto_map={"AutoProcessor": "evil.P"})
     held = {file.relative_to(dense).as_posix() for file in tokenizer_and_config_files(dense)}
     assert held >= {*COPIED, "processor_config.json", "tokenizer.json", "generation_config.json"}
     assert not held & {*LEFT, "model.safetensors"}
-    masks = tmp_path / "pruned" / MASKS_FILE
-    (tmp_path / "tool").mkdir()
-    tool = Path(shutil.copytree(dense, tmp_path / "tool", dirs_exist_ok=True))
-    edit_weights(tool, cut(".1.mlp.", to=50, where="language_model"))
+    edit, pruned = cut(".1.mlp.", to=50, where="language_model"), tmp_path / "pruned"
+    shutil.copytree(dense, tool)
+    edit_weights(tool, edit)
     commands: dict[str, tuple[Any, ...]] = {
-        "pruned": ("prune", dense, "--data", text, *SMALL),
-        "applied": ("apply", dense, "--masks", masks),
-        "recovered": (
-            *("recover", tmp_path / "pruned", "--teacher", dense, "--tokens", "32", "--data", text),
-            *("--seq-len", "16", "--batch-size", "2"),
-        ),
+        "pruned": ("prune", dense, "--data", text, "--sparsity", "0.3", "--steps", "3", "--train", "masks", *SMALL),
+        "applied": ("apply", dense, "--masks", pruned / MASKS_FILE),
+        "recovered": ("recover", pruned, "--teacher", dense, "--tokens", "32", "--data", text, *SMALL),
         "converted": ("convert", tool),
     }
     for name, words in commands.items():
@@ -120,9 +97,9 @@ def test_every_verb_copies_what_the_dense_folder_holds(tmp_path: Path, picture: 
         files = {path.relative_to(tmp_path / name).as_posix() for path in (tmp_path / name).rglob("*")}
         assert files >= held and not files & {*LEFT} - {"report.html"}, name
         assert "auto_map" not in (tmp_path / name / "processor_config.json").read_text()
-        for file in held - {"config.json", "processor_config.json", "tokenizer_config.json", "generation_config.json"}:
+        for file in held - CHANGED:
             assert (tmp_path / name / file).read_bytes() == (dense / file).read_bytes()
-    assert answers(tmp_path / "pruned", prompt, picture) == answers(tmp_path / "applied", prompt, picture)
-    edit = cut(".1.mlp.", to=50, where="language_model")
-    expected = answers(tmp_path / "converted", prompt, picture, zeroed(dense, edit))
-    assert_same(answers(tmp_path / "converted", prompt, picture), expected)
+    picture = Image.fromarray((np.arange(64 * 64 * 3).reshape(64, 64, 3) % 251).astype("uint8"))
+    assert answers(pruned, picture) == answers(tmp_path / "applied", picture)
+    expected = answers(tmp_path / "converted", picture, zeroed(dense, edit))
+    assert_same(answers(tmp_path / "converted", picture), expected)

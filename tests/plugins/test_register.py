@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from tiny_models import PROMPTS, generate
+from serving import PROMPTS
+from tiny_models import SIZES, generate, save_random
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.vllm
@@ -71,11 +71,7 @@ print("RESULT", json.dumps({"tokens": tokens, "warnings": warnings, "ours": ours
 
 def test_where_the_plugin_is_broken_stock_models_are_served_as_ever(run_in_vllm: Run, tmp_path: Path) -> None:
     """Once with a name of vLLM's gone, then with a module of ours that vLLM's own loading of plugins meets."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
-    stock = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=256)).eval()
-    stock.save_pretrained(tmp_path)
+    stock = save_random(tmp_path, LlamaForCausalLM, LlamaConfig(**SIZES, num_hidden_layers=2))
     found = json.loads(run_in_vllm(BROKEN, tmp_path, json.dumps(PROMPTS)).partition("RESULT")[2].splitlines()[0])
     assert found["tokens"] == [generate(stock, prompt)["tokens"] for prompt in PROMPTS]
     assert found["ours"] == []

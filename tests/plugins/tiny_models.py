@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from runs import edit_weights  # noqa: F401  # for other tests
 from serving import NUM_NEW_TOKENS, PROMPTS
 
 from ddp_vllm.families import code_of, pruned_config
@@ -16,6 +16,11 @@ from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import Widths
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
 
 RAGGED_LAYERS = [
     {"query_heads_per_kv_head": [], "intermediate_size": 0},  # nothing left, and first: the residual starts here
@@ -33,20 +38,27 @@ NOTHING_LAST = [
 ]
 
 
-def make_checkpoint(folder: Path, family: str, layers: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
-    """Write a random model of `family` in fp32 and return what transformers generates: tokens and log-probabilities."""
-    torch.manual_seed(0)
-    model_class = getattr(modeling_ddp, f"DDP{family}ForCausalLM")
-    sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "max_position_embeddings": 256}
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    settings = {**sizes, **heads, **tokens, "num_hidden_layers": len(layers), "initializer_range": 0.15, **settings}
-    config = model_class.config_class(**settings, ddp_layers=layers)
-    model = model_class(config).float().eval()
+def save_random(folder: Path, build: Callable[[Any], Any], config: Any, seed: int = 0) -> Any:
+    """Write a random model in fp32, with every norm and bias away from 1 and 0, where a mix-up would not show."""
+    torch.manual_seed(seed)
+    model = build(config).float().eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # they start at 0 and 1, where a mix-up would not show
+        if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
     model.save_pretrained(folder)
+    return model
+
+
+def save_pruned(folder: Path, family: str, layers: list[dict[str, Any]], **settings: Any) -> Any:
+    """Write a random pruned model of `family`."""
+    model_class = getattr(modeling_ddp, f"DDP{family}ForCausalLM")
+    config = model_class.config_class(**SIZES | {"num_hidden_layers": len(layers)} | settings, ddp_layers=layers)
+    return save_random(folder, model_class, config)
+
+
+def make_checkpoint(folder: Path, family: str, layers: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    """Write a random pruned model and return what transformers generates: tokens and log-probabilities."""
+    model = save_pruned(folder, family, layers, **settings)
     return {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
 
 
@@ -66,15 +78,15 @@ def load_model(folder: Path) -> Any:
     return model_class.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def make_adapter(folder: Path, base: Path, modules: list[str] | str = PROJECTIONS) -> list[dict[str, Any]]:
-    """Write a random LoRA adapter for the model in `base`; return what transformers and peft generate with it."""
-    from peft import LoraConfig, get_peft_model  # vLLM's processes import this file too
+def make_adapter(folder: Path, model: Any, modules: list[str] = PROJECTIONS) -> dict[str, Any]:
+    """Write a random LoRA adapter for a model; return what transformers and peft generate with it."""
+    from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
     config = LoraConfig(target_modules=modules, r=4, lora_alpha=8, init_lora_weights=False)
-    adapted = get_peft_model(load_model(base), config).eval()
+    adapted = get_peft_model(model, config).eval()
     adapted.save_pretrained(folder)
-    return [generate(adapted, prompt) for prompt in PROMPTS]
+    return {"outputs": [generate(adapted, prompt) for prompt in PROMPTS]}
 
 
 @torch.no_grad()
@@ -106,9 +118,3 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     config = json.loads((folder / "config.json").read_text())
     edit(config)
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
