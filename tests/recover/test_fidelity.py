@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from commands import assert_refused, invoke, passed
 
-from ddp_prune.core.loss import OutputHead, agreement
+from ddp_prune.core.loss import OutputHead, agreement, perplexity_of
 from ddp_prune.models.evaluation import Evaluation
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import open_source
@@ -92,6 +92,7 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
     assert quality["tokens"] == len(each) == sum(quality["block_tokens"]) == 65 and math.isfinite(quality["dense"])
     assert evaluation.losses["a"]["pruned"][:2] == pytest.approx(each[:2].tolist(), rel=1e-4)
     assert quality["pruned"] == pytest.approx(each.mean().exp().item(), rel=1e-4)
+    assert perplexity_of([1e4]) == perplexity_of([math.nan]) == math.inf  # of a broken model
     ratio = perplexity_ratio(quality)
     assert ratio and ratio[0] == pytest.approx(quality["pruned"] / quality["dense"], rel=1e-6)
 
