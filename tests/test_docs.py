@@ -50,10 +50,13 @@ def test_links_lead_to_a_file_and_a_heading(page: str) -> None:
         assert not anchor or anchor in slugs, target
 
 
-def test_the_table_of_features_names_tests_that_exist() -> None:
+def test_the_tables_of_features_and_of_problems_name_tests_that_exist() -> None:
     """As `test_file: test or case`; a case is a key of a table there."""
     named = re.findall(r"`(\w+): ([^`]+)`", PAGES["docs/dev/CONTRIBUTING.md"])
     assert len(named) > 40
+    code = "".join(file.read_text(encoding="utf-8") for file in ROOT.glob("tests/**/test_*.py"))
+    tests = re.findall(r"`(test_\w+)`", PAGES["docs/dev/reliability.md"])
+    assert tests and [name for name in tests if f"def {name}(" not in code] == []
     for file, name in named:
         (path,) = ROOT.glob(f"tests/**/{file}.py")
         code = path.read_text(encoding="utf-8")

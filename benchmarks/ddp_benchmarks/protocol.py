@@ -3,7 +3,6 @@ JSON."""
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,14 +15,6 @@ Variant = TypeVar("Variant")
 def script_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser whose help is the docstring of a script, with its line breaks."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def split_command_line() -> tuple[list[str], list[str]]:
-    """Return the words before `--`, for the script itself, and the words after it, which it passes
-    on."""
-    words = sys.argv[1:]
-    end = words.index("--") if "--" in words else len(words)
-    return words[:end], words[end + 1 :]
 
 
 def check_engine_arguments(words: Sequence[str], *reserved: str) -> None:

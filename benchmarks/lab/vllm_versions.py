@@ -34,7 +34,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from ddp_benchmarks.protocol import result_line, script_parser, split_command_line
+from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_vllm.cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,8 +77,8 @@ def main() -> None:
     parser.add_argument("versions", nargs="*")
     parser.add_argument("--folder", type=Path, default=cache_folder() / "vllm-versions")
     parser.add_argument("--wheel", type=Path)
-    words, pytest_arguments = split_command_line()
-    arguments = parser.parse_args(words)
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    arguments, pytest_arguments = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     if arguments.wheel:
         changes = differences(Sources(arguments.wheel))
         print(*changes, sep="\n", flush=True)
