@@ -154,16 +154,14 @@ UNSERVED: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def random_model(name: str, **changes: Any) -> Any:
-    """Return a model of that name in float32, with every norm and bias away from 0 and 1."""
+def write_model(name: str, folder: Path, **changes: Any) -> Path:
+    """Write the model of that name in float32, with every norm and bias away from 0 and 1; return its folder."""
     register_deepseek()  # v1, which transformers does not know
     config = (MODELS | UNSERVED)[name]()
     for key, value in changes.items():
         setattr(config, key, value)
     torch.manual_seed(0)
-    kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
-    kind = next(each for each in kinds if type(config) in each._model_mapping)
-    model = kind.from_config(config, dtype=torch.float32).eval()
+    model = _class_of(config).from_config(config, dtype=torch.float32).eval()
     for label, tensor in model.state_dict().items():
         if name == "ernie4_5_moe" and "correction_bias" in label:
             tensor.zero_()  # vLLM 0.32's router on a CPU ignores it where scores are softmax, dense as well
@@ -171,15 +169,13 @@ def random_model(name: str, **changes: Any) -> Any:
             torch.nn.init.normal_(tensor, mean=float(tensor.mean()), std=0.3)
         elif tensor.dim() > 1:
             torch.nn.init.normal_(tensor, std=0.1)
-    return model
-
-
-def write_model(name: str, folder: Path, **changes: Any) -> Path:
-    """Write the model of that name, and return its folder."""
-    random_model(name, **changes).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    assert "quantization_config" not in config
+    model.save_pretrained(folder)
     return folder
+
+
+def _class_of(config: Any) -> Any:
+    kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
+    return next(each for each in kinds if type(config) in each._model_mapping)
 
 
 def stack_experts(folder: Path) -> None:
@@ -200,10 +196,8 @@ def stack_experts(folder: Path) -> None:
 def write_headers(name: str, folder: Path) -> Path:
     """Write config.json and the weights' headers of a model of the size that is published; the weights are holes."""
     config = getattr(transformers, name)()
-    kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
-    kind = next(each for each in kinds if type(config) in each._model_mapping)
     with torch.device("meta"):
-        model = kind.from_config(config, dtype=torch.bfloat16)
+        model = _class_of(config).from_config(config, dtype=torch.bfloat16)
     config.architectures, config.dtype = [type(model).__name__], "bfloat16"
     config.save_pretrained(folder)
     header: dict[str, Any] = {}

@@ -180,10 +180,9 @@ def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path) -> No
     config = config_of(checkpoint) if pruned else read_json(source / "config.json")
     quantized = {"quantization_config": read_json(work / "config.json")["quantization_config"]}
     write_model(folder, source, config | quantized, stored_tensors(work))
+    write_provenance(folder / MASKS_FILE, {})
     if pruned:
         for file in (MASKS_FILE, METRICS_FILE):
             if (source / file).exists():
                 shutil.copyfile(source / file, folder / file)
         write_card(folder, output)
-    else:
-        write_provenance(folder / MASKS_FILE, {})

@@ -28,6 +28,14 @@ WIDTHS = (33, INTERMEDIATE, 1)  # of the MLPs: odd, dense, a single channel
 EXPERT_WIDTHS = (0, 1, 2, 17, 31, 33, 48, EXPERT)  # of a layer's experts, turned from layer to layer
 _INPUTS = "gate_proj|up_proj|gate_up_proj|c_fc|fc1|dense_h_to_4h"
 _OUTPUTS = "down_proj|c_proj|fc2|dense_4h_to_h|w2"
+_FORMS: dict[str, tuple[list[str], str]] = {  # projection -> those of its block, if not gate, up and down
+    part: (inputs, output)
+    for *inputs, output in (
+        ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"),
+        ("dense_h_to_4h", "dense_4h_to_h"),
+    )
+    for part in {*inputs, output} - {"down_proj"}
+}  # fmt: skip
 _MLP = re.compile(rf"(.*\blayers)\.(\d+)\.(mlp|feed_forward)\.({_INPUTS}|{_OUTPUTS})\.(weight|bias)")
 _EXPERT = re.compile(r"(.*\blayers)\.(\d+)\.(\w+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 
@@ -89,15 +97,5 @@ def cut(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict
 
 def _names(prefix: str, part: str) -> dict[str, Any]:
     """Return the names of a block's projections on disk, of which `part` is one."""
-    for *inputs, output in (
-        ("w1", "w3", "w2"),
-        ("gate_up_proj", "down_proj"),
-        ("c_fc", "c_proj"),
-        ("fc1", "fc2"),
-        ("dense_h_to_4h", "dense_4h_to_h"),
-    ):
-        if part in inputs or (part == output and part != "down_proj"):
-            break
-    else:
-        inputs, output = ["gate_proj", "up_proj"], "down_proj"
+    inputs, output = _FORMS.get(part, (["gate_proj", "up_proj"], "down_proj"))
     return {"inputs": [prefix + name for name in inputs], "output": prefix + output}

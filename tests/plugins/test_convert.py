@@ -272,12 +272,6 @@ def heads(queries: int, kv_heads: int) -> Callable[[dict[str, torch.Tensor]], No
     return edit
 
 
-def block(**part: Any) -> Callable[[Path], None]:
-    whole = {"attention": {"num_key_value_heads": 4}, "ffn": {"intermediate_size": 64}}
-    own = {**whole, "ffn": {"intermediate_size": 40}}
-    return config(block_configs=[whole, {**own, **part}, whole, whole])
-
-
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -309,7 +303,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # how a folder 
     ),
     "a bias alone": (weights(norms_alone), ["down_proj.bias", "constant"]),
     "another field": (config(per_layer_config={"1": {"sliding_window": 9}}), ["sliding_window", "of its own"]),
-    "a linear layer for a block": (block(attention={"replace_with_linear": True}), ["replace_with_linear"]),
     "pickles": (pickled, ["has no model*.safetensors", "pickles are not opened"]),
     "a norm is missing": (dense_without_a_norm, ["lacks"]),
     "a tensor twice": (twice, ["is in model", "remove one"]),
@@ -327,9 +320,9 @@ def test_what_fits_no_checkpoint_is_one_line(case: str, tmp_path: Path) -> None:
     assert not (out / "config.json").exists()
 
 
-def of_heads(folder: Path, family: str, counts: Sequence[int], stated: int, queries: int = 1, **more: Any) -> None:
+def of_heads(folder: Path, family: str, counts: Sequence[int], stated: int, queries: int = 1) -> None:
     """Save a model with `counts` heads of 8 in its layers, `stated` heads in config.json, and no head_dim."""
-    sizes = {**SIZES_OF_LLAMA, "hidden_size": 64, "num_hidden_layers": len(counts), "head_dim": 8, **more}
+    sizes = {**SIZES_OF_LLAMA, "hidden_size": 64, "num_hidden_layers": len(counts), "head_dim": 8}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8 // queries}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     model.save_pretrained(folder)
