@@ -22,9 +22,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ddp_prune.core.gates import GatedModel, Masks, block_losses
+from ddp_prune.core.gates import GatedModel, Masks
 from ddp_prune.core.learn import Joint, Trainer, learn
-from ddp_prune.core.loss import perplexity_of
+from ddp_prune.core.loss import losses, perplexity_of
 from ddp_prune.core.saved import Unsaved
 from ddp_prune.core.weights import TrainedWeights
 from ddp_prune.devices import free_memory, make_accelerator
@@ -189,7 +189,9 @@ class Cells:
     def evaluate(self, masks: Masks | None, heldout: torch.Tensor) -> dict[str, float]:
         """Return the perplexity with these gates on the test text and the held-out text."""
         texts = {"perplexity": self.test, "heldout": heldout}
-        return {name: perplexity_of(block_losses(self.gated, masks, text)) for name, text in texts.items()}
+        device = self.accelerator.device
+        with self.gated.masks(masks and {kind: mask.to(device) for kind, mask in masks.items()}):
+            return {name: perplexity_of(losses(self.gated.model, text)) for name, text in texts.items()}
 
     def masks(self, row: Row, recipe: Recipe, scores: Masks) -> tuple[Masks, Facts]:
         """Return the gates of a row and their metrics, or {} and the `reason` why there are none.

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from ddp_prune.core.decoder import decoder_layers
 from ddp_prune.core.experts import IMPLEMENTATION, LayerGates
-from ddp_prune.core.loss import OutputHead, losses
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
 from ddp_vllm.remote_code.configuration_ddp_widths import renaming
 from ddp_vllm.remote_code.tensors import Projection
@@ -360,10 +359,3 @@ def narrow_layers(gated: GatedModel) -> NarrowLayers | None:
         for module in modules
     )
     return NarrowLayers(gated) if is_plain else None
-
-
-def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> list[float]:
-    """Return the `losses` of a gated model under `masks`; None: the dense model."""
-    device = OutputHead.of(gated.model).weight.device
-    with gated.masks(masks and {kind: mask.to(device) for kind, mask in masks.items()}):
-        return losses(gated.model, blocks)
