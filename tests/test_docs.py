@@ -50,6 +50,13 @@ def test_links_lead_to_a_file_and_a_heading(page: str) -> None:
         assert not anchor or anchor in slugs, target
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.endswith("/README.md")])
+def test_the_files_in_the_table_of_a_folder_exist(page: str) -> None:
+    folder = (ROOT / page).parent
+    names = re.findall(r"`([\w/]+\.py)`", PAGES[page])
+    assert [name for name in names if not (ROOT / name).exists() and not any(folder.rglob(name))] == []
+
+
 def test_the_tables_of_features_and_of_problems_name_tests_that_exist() -> None:
     """As `test_file: test or case`; a case is a key of a table there."""
     named = re.findall(r"`(\w+): ([^`]+)`", PAGES["docs/dev/CONTRIBUTING.md"])
