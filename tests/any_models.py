@@ -175,7 +175,7 @@ def write_model(name: str, folder: Path, **changes: Any) -> Path:
 
 def _class_of(config: Any) -> Any:
     kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
-    return next(each for each in kinds if type(config) in each._model_mapping)
+    return next(kind for kind in kinds if type(config) in kind._model_mapping)
 
 
 def stack_experts(folder: Path) -> None:

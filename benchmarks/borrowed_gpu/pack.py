@@ -118,7 +118,8 @@ def unpack_vllm(version: str, downloads: Path, folder: Path) -> None:
 
 def install_wheels(downloads: Path, folder: Path) -> None:
     """Install what vLLM and the product require and the machine lacks."""
-    downloads = downloads / "wheels"  # beside vLLM's own, which is unpacked and not installed
+    # vLLM's own wheel stays outside of this folder: it is unpacked, not installed
+    downloads = downloads / "wheels"
     pip("download", *PYTHON_312, "-d", downloads, *WHEELS.split())
     wheels = downloads.glob("*.whl")
     pip("install", "--no-index", "--no-compile", "--target", folder, *PYTHON_312, *wheels)

@@ -1,11 +1,11 @@
 """Does a command that is killed at any moment write, when it is run again, what it would have written undisturbed?
 
-Every command that writes a model runs on a tiny Llama, is killed by SIGKILL, and is run again with the same words. Half
-of the kills come right before or right after a file event of the process, which opens a file for writing, truncates,
-renames or removes one, or makes or removes a folder; each event of a command once before any comes again. The other
-kills come at a random moment. Then all files must be, bit for bit, those of an undisturbed run, and there must be no
-others: no temporary file, no lock, no saved run. Not compared are the numbers that say how long something took. A
-second run may answer that its output exists, if the first had written all of it.
+Each of COMMANDS runs on a tiny Llama, is killed by SIGKILL, and is run again with the same words. Half of the kills
+come right before or right after a file event of the process, which opens a file for writing, truncates, renames or
+removes one, or makes or removes a folder; each event of a command once before any comes again. The other kills come at
+a random moment. Then all files must be, bit for bit, those of an undisturbed run, and there must be no others: no
+temporary file, no lock, no saved run. Not compared are the numbers that say how long something took. A second run may
+answer that its output exists, if the first had written all of it.
 
 The parent process imports all modules once and never starts a thread; each run is a fork of it that calls the command
 line's function. Pictures are empty, because to draw them takes longer than everything else.

@@ -51,4 +51,5 @@ def test_answers_of_a_busy_server_equal_those_to_single_requests(
     assert {kind: count / REQUESTS for kind, count in counts.items()} == {
         "whole": 0.5, "stream": 0.3, "cut": 0.1, "invalid": 0.1
     }  # fmt: skip
-    assert memory[-1] <= 1.01 * memory[2] or REQUESTS < 2000  # few requests do not reach what stays constant
+    # memory still grows during the first few hundred requests
+    assert memory[-1] <= 1.01 * memory[2] or REQUESTS < 2000

@@ -98,7 +98,7 @@ def test_odd_inputs() -> None:
 
 @pytest.fixture
 def fresh(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and no memory of what was compiled."""
+    """Return an empty cache folder; kernels that were compiled before are forgotten."""
     for function in (kernel, moe_cpu_rows._warn_of_loop):
         function.cache_clear()
     yield cache

@@ -156,17 +156,19 @@ def test_memory_in_a_container(limit: str | None, free: int, tmp_path: Path, mon
         assert seams.free_memory(Accelerator(cpu=True)) == free
 
 
-class Found(NamedTuple):
+class Estimate(NamedTuple):
     fit: seams.Fit
     tokens: float
     seconds: float
 
 
-def on(model: Path, cards: str = "h100-80gb", sizes: tuple[float, ...] = (0.2,), **settings: Any) -> dict[Mode, Found]:
+def on(
+    model: Path, cards: str = "h100-80gb", sizes: tuple[float, ...] = (0.2,), **settings: Any
+) -> dict[Mode, Estimate]:
     """Return the estimate of each mode."""
     recipes = [seams.Recipe(model=str(model), sparsity=sparsity, **settings) for sparsity in sizes]
-    found = seams.estimate(recipes, open_source(str(model)), Devices.of_cards(cards))
-    return {each[0].mode: Found(*each) for each in found}
+    estimates = seams.estimate(recipes, open_source(str(model)), Devices.of_cards(cards))
+    return {estimate[0].mode: Estimate(*estimate) for estimate in estimates}
 
 
 def test_an_estimate_follows_the_options(tiny_model: Path) -> None:
