@@ -16,7 +16,7 @@ from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.conversion.shapes import AGAIN, read_layers
 from ddp_vllm.conversion.stock import describe
 from ddp_vllm.dimensions import EXPERT_COUNT_KEYS, text_config, widths_of
-from ddp_vllm.errors import ModelError, echo, line_printer, reading
+from ddp_vllm.errors import ModelError, echo, line_printer
 from ddp_vllm.families import FAMILIES, KNOWN, check_dense, foreign_code, pruned_config
 from ddp_vllm.formats import (
     DROPPED,
@@ -36,12 +36,10 @@ from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import write_provenance
 from ddp_vllm.remote_code.files import (
-    INDEX_FILE,
     WEIGHTS,
     WidthsError,
     checked_tensors,
     file_tensors,
-    read_json,
     short,
     weight_files,
 )
@@ -231,8 +229,6 @@ def _removed(widths: Widths, why: str) -> Iterator[str]:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder, in its own safetensors files or in Puzzletron's.
     Raises: ModelError, WidthsError.
-
-    Each is that of the file that the index names; without an index it must be in one file.
     """
     if any(folder.glob(WEIGHTS)):
         checked_tensors(folder)
@@ -242,14 +238,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for path in paths:  # layers in a missing file would look removed
         if (shard := _SHARD.fullmatch(path.name)) and int(shard[2]) > len(paths):
             raise ModelError(f"it has {len(paths)} weight files, but {path.name} is one of {int(shard[2])}; {AGAIN}")
-    # of several copies the last one counts, which the index names
-    tensors = {name: Stored(path, shape, dtype) for path in paths for name, shape, dtype in file_tensors(path)}
-    if (index := folder / INDEX_FILE).exists():
-        with reading(INDEX_FILE, ModelError, AGAIN):
-            names = read_json(index)["weight_map"].keys()
-        if other := names ^ tensors.keys():
-            raise ModelError(f"tensor {short(min(other))} is in {INDEX_FILE} or in a file, but not in both; {AGAIN}")
-    return tensors
+    return {name: Stored(path, shape, dtype) for path in paths for name, shape, dtype in file_tensors(path)}
 
 
 def write_weights(folder: Path, plan: Plan) -> None:

@@ -73,8 +73,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
     widths = replace(checkpoint.widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers)))
-    files = weight_files(folder)  # of several copies the last one counts, as everywhere
-    stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
+    stored = {name: tensor for file in weight_files(folder) for name, tensor in SafetensorsLocal(file).tensors.items()}
     tensors = list(_tensors(checkpoint, widths, kind))
     graph = "llama" if len(set(widths.layers)) == 1 else "deci"
     with writing(output):

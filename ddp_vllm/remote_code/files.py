@@ -1,8 +1,7 @@
 """Reads the files of a checkpoint strictly: JSON, the index, and the headers of safetensors files.
 
 Programs interpret a duplicate name, a tensor in two files, or a wrong index differently. This
-file refuses all of them, except copies before the one that the index names, so every program loads
-exactly the tensors that were checked.
+file refuses all of them, so every program loads exactly the tensors that were checked.
 
 This file is part of every checkpoint and imports only the standard library.
 """
@@ -103,35 +102,10 @@ def _check_depth(found: Any) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a checkpoint in the order in which programs read them: those of
-    its index, and all others whose names are of weights. Raises: WidthsError."""
+    """Return the weight files of a checkpoint: those of its index, and all others whose names are
+    of weights. Raises: WidthsError."""
     names = set(index_map(folder / INDEX_FILE).values()) if os.path.lexists(folder / INDEX_FILE) else set()
     return sorted({*folder.glob(WEIGHTS), *(folder / name for name in names)})
-
-
-def earlier_copies(folder: Path) -> Counter[str]:
-    """Return how many copies of each tensor programs read before the one that counts.
-    Raises: WidthsError; OSError."""
-    copies = Counter(name for path in weight_files(folder) for name, _, _ in file_tensors(path))
-    return copies - Counter(dict.fromkeys(copies, 1))
-
-
-def indexed_tensors(path: Path, index: Mapping[str, str]) -> Iterator[tuple[str, list[int], str]]:
-    """Yield the tensors of a weight file that are not read from another one.
-
-    index: tensor -> its file. An overlay is a further file with tensors whose earlier copies stay
-    in the other files. Programs read the files in order, so the last copy counts.
-    Raises: WidthsError if that is not the one in the index's file; as `file_tensors`.
-    """
-    for tensor in file_tensors(path):
-        file = index.get(tensor[0], path.name)
-        if file < path.name and path.name in index.values():
-            raise WidthsError(
-                f"{path.parent}: tensor {short(tensor[0])} is in {file}, which the index names, and in {path.name}, "
-                "which programs read after it; remove the other copy"
-            )
-        if file == path.name or path.name not in index.values():
-            yield tensor
 
 
 def file_tensors(path: Path) -> Iterator[tuple[str, list[int], str]]:
@@ -190,21 +164,20 @@ def checked_tensors(folder: Path) -> Sequence[tuple[str, list[int], str]]:
     """Return name, shape and dtype of each tensor from the headers of all weight files, after
     checking that every program loads the same ones.
 
-    Each tensor is that of the file that the index names; without an index it must be in one file.
-    Neither weights nor the masks file are read. Raises: WidthsError; OSError.
+    A tensor may be in one file only. Neither weights nor the masks file are read.
+    Raises: WidthsError; OSError.
     """
     found: dict[str, tuple[str, list[int], str]] = {}
     file_of: dict[str, str] = {}
-    index = index_map(folder / INDEX_FILE) if os.path.lexists(folder / INDEX_FILE) else {}
     for path in weight_files(folder):
-        for name, shape, dtype in indexed_tensors(path, index) if os.path.lexists(path) else ():
+        for name, shape, dtype in file_tensors(path) if os.path.lexists(path) else ():
             if name in file_of:
                 raise WidthsError(f"{folder}: tensor {short(name)} is in {file_of[name]} and {path.name}; remove one")
             found[name], file_of[name] = (name, shape, dtype), path.name
     if not file_of:
         raise WidthsError(f"{folder} has no {WEIGHTS}; only safetensors weights are supported")
     if os.path.lexists(folder / INDEX_FILE):
-        _check_index(folder, index, file_of)
+        _check_index(folder, index_map(folder / INDEX_FILE), file_of)
     return list(found.values())
 
 

@@ -19,7 +19,7 @@ from ddp_vllm.families import FAMILIES, check_dense, check_known, register_prune
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
-from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, index_map, indexed_tensors, short
+from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import Widths, states_widths
 
@@ -273,7 +273,7 @@ def _headers(folder: Path) -> Iterator[Header]:
     names = set[str]()
     for path in (*files, *sorted(strays)):
         try:
-            header = list(indexed_tensors(path, index))
+            header = list(file_tensors(path))
         except (WidthsError, OSError) as error:
             raise ModelError(f"{path} cannot be read ({error}); download the model again") from error
         if path not in strays:
