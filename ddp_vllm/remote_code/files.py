@@ -172,7 +172,7 @@ def checked_tensors(folder: Path) -> Sequence[tuple[str, list[int], str]]:
     for path in weight_files(folder):
         for name, shape, dtype in file_tensors(path) if os.path.lexists(path) else ():
             if name in file_of:
-                raise WidthsError(f"{folder}: tensor {short(name)} is in {file_of[name]} and {path.name}; remove one")
+                raise WidthsError(f"tensor {short(name)} is in {file_of[name]} and {path.name}; remove one")
             found[name], file_of[name] = (name, shape, dtype), path.name
     if not file_of:
         raise WidthsError(f"{folder} has no {WEIGHTS}; only safetensors weights are supported")

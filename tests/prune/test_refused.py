@@ -270,6 +270,8 @@ def test_a_tensor_in_two_files_is_refused(verb: str, tiny_model: Path, tiny_text
     save_file({DOWN: every[DOWN]}, folder / shards[1], {"format": "pt"})
     edit_json(folder / INDEX, weight_map=dict.fromkeys(every, shards[0]) | {DOWN: shards[1]})
     refused(folder, DOWN, shards[1])
+    (folder / shards[1]).unlink()
+    edit_json(folder / INDEX, weight_map=dict.fromkeys(every, shards[0]))
     shutil.copyfile(tiny_model / "model.safetensors", folder / "model.safetensors")
     refused(folder, "model.safetensors", "remove")
     stray = Path(shutil.copytree(tiny_model, tmp_path / "stray"))
