@@ -12,7 +12,7 @@ Of a model without a row here, the MLPs or routed experts are pruned, which
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import FAMILIES as FAMILIES
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, dense_type
-from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, states_widths
+from ddp_vllm.remote_code.widths import METHOD, Widths, states_widths
 
 KNOWN = {**FAMILIES, **MIXTURES}
 
