@@ -39,7 +39,7 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     `MIXTURES` follow from its fields. Raises: WidthsError."""
     if config.get("model_type") not in MIXTURES or stated_widths(config) is not None:
         return Widths.of(config)
-    check_sizes(config, "hidden_size")
+    check_sizes(config)
     names = [f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")]
     if config["model_type"] == "mixtral":
         names = [f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")]

@@ -134,18 +134,17 @@ class UnitSlicer:
         it is kept."""
         if (place := self.widths.find(name)) is None:
             return None if self.widths.is_removed(name) else (name, tensor)
-        if place.projection.block not in self.gates or (length := self.widths.length(place)) is None:
+        if place.projection.block not in self.gates or place.length is None:
             return name, tensor
-        if not length:
+        if not place.length:
             return None
         scale = self._scale(place)
         keep = scale > 0
         if not keep.any():  # the channel of zeros of an MLP of a stock class
             keep.unflatten(0, (len(place.projection.units), -1))[:, 0] = True
-        if place.projection.axis == 0:
+        if place.axis == 0:
             return name, tensor[keep].contiguous()
-        # a bias is added after the gates
-        return name, tensor if place.is_bias else fold(tensor[:, keep], scale[keep])
+        return name, fold(tensor[:, keep], scale[keep])
 
     def _scale(self, place: Place) -> torch.Tensor:
         """Return the gate of each row (axis 0) or column (axis 1) of a projection.
