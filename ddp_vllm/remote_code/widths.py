@@ -172,19 +172,17 @@ class Widths:
         table = TABLES.get(dense_type(config))
         if table is None:
             raise WidthsError(f"config.json: model_type {config.get('model_type')!r} is unknown; update ddp-vllm")
-        is_dense = config.get("ddp_layers") is None and dense_type(config) == config["model_type"]
         check_sizes(config)
         dense = LayerWidths(query_heads_per_kv_head=dense_heads(config), intermediate_size=config["intermediate_size"])
-        number = config["num_hidden_layers"]
+        number, stated = config["num_hidden_layers"], config.get("ddp_layers")
+        is_dense = stated is None and dense_type(config) == config["model_type"]
         flags = {"attn": config.get("attention_bias"), "mlp": config.get("mlp_bias")}
         biased = {part.name for part in table.projections if flags[part.block]}
         if not config.get("attention_out_bias", True):
             biased -= {table.output("attn").name}
         return cls(
             table=table,
-            layers=(dense,) * number
-            if is_dense
-            else _layers(config.get("ddp_layers"), "ddp_layers", number, dense, is_family=True),
+            layers=(dense,) * number if is_dense else _layers(stated, "ddp_layers", number, dense, is_family=True),
             dense=dense,
             head_dim=head_dim(config),
             hidden_size=config["hidden_size"],
@@ -324,7 +322,7 @@ class Widths:
         hidden: dict[str, int] = {}
         for name, shape, dtype in tensors:
             place = self.find(name)
-            if place and place.length == 0 and (self.is_family or 0 not in shape):
+            if self.is_removed(name) or (place and place.length == 0 and 0 not in shape):
                 raise WidthsError(f"tensor {name} is of a block or expert that config.json removes; {_AGAIN}")
             required = self._shape(name, place, hidden)
             if required is None and not self.is_quantized:
@@ -398,10 +396,7 @@ class Widths:
         if outside:
             raise WidthsError(f"tensor {min(outside)} is missing; {_COPY}")
         for index, (widths, modules) in enumerate(zip(self.layers, present, strict=True)):
-            removed = self.removed(widths)
-            if surplus := [module for module in modules if f"{module}.".startswith(removed)]:
-                raise WidthsError(f"layer {index} has {min(surplus)} of a block that ddp_layers removes; {_AGAIN}")
-            needed = {*alike, *self.modules(index)} - modules
+            needed, removed = {*alike, *self.modules(index)} - modules, self.removed(widths)
             if missing := [module for module in needed if not f"{module}.".startswith(removed)]:
                 raise WidthsError(
                     f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); {_COPY}"

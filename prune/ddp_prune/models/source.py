@@ -253,7 +253,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _index_of(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, {} without an index. Raises: ModelError."""
     try:
-        return index_map(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+        return index_map(folder / INDEX_FILE)
     except WidthsError as error:
         raise ModelError(str(error)) from error
 
