@@ -36,6 +36,7 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
+from ddp_vllm.names import bare_name
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.progress import StepProgress
@@ -128,6 +129,8 @@ def read_text(
     blocks, heldout = load(recipe.data, steps * recipe.batch_size, recipe.batch_size), dict[str, torch.Tensor]()
     for name in watched:
         try:
+            if bare_name(name) in map(bare_name, heldout):  # under which results are published
+                raise TextError(f"two watched texts are called {bare_name(name)}; rename one")
             other = load(name, 1, 0)
             check_watched(other, name, blocks, recipe.data)
         except TextError as error:

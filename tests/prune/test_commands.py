@@ -194,6 +194,22 @@ def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, ti
     assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0
 
 
+def test_two_watched_texts_have_two_names(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Results are published by the names of files: one of the texts would be lost. The texts of the pruning run, which
+    a recovery watches, may be called alike."""
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "rain.txt").write_text(f"{folder.name} {RAIN}")
+    both = ",".join(str(folder / "rain.txt") for folder in folders)
+    refused = prune(tiny_model, tiny_text, tmp_path / "out", "--watch", both)
+    assert_refused(refused, 4, "two watched texts are called rain.txt; rename one")
+    passed(prune(tiny_model, both, tmp_path / "out"))
+    result = passed(recover(tmp_path / "out", tmp_path / "more", "--data", tiny_text, "--tokens", "32"))
+    assert f"{folders[1] / 'rain.txt'} is not watched: two watched texts are called" in result.output.replace("\n", " ")
+    assert [*read_checkpoint(tmp_path / "more").provenance["recovery"]["watched"]] == ["rain.txt"]
+
+
 def test_options_change_what_recover_trains(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """But not the loss on turns of an assistant, of whom the text has none."""
     options = ["--train", "weights", "--teacher", tiny_model, "--data", tiny_text, "--tokens", "128"]
