@@ -36,8 +36,8 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
-from ddp_vllm.names import bare_name
 from ddp_vllm.model_files import tokenizer_and_config_files
+from ddp_vllm.names import bare_name
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
