@@ -97,6 +97,7 @@ def test_whole_experts_and_then_channels(train: str, tiny_experts: Path, tiny_te
     checkpoint = read_checkpoint(tmp_path / "pruned")
     assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
     assert checkpoint.is_stock and checkpoint.config["num_local_experts"] == 3
+    assert checkpoint.dense_shapes == read_checkpoint(tiny_experts, dense=True).shapes
     assert_written_as_evaluated(tmp_path / "pruned", tiny_text)
     if train == "weights":
         return
