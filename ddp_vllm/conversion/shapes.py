@@ -48,10 +48,10 @@ def read_layers(
     size = head_dim(dense) if sizes_known or dense.get("head_dim") else _head_size(dense, table, layers)
     widths = []
     for index, tensors in enumerate(layers):
-        units = {block: _units(index, tensors, table, block, size) for block in ("attn", "mlp")}
-        heads, kv_heads = (units["attn"].get(kind, 0) for kind in ("query_head", "kv_head"))
-        queries = groups(heads, kv_heads, f"layer {index}") if units["attn"] else ()
-        widths.append(LayerWidths(query_heads_per_kv_head=queries, intermediate_size=units["mlp"].get("channel", 0)))
+        units = _units(index, tensors, table, size)
+        heads, kv_heads = (units.get(kind, 0) for kind in ("query_head", "kv_head"))
+        queries = groups(heads, kv_heads, f"layer {index}") if heads or kv_heads else ()
+        widths.append(LayerWidths(query_heads_per_kv_head=queries, intermediate_size=units.get("channel", 0)))
     config = enclosing({**dense, "head_dim": size}, widths)
     return config, *_biases(config, widths_of(dense).biased, layers, widths)
 
@@ -72,22 +72,20 @@ def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Sh
     return size
 
 
-def _units(index: int, layer: Shapes, table: TensorTable, block: str, size: int) -> dict[str, int]:
-    """Return how many units of each kind a block has; {} if it is removed. Raises: ModelError."""
-    lengths = {part: _length(layer, part) for part in (table.output(block), *table.inputs(block))}
+def _units(index: int, layer: Shapes, table: TensorTable, size: int) -> dict[str, int]:
+    """Return how many units of each kind a layer has, by the first projection that has them; none
+    of a removed block. Raises: ModelError."""
     units: dict[str, int] = {}
-    for part, length in lengths.items() if any(lengths.values()) else ():
-        if length is None:
-            raise ModelError(f"layer {index} lacks {part.name}.weight, but has other tensors of that block; {AGAIN}")
-        unit = part.unit_size(size)
+    for part in sorted(table.projections, key=lambda part: -part.axis):  # those with units of one kind first
         unknown = [kind for kind in part.units if kind not in units]
-        known = unit * sum(units.get(kind, 0) for kind in part.units)
-        count, rest = divmod(length - known, unit * max(1, len(unknown)))
-        if rest or (count < 1 if unknown else count):
-            axis = "columns" if part.axis else "rows"
-            fault = f"no whole number of heads of {unit}" if unknown else f"not the {known} of the same units elsewhere"
-            raise ModelError(f"layer {index}: {part.name} has {length} {axis}, {fault}; {AGAIN}")
-        units |= dict.fromkeys(unknown, count)
+        if unknown and (length := _length(layer, part)):
+            unit = part.unit_size(size)
+            known = unit * sum(units.get(kind, 0) for kind in part.units)
+            count, rest = divmod(length - known, unit * len(unknown))
+            if rest or count < 1:
+                fault = f"{part.name} has a length of {length}, no whole number of heads of {unit}"
+                raise ModelError(f"layer {index}: {fault}; {AGAIN}")
+            units |= dict.fromkeys(unknown, count)
     return units
 
 

@@ -262,9 +262,9 @@ def twice(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # how a folder is made unfit, what the line says
-    "gate and up differ": (weights(cut(GATE, 39)), ["layer 1: mlp.gate_proj has 39 rows", "40"]),
-    "groups with two readings": (weights(heads(5, 2)), ["5 query heads for 2 KV heads", "[3, 2]", "[2, 3]"]),
-    "a matrix is missing": (weights(lambda found: found.pop(GATE)), ["layer 1 lacks mlp.gate_proj.weight"]),
+    "gate and up differ": (weights(cut(GATE, 39)), ["layers.1.mlp.gate_proj.weight has shape [39, 48]", "require 40"]),
+    "groups with two readings": (weights(heads(5, 2)), ["5 query heads for 2 KV heads", "which share one"]),
+    "a matrix is missing": (weights(lambda found: found.pop(GATE)), ["layer 1 lacks the tensors of mlp.gate_proj"]),
     "a config that lies": (config(per_layer_config={"1": {"intermediate_size": 41}}), ["layer 1 has", "40", "states"]),
     "nothing is pruned": (
         weights(lambda found: [found.update({name: found[name.replace(".1.", ".0.")].clone()}) for name in [*found]]),
