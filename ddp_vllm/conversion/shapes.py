@@ -27,9 +27,9 @@ AGAIN = "copy the whole folder again, or write it again with the tool that made 
 
 def read_layers(
     dense: Mapping[str, Any], shapes: Shapes, *, sizes_known: bool = False
-) -> tuple[dict[str, Any], dict[str, Any], Widths, dict[str, str]]:
-    """Return the dense config with the sizes that no layer exceeds, the same with the flags of
-    biases on disk, the widths, and each bias of zeros to add with the weight that it belongs to.
+) -> tuple[dict[str, Any], Widths, dict[str, str]]:
+    """Return the dense config with sizes that no layer exceeds and the flags of biases on disk, the
+    widths, and each bias of zeros to add with the weight that it belongs to.
 
     sizes_known: the config has the sizes of the dense model, as --dense gives them; otherwise a
     tool may have written those of a pruned layer.
@@ -52,8 +52,7 @@ def read_layers(
         heads, kv_heads = (units.get(kind, 0) for kind in ("query_head", "kv_head"))
         queries = groups(heads, kv_heads, f"layer {index}") if heads or kv_heads else ()
         widths.append(LayerWidths(query_heads_per_kv_head=queries, intermediate_size=units.get("channel", 0)))
-    config = enclosing({**dense, "head_dim": size}, widths)
-    return config, *_biases(config, widths_of(dense).biased, layers, widths)
+    return _with_biases(enclosing({**dense, "head_dim": size}, widths), layers, widths)
 
 
 def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Shapes]) -> int:
@@ -96,17 +95,17 @@ def _length(layer: Shapes, projection: Projection) -> int | None:
     return shape[projection.axis] if len(shape) == 2 else None
 
 
-def _biases(
-    enclosing: Mapping[str, Any], stated: frozenset[str], layers: Sequence[Shapes], widths: list[LayerWidths]
+def _with_biases(
+    config: dict[str, Any], layers: Sequence[Shapes], widths: list[LayerWidths]
 ) -> tuple[dict[str, Any], Widths, dict[str, str]]:
-    """Return the last three values of `read_layers`. stated: modules with a bias by config.json.
+    """Return the values of `read_layers`.
 
     A block gets biases of zeros only if the pruner added some bias to such blocks; those of the
     dense class must be there. Raises: ModelError if the class has no place for a bias, or a block
     without units has one on its output projection, which it would still add.
     """
-    config, biased = dict(enclosing), [{name[:-5] for name in layer if name.endswith(".bias")} for layer in layers]
-    present: set[str] = set().union(*biased)
+    biased = [{name[:-5] for name in layer if name.endswith(".bias")} for layer in layers]
+    stated, present = widths_of(config).biased, set[str]().union(*biased)
     for module in sorted(present - stated):
         flag, families = _BIASED["attn" if module.startswith("self_attn.") else "mlp"]
         if config["model_type"] not in families:
