@@ -498,7 +498,7 @@ def _layer(stated: Any, where: str, dense: LayerWidths, *, is_family: bool) -> L
     """Read the entry of a layer. In a family it states heads and channels; a description leaves
     blocks as they are that it does not state. Raises: WidthsError."""
     names = heads_key, width_key, experts_key = tuple(vars(dense))
-    _check_keys(stated, where, {*(names[:2] if is_family else names[1:])})
+    _check_keys(stated, where, {*(names[:2] if is_family else [name for name in names[1:] if vars(dense)[name]])})
     heads, width, sizes = map(stated.get, names)
     layer = LayerWidths(query_heads_per_kv_head=dense.query_heads_per_kv_head)
     if is_family:
@@ -508,15 +508,12 @@ def _layer(stated: Any, where: str, dense: LayerWidths, *, is_family: bool) -> L
             raise _fault(place, list(heads), f"{sum(heads)} query heads of {most} dense ones")
         layer = replace(layer, query_heads_per_kv_head=heads)
     if is_family or width is not None:
-        if not dense.intermediate_size:
-            raise _fault(where, dict(stated), "requires mlp")
         width = _integer(width, f"{where}.{width_key}", 0 if is_family else 1, dense.intermediate_size)
         layer = replace(layer, intermediate_size=width)
     if sizes is not None:
-        if not (experts := dense.expert_intermediate_sizes):
-            raise _fault(where, dict(stated), "requires experts")
-        number, place = len(experts), f"{where}.{experts_key}"
-        sizes = _integers(_list(sizes, place, number, number, "widths, one per expert"), place, 0, experts[0])
+        experts, place = dense.expert_intermediate_sizes or (), f"{where}.{experts_key}"
+        rows = _list(sizes, place, len(experts), len(experts), "widths, one per expert")
+        sizes = _integers(rows, place, 0, experts[0])
         layer = replace(layer, expert_intermediate_sizes=sizes)
     return layer
 
