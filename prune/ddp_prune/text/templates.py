@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import TemplateError
 
 from ddp_vllm.errors import TextError
 
@@ -64,26 +64,12 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template loops over the parts of a content, which vLLM then hands on
-        (`_detect_content_format` in `vllm/renderers/hf.py`)."""
-        source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", self.source)
-        try:
-            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-        except TemplateError:
-            return False
-        in_macros = set[int]()
-        for macro in tree.find_all(nodes.Macro):
-            calls = [call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == macro.name]
-            given = [pair for call in calls for pair in zip(macro.args, call.args, strict=False)]
-            names = {parameter.name for parameter, value in given if _is_content(value, set())}
-            names |= {pair.key for call in calls for pair in call.kwargs if _is_content(pair.value, set())}
-            loops = list(macro.find_all(nodes.For))
-            in_macros |= set(map(id, loops))
-            if any(_is_content(loop.iter, names) for loop in loops):
-                return True
-        return any(
-            _is_content(loop.iter, {"content"}) for loop in tree.find_all(nodes.For) if id(loop) not in in_macros
-        )
+        """Whether the template writes each part of a content that is a list. vLLM then hands on parts, and joins them
+        for other templates, which it tells from their syntax."""
+        with suppress(*UNREADABLE):
+            text = self.text([{"role": "user", "content": [{"type": "text", "text": PLACEHOLDER}]}])
+            return PLACEHOLDER in text and '"text"' not in text  # not a list that is written as JSON
+        return False
 
     @cached_property
     def prompt(self) -> str:
@@ -195,17 +181,6 @@ class ChatTemplate:
 def _shared_length(one: str, other: str) -> int:
     """Return how many characters the beginnings of two texts share."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda end: one[: end + 1] != other[: end + 1])
-
-
-def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    """Tell whether an expression is a message's content, filtered or sliced, or such a variable."""
-    while isinstance(node, nodes.Filter | nodes.Test) or (
-        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
-    ):
-        node = node.node
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return node.attr == "content" if isinstance(node, nodes.Getattr) else getattr(node, "name", "") in names
 
 
 def _thoughts_of(message: Message) -> str:
