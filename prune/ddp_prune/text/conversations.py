@@ -159,17 +159,14 @@ def _unpacked(value: Any) -> Any:
 
 
 def _tools(given: Any, name: str, place: str) -> list[Any] | None:
-    """Return the tools of a column, which may be packed as JSON, as vLLM hands them on.
-
-    They may be bare functions, or Anthropic's. Raises: TextError.
-    """
+    """Return the tools of a column, which may be packed as JSON or bare functions, as vLLM hands
+    them on. Raises: TextError."""
     tools, values = [], parsed(given) if name else []
     for value in values if isinstance(values, list) else [None]:
         tool = value.get("function", value) if isinstance(value, dict) else None
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             raise TextError(f"{place} has {kind_of(given)} under {name}; write a list of functions")
-        tool = {"description": None, "parameters": tool.get("input_schema")} | tool
-        function = {key: tool[key] for key in ("name", "description", "parameters")}
-        extra = {key: tool[key] for key in ("strict", "defer_loading") if tool.get(key) is not None}
-        tools.append({"type": "function", "function": function | extra})
+        function = {key: tool.get(key) for key in ("name", "description", "parameters")}
+        strict = {"strict": tool["strict"]} if tool.get("strict") is not None else {}
+        tools.append({"type": "function", "function": function | strict})
     return tools or None

@@ -1,12 +1,10 @@
 """Turns of any format in, messages in the form in which vLLM hands them to the chat template out.
 
 What `/v1/chat/completions` renders of the same messages is what the served model will read. So
-arguments of calls are objects, thoughts have every key that templates read, blocks of calls and
-results are read as by `/v1/messages`, and keys that vLLM does not hand on are left out. The rules
-are in `vllm/renderers/chat_utils.py` and `vllm/entrypoints/anthropic/serving.py`.
+arguments of calls are objects, thoughts have every key that templates read, and keys that vLLM
+does not hand on are left out. The rules are in `vllm/renderers/chat_utils.py`.
 """
 
-import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -36,11 +34,8 @@ VERSIONED = ("gpt-", "gpt4", "gpt3", "chatgpt-", "claude-", "gemini-", "llama-",
 
 WEIGHTS = ("weight", "train")
 """Keys with which an author excludes a message from the loss: OpenAI's and Axolotl's."""
-BLOCKS = ("tool_use", "tool_result", "thinking")
-"""Parts of contents that are no words in a chat of `/v1/messages`."""
-CALL_KEYS, THOUGHT_KEYS = ("tool_calls", "function_call"), (*THOUGHTS, "thinking_blocks")
-READ_AS: dict[str, tuple[str, ...]] = dict.fromkeys(THOUGHT_KEYS, THOUGHTS)
-READ_AS |= dict.fromkeys((*CALL_KEYS, "tool_use"), CALL_KEYS[:1])
+CALL_KEYS = ("tool_calls", "function_call")
+READ_AS: dict[str, tuple[str, ...]] = dict.fromkeys(THOUGHTS, THOUGHTS) | dict.fromkeys(CALL_KEYS, CALL_KEYS[:1])
 """What an assistant generates besides words, and the keys under which a template may read it."""
 HANDED_ON = {"assistant": tuple(READ_AS), "tool": ("tool_call_id",), "developer": ("tools",)}
 """Keys of a role's messages that vLLM hands on, next to `name` and `task`."""
@@ -89,12 +84,8 @@ class TurnReader:
         """Return the messages of a list of turns. Raises: TextError."""
         if not isinstance(turns, list):
             raise TextError(f"{place} holds {kind_of(turns)}, not a text or a list of messages; write {EXAMPLE}")
-        contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
-        parts = itertools.chain.from_iterable(c for c in contents if isinstance(c, list))
-        kinds = {k for part in parts if isinstance(part, dict) for k in (str(part.get("type")), *part)}
-        blocks = BLOCKS if kinds & {"tool_use", "tool_result", "signature"} else ()
-        messages = (self._turn(t, f"{place}, turn {n}", blocks) for n, t in enumerate(turns, 1))
-        return list(itertools.chain.from_iterable(messages))
+        messages = (self._message(turn, f"{place}, turn {number}") for number, turn in enumerate(turns, 1))
+        return list(filter(None, messages))
 
     def content(self, texts: list[str], role: str = "user") -> Any:
         """Return the content that the template reads: parts, or texts joined by line breaks."""
@@ -114,8 +105,8 @@ class TurnReader:
         rest = [message for message in messages if message["role"] not in ("developer", "system")]
         return [{"role": "system", "content": content}, *rest]
 
-    def _turn(self, turn: Any, place: str, blocks: tuple[str, ...]) -> Iterator[Message]:
-        """Yield results of tools that are blocks of a turn, and its message unless it is empty."""
+    def _message(self, turn: Any, place: str) -> Message | None:
+        """Return the message of a turn; None if it is empty. Raises: TextError."""
         if not isinstance(turn, dict):
             raise TextError(f"{place} is {kind_of(turn)}, not an object; write {EXAMPLE}")
         speaker_key = first(turn, ("role", "from")) or "role"
@@ -125,30 +116,23 @@ class TurnReader:
             has = f"{kind_of(speaker)} under {speaker_key}" if speaker_key in turn else "no role"
             raise TextError(f"{place} has {has}; name the speaker under role")
         role = self._role(speaker)
-        parts = defaultdict[str, list[Any]](list)
-        for kind, part in self._parts(turn.get(content_key), f"{place} has", content_key, blocks):
-            parts[kind].append(part)
-        for result in parts["tool_result"]:
-            texts = self._parts(result.get("content"), f"{place} has", "tool_result")
-            content = "\n".join(text for _, text in texts)
-            identity = result.get("tool_use_id") or ""
-            yield {"role": "tool", "content": content, "tool_call_id": identity}
-        generated = self._generated(turn, parts, place) if role == "assistant" else {}
+        texts = list(self._texts(turn.get(content_key), f"{place} has", content_key))
+        generated = self._generated(turn, texts, place) if role == "assistant" else {}
         has_content = bool({"content", "value"} & turn.keys())
         is_result = has_content and SPEAKERS.get(speaker.strip().lower()) == "tool"
-        if any(parts["text"]) or any(generated.values()) or is_result:
+        if any(texts) or any(generated.values()) or is_result:
             if not role:
                 statement = "unknown speakers, read as the user, with their turns"
                 self.notes.add(statement, speaker)
-            content = self.content(parts["text"], role)
+            content = self.content(texts, role)
             message = {"role": role or "user", "content": content} | generated
             if role == "assistant" and self._is_excluded(turn, place):
                 message["weight"] = 0
-            yield message | self._handed_on(turn, parts, role)
-        elif not has_content and turn.keys() - {"role", "from", *WEIGHTS}:
+            return message | self._handed_on(turn, role)
+        if not has_content and turn.keys() - {"role", "from", *WEIGHTS}:
             raise TextError(f"{place} has no content, only {', '.join(turn)}; name it content")
-        elif not parts["tool_result"]:
-            self.notes.add("turns without words, which are dropped", speaker)
+        self.notes.add("turns without words, which are dropped", speaker)
+        return None
 
     def _role(self, speaker: str) -> str:
         """Return the role of a speaker that the chat template knows; "" if nobody knows it."""
@@ -158,8 +142,8 @@ class TurnReader:
         is_known = role == "tool" and knows(name) and not knows(role)  # such as GLM's observation
         return name if is_known or name == "developer" else role
 
-    def _parts(self, content: Any, has: str, key: str, blocks: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-        """Yield the texts of a content, and its blocks, with their kind. Raises: TextError."""
+    def _texts(self, content: Any, has: str, key: str) -> Iterator[str]:
+        """Yield the texts of a content. Raises: TextError."""
         if not isinstance(content, str | list | None):
             raise TextError(f"{has} {kind_of(content)} under {key}; write it as a string")
         for value in [content] if isinstance(content, str) else content or []:
@@ -168,29 +152,23 @@ class TurnReader:
                 raise TextError(f"{has} {kind_of(part)} among the parts of its {key}; write it as a string")
             kind = str(part.get("type", "unnamed"))
             text = part.get(kind if kind in ("refusal", "thinking") else "text")
-            if kind in blocks and kind != "thinking":
-                yield kind, part
-            elif isinstance(text, str):
-                yield kind if kind in blocks else "text", text
+            if isinstance(text, str):
+                yield text
             else:
                 self.notes.add("parts of turns that are no text, which are dropped", kind)
 
-    def _generated(self, turn: Message, parts: dict[str, list[Any]], place: str) -> Message:
+    def _generated(self, turn: Message, texts: list[str], place: str) -> Message:
         """Return an assistant's calls and thoughts; calls are taken out of its words. Raises: TextError."""
         key = first(turn, CALL_KEYS)
-        calls = self._calls(turn[key] if key else parts["tool_use"])
+        calls = self._calls(turn[key]) if key else []
         if calls is None:
-            has = f"{kind_of(turn.get(key))} under {key}" if key else "a call without a name"
-            raise TextError(f"{place} has {has}; write calls with name and arguments")
+            raise TextError(f"{place} has {kind_of(turn[key])} under {key}; write calls with name and arguments")
         speaker = str(turn[first(turn, ("role", "from"))]).strip().lower()
         is_call = speaker in CALLS and self.template and self.template.reads("tool_calls")
-        if is_call and not calls and (calls := self._calls("".join(parts["text"]))):
-            parts["text"].clear()
-        key = next((key for key in THOUGHT_KEYS if turn.get(key) is not None), "")
-        thoughts = parts["thinking"] or turn.get(key)
-        if isinstance(thoughts, list):
-            texts = (b.get("thinking") or "" if isinstance(b, dict) else b for b in thoughts)
-            thoughts = "".join(map(str, texts))
+        if is_call and not calls and (calls := self._calls("".join(texts))):
+            texts.clear()
+        key = next((key for key in THOUGHTS if turn.get(key) is not None), "")
+        thoughts = turn.get(key)
         if not isinstance(thoughts, str | None):
             raise TextError(f"{place} has {kind_of(thoughts)} under {key}; write it as a string")
         generated = {} if thoughts is None else dict.fromkeys(THOUGHTS, thoughts)
@@ -206,7 +184,7 @@ class TurnReader:
             function = call.get("function", call) if isinstance(call, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 return None
-            given = function.get(first(function, ("arguments", "parameters", "input")))
+            given = function.get(first(function, ("arguments", "parameters")))
             arguments = parsed(given)
             if given and not isinstance(arguments, dict):
                 self.notes.add("calls whose arguments are no object, without which they are read")
@@ -230,11 +208,11 @@ class TurnReader:
             weights.append(weight)
         return 0 in weights
 
-    def _handed_on(self, turn: Message, parts: dict[str, list[Any]], role: str) -> Message:
+    def _handed_on(self, turn: Message, role: str) -> Message:
         """Return other keys that vLLM hands on, and count those that it or the template drops."""
         names = ("name", "task", *HANDED_ON.get(role, ()))
-        read = ("role", "from", "content", "value", *WEIGHTS, "text", "tool_result")
-        held = [name for name, value in (parts | turn).items() if not is_empty(value)]
+        read = ("role", "from", "content", "value", *WEIGHTS)
+        held = [name for name, value in turn.items() if not is_empty(value)]
         for name in (name for name in held if name not in read):
             keys = READ_AS.get(name, (name,))
             if self.template and not (name in names and any(map(self.template.reads, keys))):
