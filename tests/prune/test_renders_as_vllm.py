@@ -118,15 +118,13 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {  # a row, and the request of th
     "arguments are an object": ({"messages": called(call(ARGUMENTS))}, ASKED),
     "function_call": ({"messages": [user(), assistant(None, function_call=TEXT_OF_ARGUMENTS), *called()[2:]]}, ASKED),
     "spoken call": (share_gpt(PACKED), SPOKEN),
-    "spoken calls on two lines": (share_gpt(f'{PACKED}\n{{"id": "c", "name": "other"}}'), {"messages": [
-        user(), assistant(None, tool_calls=[call(), OTHER_CALL]), {"role": "tool", "content": "21"}, assistant()]}),
     "bare calls": ({"messages": called({"id": "c00000001", "name": "get_weather", "parameters": ARGUMENTS})}, ASKED),
     "parts of responses": ({"messages": RESPONSES}, {"path": "LLM.chat", "messages": RESPONSES}),
     "thinking": ({"messages": [user(), assistant(thinking="Look.")]}, {"messages": SAME["reasoning"]}),
     "tools": ({"messages": AGENT, "tools": TOOLS}, {"messages": AGENT, "tools": TOOLS}),
     "bare tools": ({"messages": AGENT, "tools": json.dumps([TOOL])}, {"messages": AGENT, "tools": TOOLS}),
-    "columns": ({"system": "Be brief.", "history": [["weather in Oslo?", "It is 21 degrees."]], "prompt": "why",
-                 "response": "Because."}, {"messages": SAME["several turns"]}),
+    "columns": ({"system": "Be brief.", "prompt": "why", "response": "Because."},
+                {"messages": [SYSTEM, user("why"), assistant("Because.")]}),
 }  # fmt: skip
 ROWS = {name: ({"messages": messages}, {"messages": messages}) for name, messages in SAME.items()} | OTHER
 
