@@ -14,7 +14,7 @@ import ddp_vllm
 from ddp_prune.models.source import check_model
 from ddp_prune.recipe import Recipe, check_suits, load_recipes
 from ddp_prune.run import schedule
-from ddp_prune.run_folder import has_run, interrupted_run
+from ddp_prune.run_folder import interrupted_run
 from ddp_prune.settings import FidelitySettings, RecoveryRecipe, TrainingSettings, load_recovery
 from ddp_prune.text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
@@ -293,8 +293,6 @@ def recover(
     """
     folder, output = Path(model), Path(output)
     clear(output)
-    if not has_run(output):  # an interrupted run decides later
-        check_output(output, overwrite=overwrite, reads=[folder])
     read_checkpoint(folder)
     provenance = local_provenance(folder / MASKS_FILE)
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
