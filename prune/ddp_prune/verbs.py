@@ -174,7 +174,7 @@ def prune_sizes(
     from ddp_vllm.pages.terminal import SafeConsole
 
     return jobs.prune(
-        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole.of(verbose),
+        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole(quiet=not verbose),
         measure=partial(ddp_vllm.profile, verbose=verbose),
     )  # fmt: skip
 
@@ -314,7 +314,7 @@ def recover(
     from ddp_prune import recover as recovery
     from ddp_vllm.pages.terminal import SafeConsole
 
-    console = SafeConsole.of(verbose)
+    console = SafeConsole(quiet=not verbose)
     return recovery.recover(resolved, output, overwrite=overwrite, tracker=tracker, console=console)
 
 

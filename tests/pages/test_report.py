@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import assert_refused, invoke, passed
-from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from written_folders import PageReader, write_lines, write_masks, write_mixture, write_model, write_trained
 
@@ -20,7 +19,7 @@ from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
 from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.summary import units, verdict
-from ddp_vllm.pages.terminal import print_checkpoint
+from ddp_vllm.pages.terminal import SafeConsole, print_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def pruned(trained: Path) -> Path:
 
 def test_a_model_that_adapted_to_its_held_out_text_is_reported_as_such(trained: Path, tmp_path: Path) -> None:
     """Perplexity 85 of the dense model and 55 of the pruned one is no sign of quality."""
-    checkpoint, console = read_checkpoint(trained), Console(record=True, width=500)
+    checkpoint, console = read_checkpoint(trained), SafeConsole(record=True, width=500)
     sentence = "The pruned model reads this text better than the dense one because it was trained on text of"
     for by, adapted in ({"dense": 85.0, "pruned": 55.0}, True), ({"dense": 55.0, "pruned": 85.0}, False):
         provenance = checkpoint.provenance | {"perplexity": checkpoint.provenance["perplexity"] | by}
