@@ -15,7 +15,7 @@ from ddp_vllm.intervals import Verdict, judge
 from ddp_vllm.machine import Measured
 from ddp_vllm.model_facts import ModelFacts
 from ddp_vllm.output import make_folder, write_text, writing
-from ddp_vllm.remote_code.files import read_json, short
+from ddp_vllm.remote_code.files import short
 from ddp_vllm.schema import AtLeastZero, Count, Finite, Kind, SchemaError, checked
 
 FORMAT = "ddp-vllm bench sharegpt 1"
@@ -199,18 +199,6 @@ def results_folder(folder: Path) -> Iterator[None]:
             for path in made:
                 path.rmdir()
         raise
-
-
-def read_results(path: Path) -> Bench:
-    """Read a results file. Raises: TextError if it is missing or not a results file of this
-    version."""
-    try:
-        results = read_json(path)
-    except (OSError, ValueError) as error:
-        raise TextError(f"{path} cannot be read ({error}); pass a results file of ddp-vllm bench") from error
-    if not isinstance(results, dict) or results.get("format") != FORMAT:
-        raise TextError(f"{path} is not a results file of this version ({FORMAT!r}); run ddp-vllm bench sharegpt again")
-    return undamaged(results, Bench, path)
 
 
 def undamaged(results: Any, kind: type[Kind], path: Path) -> Kind:

@@ -18,7 +18,7 @@ from ddp_vllm.results import Bench, main_metric
 
 PICTURE_HEIGHT = 3.6  # inches
 SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
-OTHER_SPEEDS = ("p50", "p99", "output", "goodput")  # the first words of the other compared metrics
+OTHER_SPEEDS = ("p50", "p99")  # the first words of the other compared metrics
 REMARK = (
     "Speeds and latencies: how many times better than dense, pair by pair, with 95 % intervals; above 1 the pruned "
     "model is better. Tasks: percent ± standard error, and perplexity per word as lm-eval defines it (lower is "
