@@ -2,7 +2,6 @@
 what draws or prints when it is called."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -31,9 +30,9 @@ from ddp_vllm.latency import Profile, read_profile
 from ddp_vllm.machine import Workload
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import is_pruned
-from ddp_vllm.output import check_file
+from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import fidelity
-from ddp_vllm.results import Bench, results_folder, write_results
+from ddp_vllm.results import Bench, write_results
 from ddp_vllm.settings import Option, command
 
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
@@ -191,10 +190,8 @@ def _evaluate(models: Sequence[EvalSettings], verbose: bool) -> list[dict[str, A
     """Evaluate models one after the other, after all settings and folders were checked."""
     for settings in models:
         settings.check()
-    with ExitStack() as stack:
-        for settings in models:
-            stack.enter_context(results_folder(settings.output))
-        stack.enter_context(terminable())
+        make_folder(settings.output)
+    with terminable():
         return [evaluate_tasks(settings, print_line=line_printer(verbose)) for settings in models]
 
 
@@ -270,8 +267,7 @@ def _eval(
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
     model or --against. Give it text that pruning did not read. Tasks run only if --tasks is passed
-    too. A task NAME_local of --include-path counts as lm-eval's NAME. An interrupted evaluation
-    resumes from lm-eval's cache of responses.
+    too. An interrupted evaluation resumes from lm-eval's cache of responses.
     """
     results: dict[str, Any] = {"text": {}, "tasks": []}
     if text:

@@ -29,7 +29,6 @@ from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.results import results_folder
 from ddp_vllm.settings import Option, command, documents
 
 if TYPE_CHECKING:
@@ -373,5 +372,4 @@ def evaluate_text(
         check_sources(name)
     from ddp_prune.fidelity import compare_on_text
 
-    with results_folder(folder):
-        return compare_on_text(chosen, folder, print_line=line_printer(verbose))
+    return compare_on_text(chosen, folder, print_line=line_printer(verbose))
