@@ -232,16 +232,14 @@ def width_table(checkpoint: Checkpoint) -> Table:
 def _expert_widths(checkpoint: Checkpoint) -> Table:
     """Return the number of kept experts of each layer and their widths."""
     width = checkpoint.widths.dense.num_units("expert_channel")
-    chosen = checkpoint.times_chosen
     rows = []
     for index, layer in enumerate(checkpoint.layers):
         if (all_sizes := layer.expert_intermediate_sizes) is not None:
             left = [size for size in all_sizes if size] or [0]
-            idle = chosen[index].count(0) if index in chosen else "–"
             share = sum(all_sizes) / (len(all_sizes) * width)
             spread = (f"{size:,}" for size in (min(left), median_low(left), max(left)))
-            rows.append([index, f"{sum(map(bool, all_sizes))}/{len(all_sizes)}", *spread, idle, f"{share:.0%}"])
-    headings = ["experts kept", f"narrowest of {width:,}", "median", "widest", "never chosen", "channels kept"]
+            rows.append([index, f"{sum(map(bool, all_sizes))}/{len(all_sizes)}", *spread, f"{share:.0%}"])
+    headings = ["experts kept", f"narrowest of {width:,}", "median", "widest", "channels kept"]
     return Table(headings=["layer", *headings], rows=rows)
 
 
