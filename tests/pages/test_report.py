@@ -77,7 +77,8 @@ def test_report_of_experts_shows_widths(tmp_path: Path) -> None:
     page = PageReader((out / "report.html").read_text())
     assert page.figures == ["experts", "curves"] and "Blank: layers without experts" in page.text
     text = passed(invoke("inspect", out)).stdout
-    assert "7/8" in text and "in layers 2 (1 of 8)" in " ".join(text.split())
+    assert "experts of 8" in text and re.search("2 +│ +6 │ +96 │ +50%", text)
+    assert "in layers 2 (1 of 8)" in text
 
 
 def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path, tmp_path: Path) -> None:
