@@ -201,8 +201,8 @@ def dense_shapes(widths: Widths, shapes: Mapping[str, list[int]]) -> dict[str, l
             full[name] = [widths.num_experts, *shape[1:]]
         if place := dense.find(name):
             module = place.projection.name
-            axis, length = dense.expected(name) or (0, shape[0])
-            shape = [*shape[:axis], length, *shape[axis + 1 :]]
+            if place.length is not None:
+                shape = [*shape[: place.axis], place.length, *shape[place.axis + 1 :]]
         if place or (widths.is_family and layer < len(widths.layers)):
             kinds[module, kind] = shape
     for index, layer_widths in enumerate(dense.layers):

@@ -39,7 +39,7 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     `MIXTURES` follow from its fields. Raises: WidthsError."""
     if config.get("model_type") not in MIXTURES or stated_widths(config) is not None:
         return Widths.of(config)
-    check_sizes(config, "hidden_size")
+    check_sizes(config)
     names = [f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")]
     if config["model_type"] == "mixtral":
         names = [f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")]
@@ -167,15 +167,8 @@ def attended(config: Mapping[str, Any], context: int) -> list[int]:
         # in older config files only the class knows which layers have windows
         if model_type in CONFIG_MAPPING:
             with reading("config.json", CheckpointError, "download the model again"):
-                kinds = getattr(CONFIG_MAPPING[model_type].from_dict(_stock(config, model_type)), "layer_types", None)
+                stock = CONFIG_MAPPING[model_type].from_dict({**config, "model_type": model_type})
+                kinds = getattr(stock, "layer_types", None)
     if not isinstance(kinds, list):
         kinds = ["sliding_attention"] * num_layers
     return [min(window, context) if kind == "sliding_attention" else context for kind in kinds]
-
-
-def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    added = {
-        *("ddp_layers", "auto_map", "architectures"),
-        *("per_layer_config", "base_architecture", "quantization_config"),
-    }
-    return {key: value for key, value in config.items() if key not in added} | {"model_type": model_type}

@@ -12,7 +12,7 @@ Of a model without a row here, the MLPs or routed experts are pruned, which
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import FAMILIES as FAMILIES
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, dense_type
-from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, states_widths
+from ddp_vllm.remote_code.widths import METHOD, Widths, states_widths
 
 KNOWN = {**FAMILIES, **MIXTURES}
 
@@ -132,12 +132,9 @@ def pruned_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
             "AutoModelForCausalLM": f"modeling_ddp.DDP{name}ForCausalLM",
         },
     }
-    others = (*head, "_name_or_path", "per_layer_config", "base_architecture")
-    rest = {key: value for key, value in config.items() if key not in others}
+    rest = {key: value for key, value in config.items() if key not in (*head, "_name_or_path")}
     rest.setdefault("head_dim", widths.head_dim)
-    own = per_layer_config(rest, widths.layers)
-    upstream = {"base_architecture": f"{name}ForCausalLM", "per_layer_config": own} if own else {}
-    return head | rest | {"ddp_layers": widths.to_json()} | upstream
+    return head | rest | {"ddp_layers": widths.to_json()}
 
 
 def code_of(config: Mapping[str, Any]) -> list[Path]:
@@ -146,24 +143,6 @@ def code_of(config: Mapping[str, Any]) -> list[Path]:
     if names == STOCK_CODE and config.get("model_type") == DEEPSEEK:
         names += ("modeling_deepseek",)
     return [Path(__file__).with_name("remote_code") / f"{name}.py" for name in names]
-
-
-def per_layer_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
-    """Return the widths as transformers and NVIDIA's AnyModel state them: layer -> fields that
-    differ, and `skip`.
-
-    {} if all layers are dense, and for uneven groups, for which the format has no place.
-    """
-    if any(len({*layer.query_heads_per_kv_head}) > 1 for layer in widths):
-        return {}
-    found: dict[str, dict[str, Any]] = {}
-    for index, layer in enumerate(widths):
-        own = {"num_attention_heads": layer.num_query_heads, "num_key_value_heads": layer.num_kv_heads}
-        own |= {"intermediate_size": layer.intermediate_size}
-        skip = [*["attention"] * (not layer.num_kv_heads), *["mlp"] * (not layer.intermediate_size)]
-        found[str(index)] = {key: value for key, value in own.items() if value not in (0, config.get(key))}
-        found[str(index)] |= {"skip": skip} if skip else {}
-    return {index: own for index, own in found.items() if own}
 
 
 def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:

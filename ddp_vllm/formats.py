@@ -17,17 +17,9 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
-from ddp_vllm.dimensions import (
-    EXPERT_COUNT_KEYS,
-    MIXTURES,
-    attended,
-    count_experts,
-    dense_expert_size,
-    is_routed,
-    widths_of,
-)
+from ddp_vllm.dimensions import attended, widths_of
 from ddp_vllm.errors import ModelError, reading
-from ddp_vllm.families import KNOWN, check_known, pruned_config
+from ddp_vllm.families import FAMILIES, check_known, pruned_config
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads, head_dim
 from ddp_vllm.schema import checked
@@ -52,27 +44,25 @@ class _Layer(TypedDict, total=False):
     num_attention_heads: _Size
     num_key_value_heads: _Size
     intermediate_size: _Size
-    moe_intermediate_size: _Size
     skip: list[str] | None
 
 
-_SKIPPED = {"attention": "attn", "self_attn": "attn", "mla": "attn", "mlp": "mlp", "ffn": "mlp", "moe": "mlp"}
+_SKIPPED = {"attention": "attn", "self_attn": "attn", "mlp": "mlp", "ffn": "mlp"}
 _RENAMED = {  # field of a block's part -> field of config.json
-    "num_query_heads": HEADS, "num_kv_heads": KV_HEADS, "qk_head_dim": "head_dim", "v_head_dim": "head_dim",
-    "num_heads": HEADS, "top_k": "num_experts_per_tok",
-    "shared_expert_intermediate_dim": "shared_expert_intermediate_size",
+    "num_query_heads": HEADS, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "qk_head_dim": "head_dim",
+    "v_head_dim": "head_dim",
 }  # fmt: skip
 # keys of a part that change no size; those from n_heads_in_group on are read by themselves
 _NO_FIELDS = (
     *("no_op", "kind", "name", "weights_precision", "use_prefill_window_in_sink_attention"),
-    *("n_heads_in_group", "ffn_mult", "sliding_window_size", "window_length", "moe", "gated"),
+    *("n_heads_in_group", "ffn_mult", "sliding_window_size", "window_length", "gated"),
 )
 
 
 def base_type(config: Mapping[str, Any]) -> str:
     """Return the model type of the dense model that a tool pruned."""
     base = str(config.get("base_architecture") or "").removesuffix("ForCausalLM")
-    model_type = next((kind for kind, name in KNOWN.items() if name == base), str(config.get("model_type")))
+    model_type = next((kind for kind, name in FAMILIES.items() if name == base), str(config.get("model_type")))
     return "llama" if model_type == NEMOTRON_NAS else model_type
 
 
@@ -118,9 +108,8 @@ def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> d
     """Return an entry of `block_configs` in the fields of `per_layer_config`.
     Raises: ModelError."""
     attention, ffn = block.get("attention") or {}, block.get("ffn") or {}
-    parts = [("attention", attention), ("ffn", ffn), ("moe", ffn.get("moe") or {})]
-    parts += [(str(part.get("kind")), part) for part in block.get("subblock_configs") or ()]
-    parts = [(kind, part) for kind, part in parts if part]
+    parts = [("attention", attention)] * bool(attention) + [("ffn", ffn)] * bool(ffn)
+    parts += [(str(part.get("kind")), part) for part in block.get("subblock_configs") or () if part]
     kinds = [kind for kind, _ in parts]
     others = [kind for kind in kinds if kind not in _SKIPPED]
     others += [f"several parts of kind {kind}" for kind in kinds if kinds.count(kind) > 1]
@@ -128,13 +117,9 @@ def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> d
     if others:
         what = short(others[0])
         raise ModelError(f"config.json: layer {index} of block_configs has {what}, which no supported family has")
-    width = "moe_intermediate_size" if dense.get("moe_intermediate_size") else WIDTH
-    count = next((key for key in EXPERT_COUNT_KEYS if dense.get(key)), "num_experts")
-    renamed = {**_RENAMED, **dict.fromkeys(("num_experts", "num_local_experts"), count)}
-    renamed |= dict.fromkeys(("expert_intermediate_dim", "expert_intermediate_size"), width)
     fields: dict[str, Any] = {"skip": [kind for kind, part in parts if part.get("no_op")]}
     for _, part in (pair for pair in parts if not pair[1].get("no_op")):
-        fields |= {renamed.get(key, key): part[key] for key in part if key not in _NO_FIELDS and _is_set(part[key])}
+        fields |= {_RENAMED.get(key, key): part[key] for key in part if key not in _NO_FIELDS and _is_set(part[key])}
         fields |= {"gated": False} if part.get("gated") is False else {}
         if group := part.get("n_heads_in_group"):
             if dense[HEADS] % group:
@@ -144,10 +129,9 @@ def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> d
         if (factor := part.get("ffn_mult")) is not None and part.get(WIDTH) is None:
             channels = int(2 * factor * dense["hidden_size"] / 3)
             fields[WIDTH] = ceil(channels / 256) * 256  # as in Nemotron-NAS's own code
-        if window := part.get("sliding_window_size") or part.get("window_length"):
-            attention_window = attended(dense, 1 << 40)[index]
-            if attention_window != (1 << 40 if window == "full" else window):
-                fields["sliding_window"] = window
+        window = part.get("sliding_window_size") or part.get("window_length")
+        if window and attended(dense, 1 << 40)[index] != (1 << 40 if window == "full" else window):
+            fields["sliding_window"] = window
     return fields
 
 
@@ -162,46 +146,27 @@ def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dro
     """Return the widths of a layer from its own fields of config.json; dropped: removed blocks.
     Raises: ModelError."""
     checked(fields, _Layer, f"config.json: layer {index}")
-    routed, stated = is_routed(dense, index), {key: value for key, value in fields.items() if value is not None}
-    skipped = {_SKIPPED.get(name, name) for name in stated.get("skip", ())} | dropped
-    others = {key for key, value in fields.items() if value != _dense_value(dense, key, value)}
-    others -= {HEADS, KV_HEADS, WIDTH, *(("moe_intermediate_size",) if routed else ()), "skip"}
+    stated = {key: value for key, value in fields.items() if value is not None}
+    skipped = {_SKIPPED.get(name, name) for name in stated.pop("skip", ())} | dropped
+    others = {key for key, value in stated.items() if value != _dense_value(dense, key)} - {HEADS, KV_HEADS, WIDTH}
     if others := others | skipped - {"attn", "mlp"}:
         raise ModelError(
-            f"config.json: layer {index} has {short(min(others))} of its own; supported are heads, MLP channels, the "
-            "width of a layer's experts, and blocks that are left out"
+            f"config.json: layer {index} has {short(min(others))} of its own; supported are heads, MLP channels, and "
+            "blocks that are left out"
         )
     heads, kv_heads = stated.get(HEADS, dense[HEADS]), stated.get(KV_HEADS, len(dense_heads(dense)))
-    width = stated.get(WIDTH, dense[WIDTH])
-    of_experts = stated.get("moe_intermediate_size", width if WIDTH in stated else dense_expert_size(dense))
-    if "attn" in skipped or not heads or not kv_heads:
-        queries: tuple[int, ...] = ()
-    else:
-        queries = groups(heads, kv_heads, f"config.json: layer {index}")
-    if not count_experts(dense):
-        return LayerWidths(query_heads_per_kv_head=queries, intermediate_size=0 if "mlp" in skipped else width)
-    unpruned = widths_of(dense).dense_layers[index]
-    if queries != unpruned.query_heads_per_kv_head or "mlp" in skipped or (not routed and width != dense[WIDTH]):
-        raise ModelError(
-            f"config.json: layer {index} lacks heads or channels, but in a mixture of experts only the widths of the "
-            "experts may differ between layers"
-        )
-    return replace(unpruned, expert_intermediate_sizes=(of_experts,) * count_experts(dense)) if routed else unpruned
+    has_heads = heads and kv_heads and "attn" not in skipped
+    return LayerWidths(
+        query_heads_per_kv_head=groups(heads, kv_heads, f"config.json: layer {index}") if has_heads else (),
+        intermediate_size=0 if "mlp" in skipped else stated.get(WIDTH, dense[WIDTH]),
+    )
 
 
-def _dense_value(dense: Mapping[str, Any], key: str, value: Any) -> Any:
-    """Return the value that a field has in layers that do not state it; `value` for a size that no
-    module has."""
-    match key:
-        case "head_dim":
-            return head_dim(dense) if value else value
-        case "hidden_act":
-            return dense.get("hidden_activation") or dense.get("hidden_act") or "silu"
-        case "shared_expert_intermediate_size":
-            if "n_shared_experts" in dense:
-                return (dense["n_shared_experts"] or 0) * dense_expert_size(dense)
-            return dense.get(key, value)
-    return dense.get(key)
+def _dense_value(dense: Mapping[str, Any], key: str) -> Any:
+    """Return the value that a field has in layers that do not state it."""
+    if key == "hidden_act":
+        return dense.get("hidden_activation") or dense.get("hidden_act") or "silu"
+    return head_dim(dense) if key == "head_dim" else dense.get(key)
 
 
 def groups(heads: int, kv_heads: int, where: str) -> tuple[int, ...]:
@@ -222,29 +187,22 @@ def groups(heads: int, kv_heads: int, where: str) -> tuple[int, ...]:
 def enclosing(dense: Mapping[str, Any], layers: Sequence[LayerWidths]) -> dict[str, Any]:
     """Return the config with sizes that no layer exceeds: some tools write those of one pruned
     layer into it."""
-    config = dict(dense)
-    if not dense.get("kv_lora_rank"):
-        # before the number of heads, from which it may be derived, changes
-        config["head_dim"] = head_dim(dense)
-        least = max([len(dense_heads(dense)), *(layer.num_kv_heads for layer in layers)])
-        most = max([dense[HEADS], *(layer.num_query_heads for layer in layers)])
-        # transformers requires a divisor of the hidden size of some families
-        if (heads := most) != dense[HEADS]:
-            hidden = dense["hidden_size"]
-            heads = next((count for count in range(most, hidden + 1) if hidden % count == 0), most)
-        kv_heads = next((count for count in range(least, heads + 1) if heads % count == 0), heads)
-        config |= {HEADS: heads, KV_HEADS: kv_heads}
-    sizes = [size for layer in layers for size in layer.expert_intermediate_sizes or ()]
-    if sizes:
-        key = "moe_intermediate_size" if dense.get("moe_intermediate_size") else WIDTH
-        config[key] = max(dense[key], *sizes)
-    config[WIDTH] = max([config[WIDTH], *(layer.intermediate_size for layer in layers)])
-    return config
+    # before the number of heads, from which it may be derived, changes
+    config = {**dense, "head_dim": head_dim(dense)}
+    least = max([len(dense_heads(dense)), *(layer.num_kv_heads for layer in layers)])
+    most = max([dense[HEADS], *(layer.num_query_heads for layer in layers)])
+    # transformers requires a divisor of the hidden size of some families
+    if (heads := most) != dense[HEADS]:
+        hidden = dense["hidden_size"]
+        heads = next((count for count in range(most, hidden + 1) if hidden % count == 0), most)
+    kv_heads = next((count for count in range(least, heads + 1) if heads % count == 0), heads)
+    width = max([dense[WIDTH], *(layer.intermediate_size for layer in layers)])
+    return config | {HEADS: heads, KV_HEADS: kv_heads, WIDTH: width}
 
 
 def grown(dense: Mapping[str, Any], enclosed: Mapping[str, Any]) -> Iterator[str]:
     """Yield a phrase for each size that `enclosing` raised from a stated one."""
-    for key in (HEADS, KV_HEADS, WIDTH, "moe_intermediate_size"):
+    for key in (HEADS, KV_HEADS, WIDTH):
         if dense.get(key) not in (None, 1, enclosed.get(key)):
             size = enclosed[key]
             yield f"{key} is {dense[key]} in config.json, but a layer has more: {size}, taken as the dense size"
@@ -257,7 +215,10 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     None if it states none, if all layers are alike, if ddp-vllm wrote it, or for another family,
     which is vLLM's own business. Raises: ModelError.
     """
-    if "ddp_layers" in config or not any(config.get(key) for key in FORMATS) or base_type(config) not in KNOWN:
+    if "ddp_layers" in config or not any(config.get(key) for key in FORMATS):
+        return None
+    if base_type(config) not in FAMILIES:
+        check_drops_nothing(config)
         return None
     # vLLM's classes load them
     quantized = {key: config[key] for key in ("quantization_config",) if config.get(key)}
@@ -265,10 +226,15 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if not (layers := stated_layers(config, dense)):
         return None
     widths = widths_of(enclosed := enclosing(dense, layers))
-    if quantized and dense["model_type"] in MIXTURES:
-        raise ModelError("the mixture of experts is quantized; use the unquantized checkpoint")
     pruned = replace(widths, layers=tuple(layers))
     return None if pruned.layers == widths.layers else pruned_config(enclosed, pruned) | quantized | {IN_PLACE: True}
+
+
+def check_drops_nothing(config: Mapping[str, Any]) -> None:
+    """Refuse the config of a stock class that states removed blocks. Raises: ModelError."""
+    skip = "skip" if "skip" in str(config.get("per_layer_config")) else None
+    if key := next((key for key in DROPPED if config.get(key)), skip):
+        raise ModelError(f"{key} removes whole blocks, which no stock class can lack; prune channels instead")
 
 
 def is_leftover(widths: Widths, name: str, shape: Sequence[int]) -> bool:

@@ -47,10 +47,9 @@ from ddp_prune.core.weights import (
     rate_of,
 )
 from ddp_prune.devices import free_memory
-from ddp_prune.export import apply_masks, export
+from ddp_prune.export import apply_masks, export, read_masks, read_scores
 from ddp_prune.fidelity import open_model
 from ddp_prune.fit import MODES, Devices, Fit, Mode, choose, held_bytes
-from ddp_prune.masks_file import read_masks, read_scores
 from ddp_prune.models import evaluation as evaluation_module
 from ddp_prune.models import writing
 from ddp_prune.models.evaluation import bos_warning
@@ -59,10 +58,10 @@ from ddp_prune.models.source import Source, open_source, weight_files
 from ddp_prune.plan import estimate
 from ddp_prune.pools import make_pools
 from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
-from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_prune.resolve import fit_minutes, resolve_training_mode
 from ddp_prune.run import Run, schedule
 from ddp_prune.run_folder import RunFolder, find_record
+from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text import blocks as blocks_module
 from ddp_prune.text import rows as rows_module
 from ddp_prune.text.blocks import (
@@ -215,8 +214,8 @@ def out_of_memory(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def triton_kernels() -> tuple[Any, Any]:
-    """Return the modules of the kernels on gates and of the loss; Triton is imported only here."""
-    from ddp_prune.core import gate_kernels, loss_kernel
+def triton_kernels() -> Any:
+    """Return the module of the kernels on gates and of the loss; Triton is imported only here."""
+    from ddp_prune.core import kernels
 
-    return gate_kernels, loss_kernel
+    return kernels

@@ -28,9 +28,8 @@ from ddp_prune.core.loss import losses, perplexity_of
 from ddp_prune.core.saved import Unsaved
 from ddp_prune.core.weights import TrainedWeights
 from ddp_prune.devices import free_memory, make_accelerator
-from ddp_prune.export import layer_widths
+from ddp_prune.export import layer_widths, read_masks, write_masks
 from ddp_prune.fit import TRAINING_SHARE, Mode, held_bytes
-from ddp_prune.masks_file import read_masks, write_masks
 from ddp_prune.models.loading import load, load_teacher
 from ddp_prune.models.source import Source, open_source, weight_files
 from ddp_prune.pools import make_checked_pools

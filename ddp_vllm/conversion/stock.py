@@ -7,14 +7,12 @@ that compute them, is an MLP, or a routed expert if transformers stacks it with 
 narrower. Every other tensor must have the shape that the class has.
 """
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ddp_vllm.dimensions import text_config
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import register_pruned
 from ddp_vllm.remote_code.files import short
@@ -25,7 +23,7 @@ Shapes = Mapping[str, list[int]]
 WIDTH = "intermediate_size"
 DENSE = "pass the dense model's folder as --dense if config.json has pruned sizes"
 _PLACE = re.compile(r"(.+?)\.(\d+)\.(.+)\.weight")  # list of layers, layer, module
-_EXPERT = re.compile(r"\.(\d+)(?=\.\w+$)")
+_EXPERT = re.compile(r"\.(\d+)(?=\.\w+(\.weight)?$)")
 # tensors that are computed, and those of heads that predict further tokens
 _IGNORED = (r"(^|\.)mtp\.", r"rotary_emb\.inv_freq$", r"\.position_ids$")
 
@@ -70,26 +68,18 @@ class Stock:
                 axis = next((i for i, length in enumerate(shape) if length != larger[i]), None)
                 rows = 0 if axis is None else larger[axis] - shape[axis]
                 self.tensors[name] = Tensor(shape=shape, axis=axis, rows=rows, loaded=loaded, is_part=len(names) > 1)
-        self.in_memory = {name: [*tensor.shape] for name, tensor in state.items()}
-        first: dict[int, str] = {}
-        named = model.named_parameters(remove_duplicate=False)
-        spared = {name for name, parameter in named if first.setdefault(id(parameter), name) != name}
         patterns = model._keys_to_ignore_on_load_missing or ()
-        spared |= {name for name in state if any(re.search(pattern, name) for pattern in patterns)}
+        spared = {name for name in state if any(re.search(pattern, name) for pattern in patterns)}
+        spared |= model.all_tied_weights_keys.keys()
         self.optional = {part for name in spared for part in self.parts.get(name, ())}
         """Tied tensors, and those that transformers does not miss."""
         self.num_layers = int(model.config.get_text_config().num_hidden_layers)
 
     def known(self, name: str) -> str | None:
-        """Return the name of a tensor on disk as save_pretrained writes it, or in memory where that
-        stacks experts; None if the class has no such tensor."""
-        if name in self.tensors:
-            return name
-        loaded, converter = self._rename(name)
-        parts = self.parts.get(loaded, [])
-        if len(parts) > 1:
-            return next((part for part in parts if _in_layer(part) == _in_layer(name)), None) if converter else loaded
-        return next(iter(parts), None)
+        """Return the name of a tensor on disk as save_pretrained writes it; None if the class has
+        no such tensor."""
+        parts = [name] if name in self.tensors else self.parts.get(self._rename(name)[0], [])
+        return next((part for part in parts if len(parts) == 1 or _in_layer(part) == _in_layer(name)), None)
 
     def modules(self) -> Iterator["Module"]:
         """Yield each MLP and routed expert."""
@@ -104,7 +94,9 @@ class Stock:
             rows = {self.tensors[name].rows / self.tensors[outputs[0]].rows for name in inputs if outputs}
             are_matrices = all(len(self.tensors[name].shape) == 2 for name in weights)
             if are_matrices and (len(inputs), len(outputs), *rows) in ((1, 1, 1), (2, 1, 1), (1, 1, 2)):
-                yield Module(names, inputs, outputs[0], int(rows.pop()), self.tensors[outputs[0]])
+                expert = _EXPERT.search(outputs[0]) if self.tensors[outputs[0]].is_part else None
+                number = int(expert[1]) if expert else 0
+                yield Module(names, inputs, outputs[0], int(rows.pop()), self.tensors[outputs[0]], number)
 
 
 class Module(NamedTuple):
@@ -118,6 +110,8 @@ class Module(NamedTuple):
     """Rows of an input per channel."""
     tensor: Tensor
     """That of the output."""
+    number: int
+    """The expert's; 0 of an MLP."""
 
 
 def _in_layer(name: str) -> list[str]:
@@ -130,13 +124,13 @@ def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
     """Return the model on the meta device; wider: with other widths than config.json states, so
     much larger that no class rounds both to the same. Raises: ModelError."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
     model_type = config.get("model_type")
     with reading("config.json", ModelError, "download it again, or update transformers"):
-        fields = json.loads(json.dumps(config), object_hook=_as_number)
+        fields = PreTrainedConfig._decode_special_floats(config)  # infinity and NaN, which JSON lacks
         settings = CONFIG_MAPPING[model_type].from_dict(fields) if model_type in CONFIG_MAPPING else None
         kinds: tuple[Any, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
         kind = next((auto for auto in kinds if type(settings) in auto._model_mapping), None)
@@ -151,11 +145,6 @@ def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
             return kind.from_config(settings, trust_remote_code=False)
 
 
-def _as_number(entry: dict[str, Any]) -> Any:
-    """Return the number that transformers writes as an object, because JSON lacks it: infinity and NaN."""
-    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
-
-
 class Form(NamedTuple):
     """The modules of an MLP, or of an expert, relative to their layer, as on disk."""
 
@@ -163,8 +152,7 @@ class Form(NamedTuple):
     inputs: tuple[str, ...]
     output: str
     fused: bool
-    stack: str
-    """The tensor in memory that holds such experts, relative to the layer; "" of an MLP."""
+    is_expert: bool
 
 
 class Width(NamedTuple):
@@ -212,17 +200,6 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
         name, kept, dense = max(grown)
         raise ModelError(f"{name} has {kept} channels on disk and {dense} by config.json; {DENSE}")
     narrow = {form: rows[form] for form in widths if any(width.kept < width.dense for width in widths[form])}
-    if any(
-        form.stack and (form.output, form.stack) != (other.output, other.stack)
-        for form in narrow
-        for other in rows
-        if other.stack
-    ):
-        raise ModelError(
-            f"{stock.name} keeps experts in several lists per layer, which may not be narrower; prune MLPs"
-        )
-    if narrow and not any(key.endswith((WIDTH, "ff_dim")) for key in text_config(config)):
-        raise ModelError(f"config.json does not state {WIDTH}; {DENSE}")
     return {"architectures": [stock.name], **config}, _described(stock, narrow)
 
 
@@ -232,10 +209,6 @@ def _widths_on_disk(
     """Return the widths of all MLPs and experts, and the shape that each tensor must have with
     them; an expert without tensors has width 0."""
     required = {name: tensor.shape for name, tensor in stock.tensors.items()}
-    for loaded, parts in stock.parts.items():
-        if loaded in on_disk and loaded not in parts:  # experts that are stacked on disk too
-            required = {name: shape for name, shape in required.items() if name not in parts}
-            required[loaded] = stock.in_memory[loaded]
     rows: dict[Form, dict[int, dict[int, Width]]] = defaultdict(lambda: defaultdict(dict))
     removed: list[Module] = []
     forms: dict[str, tuple[Form, int]] = {}  # output in memory -> form and layer
@@ -243,7 +216,7 @@ def _widths_on_disk(
         names, dense = (*module.inputs, module.output), module.tensor.shape[1]
         if module.tensor.is_part and not any(name in on_disk for name in names):
             removed.append(module)
-        if not all(name in on_disk and name in required for name in names):
+        if not all(name in on_disk for name in names):
             continue
         kept = shapes[on_disk[module.output]][-1]
         for name in module.names:
@@ -253,19 +226,14 @@ def _widths_on_disk(
         places = [_PLACE.fullmatch(on_disk[name]) for name in names]
         layers_module, layer = next((place[1], int(place[2])) for place in places if place)
         parts = [place[3] for place in places if place]
-        expert = _EXPERT.search(parts[-1]) if module.tensor.is_part else None
-        *inputs, output = (_EXPERT.sub(".{}", part) if expert else part for part in parts)
-        loaded = module.tensor.loaded
-        stack = loaded.partition(f".{layer}.")[2] if expert else ""
-        form = Form(layers_module, tuple(inputs), output, module.factor == 2, stack)
-        forms[loaded] = form, layer
-        rows[form][layer][int(expert[1]) if expert else 0] = Width(kept, dense)
+        *inputs, output = (_EXPERT.sub(".{}", part) if module.tensor.is_part else part for part in parts)
+        form = Form(layers_module, tuple(inputs), output, module.factor == 2, module.tensor.is_part)
+        forms[module.tensor.loaded] = form, layer
+        rows[form][layer][module.number] = Width(kept, dense)
     for module in removed:
         if module.tensor.loaded in forms:  # other experts of the layer are on disk
             form, layer = forms[module.tensor.loaded]
-            rows[form][layer][int(_EXPERT.findall(module.output.removesuffix(".weight"))[-1])] = Width(
-                0, module.tensor.shape[1]
-            )
+            rows[form][layer][module.number] = Width(0, module.tensor.shape[1])
             for name in module.names:
                 required.pop(name, None)
     return rows, required
@@ -276,24 +244,24 @@ def _described(stock: Stock, narrow: Mapping[Form, Rows]) -> Widths:
     many kinds of them."""
     projections, unpruned = list[Projection](), LayerWidths()
     layers = [LayerWidths() for _ in range(stock.num_layers)]
-    for form, rows in sorted(narrow.items(), key=lambda pair: bool(pair[0].stack)):  # MLPs first
-        block = "experts" if form.stack else "mlp"
+    for form, rows in sorted(narrow.items(), key=lambda pair: pair[0].is_expert):  # MLPs first
+        block = "experts" if form.is_expert else "mlp"
         # all experts, because transformers stacks them in every layer or in none
-        cut = {index: row for index, row in rows.items() if form.stack or any(k < d for k, d in row.values())}
+        cut = {index: row for index, row in rows.items() if form.is_expert or any(k < d for k, d in row.values())}
         sizes = {(width.dense, len(row)) for row in cut.values() for width in row.values()}
         if any(part.block == block for part in projections) or len(sizes) > 1:
-            kinds = " and ".join(sorted(other.output for other in narrow if bool(other.stack) == bool(form.stack)))
+            kinds = " and ".join(sorted(other.output for other in narrow if other.is_expert == form.is_expert))
             widths = f" with {' and '.join(str(dense) for dense, _ in sorted(sizes))} channels" * (len(sizes) > 1)
             raise ModelError(f"{kinds}{widths} are narrower, but only one kind per model may be; prune one of them")
         ((dense, number),) = sizes
         projections += block_table(block, form.inputs, form.output, fused=form.fused)
-        if form.stack:
+        if form.is_expert:
             unpruned = replace(unpruned, expert_intermediate_sizes=(dense,) * number)
         else:
             unpruned = replace(unpruned, intermediate_size=dense)
         for index, row in rows.items():
             kept = tuple(row[expert].kept for expert in sorted(row))
-            if form.stack:
+            if form.is_expert:
                 layers[index] = replace(layers[index], expert_intermediate_sizes=kept)
             elif row[0].dense == dense:
                 layers[index] = replace(layers[index], intermediate_size=kept[0])

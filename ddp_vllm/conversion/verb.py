@@ -16,13 +16,14 @@ from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.conversion.shapes import AGAIN, read_layers
 from ddp_vllm.conversion.stock import describe
 from ddp_vllm.dimensions import EXPERT_COUNT_KEYS, text_config, widths_of
-from ddp_vllm.errors import ModelError, echo, line_printer, reading
-from ddp_vllm.families import FAMILIES, KNOWN, check_dense, foreign_code, pruned_config
+from ddp_vllm.errors import ModelError, echo, line_printer
+from ddp_vllm.families import FAMILIES, check_dense, foreign_code, pruned_config
 from ddp_vllm.formats import (
     DROPPED,
     FORMATS,
     SUBBLOCKS,
     base_type,
+    check_drops_nothing,
     dense_config,
     enclosing,
     grown,
@@ -36,12 +37,10 @@ from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import write_provenance
 from ddp_vllm.remote_code.files import (
-    INDEX_FILE,
     WEIGHTS,
     WidthsError,
     checked_tensors,
     file_tensors,
-    read_json,
     short,
     weight_files,
 )
@@ -136,7 +135,7 @@ def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     stored, plain, zeros = stored_tensors(folder), _dense_config(config), dict[str, str]()
     dense = _with_dense_sizes(plain, dense_folder) if dense_folder else plain
-    stated = stated_layers(config, plain) if plain["model_type"] in KNOWN else None
+    stated = stated_layers(config, plain) if plain["model_type"] in FAMILIES else None
     if stated:  # tensors of blocks that it removes may still be there
         stored = _kept(stored, replace(widths_of(enclosing(plain, stated)), layers=tuple(stated)))
     shapes = {name: tensor.shape for name, tensor in stored.items()}
@@ -171,7 +170,7 @@ def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
         f"widths of {len(widths.layers)} layers read from the shapes of tensors"
         + f" and from {form} in config.json" * bool(stated),
         *_removed(widths, "as config.json states" if stated else "because the folder has no tensors of it"),
-        *grown(text_config(dense), text_config(enclosed)),
+        *grown(dense, enclosed),
         *[f"{len(zeros)} biases of zeros added: the class has one on every projection of a block"] * bool(zeros),
         *[code] * bool(code),
     ]
@@ -186,14 +185,13 @@ def _kept(stored: Mapping[str, Stored], widths: Widths) -> dict[str, Stored]:
 def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the model that a tool pruned, without the tool's keys. Raises:
     ModelError."""
-    if base_type(config) in KNOWN:
+    if base_type(config) in FAMILIES:
         return dense_config(config)
     check_dense(config)
+    check_drops_nothing(config)
     dense = {key: value for key, value in config.items() if key not in (*DROPPED, "block_configs")}
-    layers = config.get("per_layer_config") or {}  # transformers writes it too, for heads of Gemma 4 for example
-    if removed := next((key for key in DROPPED if config.get(key)), "skip" if "skip" in str(layers) else ""):
-        raise ModelError(f"{removed} removes whole blocks, which no stock class can lack; prune channels instead")
-    if layers:  # the widths in it are those of the tensors
+    # transformers writes it too, for heads of Gemma 4 for example; the widths in it are those of the tensors
+    if layers := config.get("per_layer_config"):
         others = {
             index: {key: value for key, value in entry.items() if not key.endswith("intermediate_size")}
             for index, entry in layers.items()
@@ -231,8 +229,6 @@ def _removed(widths: Widths, why: str) -> Iterator[str]:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder, in its own safetensors files or in Puzzletron's.
     Raises: ModelError, WidthsError.
-
-    Each is that of the file that the index names; without an index it must be in one file.
     """
     if any(folder.glob(WEIGHTS)):
         checked_tensors(folder)
@@ -242,14 +238,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for path in paths:  # layers in a missing file would look removed
         if (shard := _SHARD.fullmatch(path.name)) and int(shard[2]) > len(paths):
             raise ModelError(f"it has {len(paths)} weight files, but {path.name} is one of {int(shard[2])}; {AGAIN}")
-    # of several copies the last one counts, which the index names
-    tensors = {name: Stored(path, shape, dtype) for path in paths for name, shape, dtype in file_tensors(path)}
-    if (index := folder / INDEX_FILE).exists():
-        with reading(INDEX_FILE, ModelError, AGAIN):
-            names = read_json(index)["weight_map"].keys()
-        if other := names ^ tensors.keys():
-            raise ModelError(f"tensor {short(min(other))} is in {INDEX_FILE} or in a file, but not in both; {AGAIN}")
-    return tensors
+    return {name: Stored(path, shape, dtype) for path in paths for name, shape, dtype in file_tensors(path)}
 
 
 def write_weights(folder: Path, plan: Plan) -> None:

@@ -73,8 +73,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
     widths = replace(checkpoint.widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers)))
-    files = weight_files(folder)  # of several copies the last one counts, as everywhere
-    stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
+    stored = {name: tensor for file in weight_files(folder) for name, tensor in SafetensorsLocal(file).tensors.items()}
     tensors = list(_tensors(checkpoint, widths, kind))
     graph = "llama" if len(set(widths.layers)) == 1 else "deci"
     with writing(output):
@@ -183,9 +182,8 @@ def _tensors(checkpoint: Checkpoint, widths: Widths, kind: gguf.GGMLQuantization
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
             raise ModelError(f"{checkpoint.folder} does not fit llama.cpp, which has no place for the tensor {name}")
-        if expected := widths.expected(name):
-            axis, length = expected
-            shape = (*shape[:axis], length, *shape[axis + 1 :])
+        if (place := widths.find(name)) and place.length is not None:
+            shape = (*shape[: place.axis], place.length, *shape[place.axis + 1 :])
         yield _Tensor(name=name, gguf_name=gguf_name, shape=shape, type=_type_of(shape, kind))
 
 
@@ -239,16 +237,15 @@ def _read(tensor: LocalTensor) -> np.ndarray:
 
 def _positions(name: str, before: Widths, after: Widths) -> Any:
     """Return the positions of the folder's tensor in the file's, which is zero elsewhere."""
-    place, expected = after.find(name), after.expected(name)
-    if place is None or expected is None:
+    if (place := after.find(name)) is None or place.length is None:
         return ...
-    (axis, length), projection, layer = expected, place.projection, before.layers[place.layer]
+    projection, layer = place.projection, before.layers[place.layer]
     if projection.units == ("query_head",):
         groups = np.array(layer.query_heads_per_kv_head)
         taken = (np.arange(groups.max()) < groups[:, None]).repeat(before.head_dim)
     else:
-        taken = np.arange(length) < layer.num_units(projection.units[0]) * projection.unit_size(before.head_dim)
-    return (slice(None),) * axis + (taken,)
+        taken = np.arange(place.length) < layer.num_units(projection.units[0]) * projection.unit_size(before.head_dim)
+    return (slice(None),) * place.axis + (taken,)
 
 
 def _rotated_pairs_adjacent(array: np.ndarray, head_dim: int) -> np.ndarray:

@@ -70,8 +70,7 @@ class NonUniformConfig:
 
     @per_layer_config.setter
     def per_layer_config(self, stated: Any) -> None:
-        """Ignore the copy of the widths in config.json, which is for programs that do not read
-        `ddp_layers`."""
+        """Ignore widths that config.json states in this way too; those of `ddp_layers` count."""
 
     def _update_heterogeneous_to_dict_output(self, saved: dict[str, Any]) -> None:
         """Save only `ddp_layers`, from which the configs per layer are derived."""

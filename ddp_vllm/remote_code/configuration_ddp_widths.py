@@ -58,9 +58,7 @@ class WidthsQuantizer(HfQuantizer):
         """Raises: WidthsError if the tensors on disk, or the modules of the model, do not fit the
         widths."""
         widths = self.quantization_config.widths
-        files = (file_tensors(Path(path)) for path in checkpoint_files or ())
-        # of an overlay, as transformers reads them, the last copy counts
-        widths.check({tensor[0]: tensor for tensor in chain.from_iterable(files)}.values())
+        widths.check(chain.from_iterable(file_tensors(Path(path)) for path in checkpoint_files or ()))
         rename, present, parts = renaming(model), model.state_dict(), widths.table.projections
         for index, layer in enumerate(widths.layers):
             weights = (f"{widths.layers_module}.{index}.{part.name.format(0)}.weight" for part in parts)

@@ -1,8 +1,7 @@
 """Reads the files of a checkpoint strictly: JSON, the index, and the headers of safetensors files.
 
 Programs interpret a duplicate name, a tensor in two files, or a wrong index differently. This
-file refuses all of them, except copies before the one that the index names, so every program loads
-exactly the tensors that were checked.
+file refuses all of them, so every program loads exactly the tensors that were checked.
 
 This file is part of every checkpoint and imports only the standard library.
 """
@@ -12,7 +11,7 @@ import os
 import stat
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -103,35 +102,9 @@ def _check_depth(found: Any) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a checkpoint in the order in which programs read them: those of
-    its index, and all others whose names are of weights. Raises: WidthsError."""
-    names = set(index_map(folder / INDEX_FILE).values()) if os.path.lexists(folder / INDEX_FILE) else set()
-    return sorted({*folder.glob(WEIGHTS), *(folder / name for name in names)})
-
-
-def earlier_copies(folder: Path) -> Counter[str]:
-    """Return how many copies of each tensor programs read before the one that counts.
-    Raises: WidthsError; OSError."""
-    copies = Counter(name for path in weight_files(folder) for name, _, _ in file_tensors(path))
-    return copies - Counter(dict.fromkeys(copies, 1))
-
-
-def indexed_tensors(path: Path, index: Mapping[str, str]) -> Iterator[tuple[str, list[int], str]]:
-    """Yield the tensors of a weight file that are not read from another one.
-
-    index: tensor -> its file. An overlay is a further file with tensors whose earlier copies stay
-    in the other files. Programs read the files in order, so the last copy counts.
-    Raises: WidthsError if that is not the one in the index's file; as `file_tensors`.
-    """
-    for tensor in file_tensors(path):
-        file = index.get(tensor[0], path.name)
-        if file < path.name and path.name in index.values():
-            raise WidthsError(
-                f"{path.parent}: tensor {short(tensor[0])} is in {file}, which the index names, and in {path.name}, "
-                "which programs read after it; remove the other copy"
-            )
-        if file == path.name or path.name not in index.values():
-            yield tensor
+    """Return the weight files of a checkpoint: those of its index, and all others whose names are
+    of weights. Raises: WidthsError."""
+    return sorted({*folder.glob(WEIGHTS), *(folder / name for name in index_map(folder / INDEX_FILE).values())})
 
 
 def file_tensors(path: Path) -> Iterator[tuple[str, list[int], str]]:
@@ -190,26 +163,31 @@ def checked_tensors(folder: Path) -> Sequence[tuple[str, list[int], str]]:
     """Return name, shape and dtype of each tensor from the headers of all weight files, after
     checking that every program loads the same ones.
 
-    Each tensor is that of the file that the index names; without an index it must be in one file.
-    Neither weights nor the masks file are read. Raises: WidthsError; OSError.
+    A tensor may be in one file only. Neither weights nor the masks file are read.
+    Raises: WidthsError; OSError.
     """
     found: dict[str, tuple[str, list[int], str]] = {}
     file_of: dict[str, str] = {}
-    index = index_map(folder / INDEX_FILE) if os.path.lexists(folder / INDEX_FILE) else {}
     for path in weight_files(folder):
-        for name, shape, dtype in indexed_tensors(path, index) if os.path.lexists(path) else ():
+        for name, shape, dtype in file_tensors(path):
             if name in file_of:
-                raise WidthsError(f"{folder}: tensor {short(name)} is in {file_of[name]} and {path.name}; remove one")
+                raise WidthsError(f"tensor {short(name)} is in {file_of[name]} and {path.name}; remove one")
             found[name], file_of[name] = (name, shape, dtype), path.name
     if not file_of:
         raise WidthsError(f"{folder} has no {WEIGHTS}; only safetensors weights are supported")
-    if os.path.lexists(folder / INDEX_FILE):
-        _check_index(folder, index, file_of)
+    index = index_map(folder / INDEX_FILE)
+    if index and (wrong := index.items() ^ file_of.items()):
+        name, file = min(wrong)
+        fault = f"{INDEX_FILE} and the files contradict each other: tensor {short(name)} in {short(file)}"
+        raise WidthsError(f"{folder}: {fault}; copy the whole folder again")
     return list(found.values())
 
 
 def index_map(path: Path) -> dict[str, str]:
-    """Read an index: tensor -> its file in the same folder. Raises: WidthsError."""
+    """Read an index: tensor -> its file in the same folder; {} if there is none.
+    Raises: WidthsError."""
+    if not os.path.lexists(path):
+        return {}
     try:
         index = read_json(path)
     except (OSError, ValueError) as error:
@@ -221,19 +199,3 @@ def index_map(path: Path) -> dict[str, str]:
         if not isinstance(file, str) or Path(file).name != file:
             raise WidthsError(f"{path} names {short(file)}, not a file of its folder; copy the whole folder again")
     return weight_map
-
-
-def _check_index(folder: Path, weight_map: Mapping[str, str], file_of: Mapping[str, str]) -> None:
-    """Refuse an index that names a wrong file for a tensor or omits one. Raises: WidthsError."""
-    path = folder / INDEX_FILE
-    for name, file in weight_map.items():
-        if not Path(file).match("*.safetensors"):
-            raise WidthsError(f"{path} names {short(file)}, not a .safetensors file; run ddp-vllm apply again")
-        if not (folder / file).is_file():
-            raise WidthsError(f"{folder} lacks the weight file {short(file)} of its index; copy the whole folder again")
-        if file_of.get(name) != file:
-            where = file_of.get(name, "no file of the folder")
-            fault = f"lists tensor {short(name)} in {short(file)}, but it is in {where}"
-            raise WidthsError(f"{path} {fault}; copy the whole folder again")
-    if missing := file_of.keys() - weight_map.keys():
-        raise WidthsError(f"{path} does not name tensor {short(min(missing))}; copy the whole folder again")

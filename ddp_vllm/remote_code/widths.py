@@ -33,7 +33,6 @@ This file is part of every checkpoint and imports only the standard library, `te
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from .files import WidthsError, short
@@ -100,12 +99,10 @@ class Place:
     layer: int
     expert: int
     """The expert's id; 0 in other blocks."""
-    is_bias: bool
-
-    @property
-    def axis(self) -> int:
-        """The axis that pruning shortens."""
-        return 0 if self.is_bias else self.projection.axis
+    axis: int
+    """The axis that pruning shortens."""
+    length: int | None
+    """Its length; 0 of a removed block or expert, None if pruning leaves the tensor as it is."""
 
 
 def dense_heads(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -154,7 +151,7 @@ class Widths:
     everything outside of the table is left as it is."""
     head_dim: int = 1
     hidden_size: int | None = None
-    """None: neither it nor the fields below are checked."""
+    """Of a family; of any other model neither it nor the fields below are known."""
     vocab_size: int | None = None
     is_tied: bool = True
     """Whether the output head is the embedding, and may be absent from disk."""
@@ -175,22 +172,20 @@ class Widths:
         table = TABLES.get(dense_type(config))
         if table is None:
             raise WidthsError(f"config.json: model_type {config.get('model_type')!r} is unknown; update ddp-vllm")
-        is_dense = config.get("ddp_layers") is None and dense_type(config) == config["model_type"]
-        check_sizes(config, *["hidden_size"] * is_dense)
+        check_sizes(config)
         dense = LayerWidths(query_heads_per_kv_head=dense_heads(config), intermediate_size=config["intermediate_size"])
-        number = config["num_hidden_layers"]
+        number, stated = config["num_hidden_layers"], config.get("ddp_layers")
+        is_dense = stated is None and dense_type(config) == config["model_type"]
         flags = {"attn": config.get("attention_bias"), "mlp": config.get("mlp_bias")}
         biased = {part.name for part in table.projections if flags[part.block]}
         if not config.get("attention_out_bias", True):
             biased -= {table.output("attn").name}
         return cls(
             table=table,
-            layers=(dense,) * number
-            if is_dense
-            else _layers(config.get("ddp_layers"), "ddp_layers", number, dense, is_family=True),
+            layers=(dense,) * number if is_dense else _layers(stated, "ddp_layers", number, dense, is_family=True),
             dense=dense,
             head_dim=head_dim(config),
-            hidden_size=config.get("hidden_size"),
+            hidden_size=config["hidden_size"],
             vocab_size=config.get("vocab_size"),
             is_tied=bool(config.get("tie_word_embeddings", table.is_tied)),
             biased=frozenset({*table.biases, *biased}),
@@ -202,21 +197,16 @@ class Widths:
         layers = [layer.to_json() for layer in self.layers]
         if self.is_family:
             return layers
-        blocks = {block: self.block_json(block) for block in self.blocks}
         stated = ("intermediate_size", "expert_intermediate_sizes")
         entries = [{key: entry[key] for key in stated if entry.get(key)} for entry in layers]
+        blocks = dict[str, dict[str, Any]]()
+        for block in self.blocks:
+            inputs = self.table.inputs(block)
+            blocks[block] = {"inputs": [part.name for part in inputs], "output": self.table.output(block).name}
+            blocks[block] |= {"intermediate_size": self.dense.num_units(UNITS[block])}
+            blocks[block] |= {"num_experts": self.num_experts} if block == "experts" else {}
+            blocks[block] |= {"fused": "halves"} if len(inputs[0].units) > 1 else {}
         return {"quant_method": METHOD, "layers_module": self.layers_module, **blocks, "layers": entries}
-
-    def block_json(self, block: str) -> dict[str, Any] | None:
-        """Return the description of a block before pruning, without its layers; None if the table
-        has no such block."""
-        if block not in self.blocks:
-            return None
-        inputs = self.table.inputs(block)
-        names = {"inputs": [part.name for part in inputs], "output": self.table.output(block).name}
-        number = {"num_experts": self.num_experts} if block == "experts" else {}
-        fused = {"fused": "halves"} if len(inputs[0].units) > 1 else {}
-        return {**names, "intermediate_size": self.dense.num_units(UNITS[block]), **number, **fused}
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -279,16 +269,13 @@ class Widths:
             return layer.expert_intermediate_sizes is not None
         return self.is_family or (block == "mlp" and layer.intermediate_size > 0)
 
-    @cached_property
-    def _projections(self) -> dict[str, Projection]:
-        return {projection.name: projection for projection in self.table.projections}
-
     def split(self, name: str) -> tuple[int, str, str] | None:
         """Return layer, module and kind of a tensor, as the function `split`."""
         return split(name, self.layers_module)
 
     def find(self, name: str) -> Place | None:
-        """Return which tensor of a block `name` is, ending in .weight or .bias; None for any other.
+        """Return which tensor of a block `name` is, such as
+        `model.layers.3.self_attn.q_proj.weight`; None for any other.
 
         Raises: WidthsError for an expert that the model does not have, and in a family for such a
             layer; elsewhere it is a head that predicts further tokens, and is left as it is.
@@ -296,9 +283,9 @@ class Widths:
         layer, module, kind = self.split(name) or (0, "", "")
         if kind not in _KINDS:
             return None
-        projection, expert = self._projections.get(module), 0
+        projection, expert = self.table.find(module), 0
         for number in () if projection or not self.num_experts else _NUMBER.finditer(module):
-            if projection := self._projections.get(f"{module[: number.start()]}{{}}{module[number.end() :]}"):
+            if projection := self.table.find(f"{module[: number.start()]}{{}}{module[number.end() :]}"):
                 expert = int(number[0])
                 break
         if projection is None or (layer >= len(self.layers) and not self.is_family):
@@ -309,29 +296,13 @@ class Widths:
             raise WidthsError(
                 f"tensor {short(name)} is of expert {expert}, but config.json has {self.num_experts}; {_AGAIN}"
             )
-        return Place(projection=projection, layer=layer, expert=expert, is_bias=kind == "bias")
-
-    def length(self, place: Place) -> int | None:
-        """Return the length of a projection along its axis; None if its layer leaves it as it
-        is."""
-        projection, layer = place.projection, self.layers[place.layer]
-        if not self.states(projection.block, layer):
-            return None
-        units = sum(layer.num_units(unit, place.expert) for unit in projection.units)
-        return units * projection.unit_size(self.head_dim)
-
-    def expected(self, name: str) -> tuple[int, int] | None:
-        """Return the axis of a tensor that pruning shortens and its length; None for an unchanged
-        tensor.
-
-        name: as on disk, such as `model.layers.3.self_attn.q_proj.weight`. Tensors of removed
-            blocks and experts have length 0. Raises: WidthsError as `find`.
-        """
-        if (place := self.find(name)) is None or (length := self.length(place)) is None:
-            return None
-        if length and place.axis != place.projection.axis:
-            return None  # a bias as long as the hidden state
-        return place.axis, length
+        axis, kept, length = 0 if kind == "bias" else projection.axis, self.layers[layer], None
+        if self.states(projection.block, kept):
+            units = sum(kept.num_units(unit, expert) for unit in projection.units)
+            length = units * projection.unit_size(self.head_dim)
+            if length and axis != projection.axis:  # a bias as long as the hidden state
+                length = None
+        return Place(projection=projection, layer=layer, expert=expert, axis=axis, length=length)
 
     def check(self, tensors: Iterable[tuple[str, Sequence[int], str]]) -> None:
         """Refuse a folder whose tensors do not have these widths, or that lacks some.
@@ -349,23 +320,21 @@ class Widths:
         Raises: WidthsError as `check`.
         """
         hidden: dict[str, int] = {}
-        is_strict = not self.is_quantized and (self.hidden_size is not None or not self.is_family)
         for name, shape, dtype in tensors:
             place = self.find(name)
-            length = self.length(place) if place else None
-            if length == 0 and (self.is_family or 0 not in shape):
+            if self.is_removed(name) or (place and place.length == 0 and 0 not in shape):
                 raise WidthsError(f"tensor {name} is of a block or expert that config.json removes; {_AGAIN}")
-            required = self._shape(name, place, length, hidden)
-            if is_strict and required is None:
+            required = self._shape(name, place, hidden)
+            if required is None and not self.is_quantized:
                 raise WidthsError(f"tensor {short(name)} is unknown in this family; copy the whole folder again")
-            if is_strict and required and dtype not in FLOATS:
+            if required and not self.is_quantized and dtype not in FLOATS:
                 raise WidthsError(
                     f"tensor {name} is {short(dtype)}: config.json states unquantized weights; export the unquantized "
                     "model"
                 )
             required = required or []
             if is_free := self.is_quantized and len(required) > 1:  # only the axis that pruning shortens is known
-                required = [*[None] * place.axis, length] if place and dtype not in _PACKED else []
+                required = [*[None] * place.axis, place.length] if place and dtype not in _PACKED else []
             wrong = [f"{len(required)} axes"] if required and not is_free and len(shape) != len(required) else []
             pairs = enumerate(zip(required, [*shape, *[None] * len(required)], strict=False))
             wrong += [f"{number} along axis {axis}" for axis, (number, size) in pairs if number not in (None, size)]
@@ -378,21 +347,18 @@ class Widths:
                 hidden.setdefault(place.projection.block, shape[1 - place.axis])
             yield name
 
-    def _shape(
-        self, name: str, place: Place | None, length: int | None, hidden: Mapping[str, int]
-    ) -> list[int | None] | None:
+    def _shape(self, name: str, place: Place | None, hidden: Mapping[str, int]) -> list[int | None] | None:
         """Return the shape of a tensor, None for an unknown length; [] if it is not checked, None
         if no model of the family has it.
 
         hidden: the hidden size by block, where only other tensors state it.
         """
-        size = self.hidden_size
+        size, (_, module, kind) = self.hidden_size, self.split(name) or (0, "", "")
         if place:
             size = size or hidden.get(place.projection.block)
-            sizes = [length, size] if place.projection.axis == 0 else [size, length]
-            return sizes[:1] if place.is_bias else sizes
-        _, module, kind = self.split(name) or (0, "", "")
-        if not self.is_family or not size or module == _COMPUTED:
+            sizes = [place.length, size] if place.projection.axis == 0 else [size, place.length]
+            return sizes[:1] if kind == "bias" else sizes
+        if not self.is_family or module == _COMPUTED:
             return []
         if name in (EMBEDDING, HEAD):
             return [self.vocab_size, size]
@@ -417,7 +383,7 @@ class Widths:
         """
         present: list[set[str]] = [set() for _ in self.layers]
         alike = {f"{module}.bias" for module in self.biased}  # and the modules of any layer
-        outside = {EMBEDDING, NORM} | (set() if self.is_tied else {HEAD}) if self.hidden_size else set()
+        outside = {EMBEDDING, NORM} | (set() if self.is_tied else {HEAD}) if self.is_family else set()
         for name in names:
             outside.discard(name)
             layer, module, kind = self.split(name) or (len(present), "", "")
@@ -430,10 +396,7 @@ class Widths:
         if outside:
             raise WidthsError(f"tensor {min(outside)} is missing; {_COPY}")
         for index, (widths, modules) in enumerate(zip(self.layers, present, strict=True)):
-            removed = self.removed(widths)
-            if surplus := [module for module in modules if f"{module}.".startswith(removed)]:
-                raise WidthsError(f"layer {index} has {min(surplus)} of a block that ddp_layers removes; {_AGAIN}")
-            needed = {*alike, *self.modules(index)} - modules
+            needed, removed = {*alike, *self.modules(index)} - modules, self.removed(widths)
             if missing := [module for module in needed if not f"{module}.".startswith(removed)]:
                 raise WidthsError(
                     f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); {_COPY}"
@@ -470,13 +433,11 @@ def states_widths(config: Mapping[str, Any]) -> bool:
     return isinstance(stated, Mapping) and stated.get("quant_method") == METHOD
 
 
-def check_sizes(config: Mapping[str, Any], *required: str) -> None:
+def check_sizes(config: Mapping[str, Any]) -> None:
     """Refuse a config without the sizes that widths are compared with, or with impossible ones.
-
-    required: sizes that must be there in addition to those that always must. Raises: WidthsError.
-    """
-    needed = ("num_hidden_layers", "num_attention_heads", "intermediate_size", *required)
-    for name in (*needed, "num_key_value_heads", "head_dim", "hidden_size", "vocab_size"):
+    Raises: WidthsError."""
+    needed = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
+    for name in (*needed, "num_key_value_heads", "head_dim", "vocab_size"):
         value, most = config.get(name), MOST_LAYERS if name.startswith("num_") else LARGEST_WIDTH
         if (name in needed or value is not None) and (type(value) is not int or not 1 <= value <= most):
             raise WidthsError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, HFConfigParser
 
@@ -37,10 +37,9 @@ class ConfigParser(HFConfigParser):
             trusts_code = trust_remote_code or kwargs.get("trust_remote_code")
             is_vllms = trusts_code and raw.get("model_type") == NEMOTRON_NAS
             if not is_vllms and (pruned := opened_in_place(raw)):
-                kind = getattr(configuration_ddp, pruned["auto_map"]["AutoConfig"].rpartition(".")[2], None)
-                config = (kind or CONFIG_MAPPING[pruned["model_type"]]).from_dict(pruned)
+                kind = getattr(configuration_ddp, pruned["auto_map"]["AutoConfig"].rpartition(".")[2])
                 logger.info_once("ddp-vllm opens %s: its config.json states the widths of layers", str(model))
-                return pruned, config
+                return pruned, kind.from_dict(pruned)
         except (OSError, ValueError, DdpError) as error:  # vLLM says what is wrong, or has a class of its own for it
             if isinstance(error, DdpError) and any(raw.get(key) for key in DROPPED):
                 # vLLM does not read these lists and would serve the model with the dropped blocks

@@ -1,7 +1,6 @@
 """Checks every tensor that vLLM loads into a pruned model, skips the masks, and reports missing
 tensors."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from ddp_plugins.padding import pad
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.formats import IN_PLACE, SUBBLOCKS, is_leftover
 from ddp_vllm.masks import is_mask
-from ddp_vllm.remote_code.files import WEIGHTS, earlier_copies
+from ddp_vllm.remote_code.files import WEIGHTS
 from ddp_vllm.remote_code.widths import Widths
 
 
@@ -34,21 +33,16 @@ class CheckedLoading:
     """Whether the whole model was loaded once; later loads may be partial, as in reinforcement
     learning."""
     is_quantized = False
-    earlier_copies: Counter[str]
-    """Copies of a tensor that vLLM reads before the one that the index names."""
     in_place: bool
     """Whether another tool wrote the folder, and vLLM opens it as it is."""
 
     def expect_weights(self, vllm_config: VllmConfig, widths: Widths) -> None:
         """Set the widths `load_weights` checks against; call it when all layers are built."""
         warn_of_new_vllm()
-        unknown = [name for name, _ in self.linear_layers() if widths.expected(f"{name}.weight") is None]
+        unknown = [name for name, _ in self.linear_layers() if widths.find(f"{name}.weight") is None]
         assert not unknown, f"{unknown[0]} is not in the family's table in tensors.py: neither checked nor padded"
         self.in_place = hasattr(vllm_config.model_config.hf_config, IN_PLACE)
-        folder = Path(vllm_config.model_config.model)
-        has_weights = any(folder.glob(WEIGHTS))  # a name on the hub has none
-        self.earlier_copies = earlier_copies(folder) if has_weights else Counter()
-        if self.in_place and not has_weights:
+        if self.in_place and not any(Path(vllm_config.model_config.model).glob(WEIGHTS)):
             self.allow_patterns_overrides = [WEIGHTS, f"{SUBBLOCKS}/*.safetensors", "*.safetensors", "*.bin"]
         self.widths = replace(widths, is_quantized=widths.is_quantized or vllm_config.quant_config is not None)
         # these read nothing at the start, or fill the parameters without `load_weights`
@@ -99,9 +93,6 @@ class CheckedLoading:
         for name, tensor in weights:
             # --load-format runai_streamer reads every safetensors file of the folder
             if is_mask(name):
-                continue
-            if not self.is_loaded and self.earlier_copies[name]:
-                self.earlier_copies[name] -= 1
                 continue
             if self.in_place and is_leftover(self.widths, name, tensor.shape):
                 continue

@@ -73,8 +73,7 @@ def pad(name: str, tensor: torch.Tensor, widths: Widths, num_ranks: int, block: 
     (`dense.UnevenHeads`).
     name: as on disk. tensor: compact, with a shape that `widths` has checked. block: as in `fit`.
     """
-    place = widths.find(name)
-    if place is None or widths.expected(name) is None:
+    if (place := widths.find(name)) is None or place.length is None:
         return tensor
     projection, layer = place.projection, widths.layers[place.layer]
     if projection.block == "attn" and num_ranks == 1:

@@ -1,7 +1,8 @@
 """From masks to a checkpoint: slice the dense weights, fold the gates into them, and write a
 Hugging Face folder.
 
-The gates come from training, or from a published masks file (`apply_masks`).
+The gates come from training, or from a published masks file (`apply_masks`), which this file reads
+and writes too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,18 +15,18 @@ import torch
 from ddp_prune.core.gates import Masks
 from ddp_prune.core.selection import round_to_blocks
 from ddp_prune.core.weights import UpdatedWeights
-from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.models.writing import stored_tensors, write_model
+from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import fewer_experts, pruned_config
-from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.model_files import state_tokenizer_class
+from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
+from ddp_vllm.model_files import save_tensors, state_tokenizer_class
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.provenance import local_provenance
+from ddp_vllm.provenance import local_provenance, published, remember
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -134,18 +135,17 @@ class UnitSlicer:
         it is kept."""
         if (place := self.widths.find(name)) is None:
             return None if self.widths.is_removed(name) else (name, tensor)
-        if place.projection.block not in self.gates or (length := self.widths.length(place)) is None:
+        if place.projection.block not in self.gates or place.length is None:
             return name, tensor
-        if not length:
+        if not place.length:
             return None
         scale = self._scale(place)
         keep = scale > 0
         if not keep.any():  # the channel of zeros of an MLP of a stock class
             keep.unflatten(0, (len(place.projection.units), -1))[:, 0] = True
-        if place.projection.axis == 0:
+        if place.axis == 0:
             return name, tensor[keep].contiguous()
-        # a bias is added after the gates
-        return name, tensor if place.is_bias else fold(tensor[:, keep], scale[keep])
+        return name, fold(tensor[:, keep], scale[keep])
 
     def _scale(self, place: Place) -> torch.Tensor:
         """Return the gate of each row (axis 0) or column (axis 1) of a projection.
@@ -257,3 +257,54 @@ def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str,
     if saliency.shape != gates[kind].shape or not (saliency.isfinite() & (saliency >= 0)).all():
         raise CheckpointError(f"{path} holds {kind}.saliency of another shape, negative or not finite; prune again")
     return gates | {kind: round_to_blocks(gates[kind], saliency, align)}
+
+
+# the gates before rounding; their importance, squared gradient × z²
+SCORES = ("z", "saliency")
+
+
+def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
+    """Return the gates of a masks file, a tensor per module type, and its provenance.
+    Raises: CheckpointError."""
+    tensors, provenance = read_masks_file(path)
+    kinds = [kind for kind in ("attn", "mlp", "experts") if f"{kind}.gates" in tensors]
+    if not kinds:
+        raise CheckpointError(
+            f"{path} is not a masks file (it holds no mlp.gates); pass the {MASKS_FILE} of a pruned folder"
+        )
+    gates = {kind: torch.from_numpy(tensors[f"{kind}.gates"]).float() for kind in kinds}
+    for kind, values in gates.items():
+        if not (values.isfinite() & (values >= 0)).all():
+            raise CheckpointError(f"{path} holds {kind} gates that are negative or not finite; prune again")
+    return gates, provenance
+
+
+def read_scores(path: Path) -> dict[str, Masks]:
+    """Return the `SCORES` of each module type from a masks file; {} if the file has none."""
+    scores: dict[str, Masks] = {}
+    for key, values in read_masks_file(path)[0].items():
+        kind, _, name = key.partition(".")
+        if name in SCORES:
+            scores.setdefault(name, {})[kind] = torch.from_numpy(values)
+    return scores
+
+
+def write_masks(
+    gates: Masks,
+    path: Path,
+    *,
+    head_unit: str,
+    provenance: Mapping[str, Any],
+    scores: Mapping[str, Masks] | None = None,
+) -> None:
+    """Write a masks file, which `read_masks` and `read_scores` read.
+
+    gates, scores: float32 per module type, as in `export`. provenance: how the masks were made. The
+    file holds the names of models and texts only; their paths are kept in this machine's cache.
+    """
+    tensors = {f"{kind}.gates": values for kind, values in gates.items()}
+    for name, masks in (scores or {}).items():
+        tensors |= {f"{kind}.{name}": values for kind, values in masks.items()}
+    header = {"ddp_vllm": __version__, "head_unit": head_unit, **published(provenance)}
+    save_tensors(tensors, path, masks_metadata(header, {name: values.numpy() for name, values in tensors.items()}))
+    remember(path, provenance)

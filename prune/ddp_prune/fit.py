@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.cards import CARDS, Card, parse_cards
 from ddp_prune.core.batches import sequences_at_once
 from ddp_prune.core.decoder import auto_class, fit_attention, num_chosen_experts
 from ddp_prune.core.loss import head_bytes
@@ -26,7 +25,7 @@ from ddp_prune.models.source import AGAIN, Source
 from ddp_prune.recipe import Recipe
 from ddp_prune.settings import TrainingSettings, optimizer_suits
 from ddp_vllm.costs import whole_model
-from ddp_vllm.errors import ModelError, reading
+from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.settings import option_of
 
 FROZEN = ("model.embed_tokens.", "lm_head.")  # weights that are never trained
@@ -35,6 +34,32 @@ ACTIVATION_SHARE = 0.5  # of free memory for activations; if they need more, lay
 TRAINING_SHARE = 0.7  # of free memory for weights and their training; the rest is for activations
 UTILIZATION = 0.4  # of the peak; assumed, not measured
 ATTENTION_BACKWARD = 2.5  # products per forward product; flash attention computes the scores again
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU that a dry run estimates for: usable bytes of memory, and FLOPs per second by its data
+    sheet: of dense products in 16 bits, and in float32, for which torch uses no tensor cores."""
+
+    memory: float
+    flops: float
+    flops_of_float32: float
+
+
+CARDS = {
+    "rtx4090-24gb": Card(23.5 * 2**30, 165e12, 82.6e12),
+    "a100-80gb": Card(79.1 * 2**30, 312e12, 19.5e12),
+    "h100-80gb": Card(79.1 * 2**30, 989e12, 67e12),
+    "h200-141gb": Card(139.8 * 2**30, 989e12, 67e12),
+}
+
+
+def parse_cards(text: str) -> tuple[str, int]:
+    """Read `h100-80gb` or `2xh100-80gb`: the name of a card, and how many. Raises: SettingError."""
+    count, _, name = text.partition("x") if text[:1].isdigit() else ("1", "", text)
+    if name not in CARDS or not count.isdigit() or not 1 <= int(count) <= 64:
+        raise SettingError("on", f"is {text!r}; give a card, or several as 2xh100-80gb; known: {', '.join(CARDS)}")
+    return name, int(count)
 
 
 class Devices(NamedTuple):

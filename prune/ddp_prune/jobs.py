@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate.utils import set_seed
 from rich.console import Console
 
@@ -21,20 +22,22 @@ from ddp_prune.devices import describe_device, explained, finish_run, make_accel
 from ddp_prune.export import export, layer_widths
 from ddp_prune.models.evaluation import Evaluation, bos_warning
 from ddp_prune.models.loading import check_sharding, load_teacher
-from ddp_prune.models.source import Source
+from ddp_prune.models.source import Source, weight_files
 from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import load_trained, resolve_runs, too_large
 from ddp_prune.run import Run
-from ddp_prune.run_folder import RunFolder
+from ddp_prune.run_folder import RunFolder, inputs_of
 from ddp_prune.settings import TrainingSettings
+from ddp_prune.text.blocks import Blocks, check_vocabulary, check_watched, load_blocks, select_loss_mask
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_prune.texts import Text, read_text
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import ModelError
+from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
+from ddp_vllm.model_files import tokenizer_and_config_files
+from ddp_vllm.names import bare_name
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
@@ -75,6 +78,70 @@ def begin_job(
         yield run, range(num_written, len(folders))
         run.remove()
     finish_run(accelerator)
+
+
+class Text(NamedTuple):
+    """Token blocks, int64 [num_blocks, seq_len]."""
+
+    blocks: Blocks
+    """To train on, and held out."""
+    loss_mask: torch.Tensor | None
+    """Of the blocks to train on, bool: tokens that contribute to the cross-entropy; None: all."""
+    watched: Mapping[str, torch.Tensor]
+    """Of texts that are only evaluated, by name."""
+
+    def identity(self, *sources: Source, profile: str = "") -> dict[str, Any]:
+        """Return the identity of text, weights and configs of a run (`inputs_of`). A watched text
+        decides nothing."""
+        weights, others = (
+            [file for source in sources for file in files(source.folder)]
+            for files in (weight_files, tokenizer_and_config_files)
+        )
+        return inputs_of({"train": self.blocks.train, "heldout": self.blocks.heldout}, weights, others, profile=profile)
+
+
+def read_text(
+    recipe: TrainingSettings,
+    tokenizer: Any,
+    vocabulary: int,
+    *,
+    model: str,
+    steps: int,
+    watched: Sequence[str],
+    print_line: Callable[[str], None],
+) -> Text:
+    """Read the text for the steps of a run, and the watched texts.
+
+    vocabulary: number of tokens that the model knows. model: to name in errors. watched: names;
+    those that the recipe does not name itself are left out if they cannot be read.
+    Raises: TextError as `load_blocks`, or if a watched text holds the same excerpts; ModelError if
+        the model does not know a token.
+    """
+
+    def load(name: str, train_blocks: int, min_train_blocks: int) -> Blocks:
+        blocks = load_blocks(
+            name, tokenizer, seq_len=recipe.seq_len, train_blocks=train_blocks, heldout_blocks=recipe.heldout_blocks,
+            min_train_blocks=min_train_blocks, seed=recipe.seed, text_column=recipe.text_column,
+        )  # fmt: skip
+        check_vocabulary(blocks, vocabulary, model)
+        return blocks
+
+    blocks, heldout = load(recipe.data, steps * recipe.batch_size, recipe.batch_size), dict[str, torch.Tensor]()
+    for name in watched:
+        try:
+            if bare_name(name) in map(bare_name, heldout):  # under which results are published
+                raise TextError(f"two watched texts are called {bare_name(name)}; rename one")
+            other = load(name, 1, 0)
+            check_watched(other, name, blocks, recipe.data)
+        except TextError as error:
+            if recipe.watch:
+                raise
+            print_line(f"{name} is not watched: {error}")
+            continue
+        heldout[name] = other.heldout
+        for note in other.notes:
+            print_line(note)
+    return Text(blocks, select_loss_mask(blocks, recipe.learn_from, recipe.data, print_line), heldout)
 
 
 def prune(

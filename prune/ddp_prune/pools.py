@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ddp_prune.checks import check_suits
 from ddp_prune.core.budget import LatencyPool, Pool, WholeExpertPool
 from ddp_prune.models.source import Source, check_index, open_source
-from ddp_prune.recipe import Recipe
+from ddp_prune.recipe import Recipe, check_suits
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.dimensions import (

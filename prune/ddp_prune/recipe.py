@@ -7,17 +7,21 @@ inside the checkpoint, so a result can be reproduced. The options of the command
 texts and defaults are made from these fields.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_prune.settings import TrainingSettings
-from ddp_vllm.dimensions import BLOCK_NAMES
+from ddp_vllm.dimensions import BLOCK_NAMES, MIXTURES
 from ddp_vllm.errors import SettingError
 from ddp_vllm.machine import PHASES, Workload
 from ddp_vllm.settings import Settings, check_known, fraction, one_or_several, read_settings, setting
+
+if TYPE_CHECKING:
+    from ddp_prune.models.source import Source
 
 SIZES = ("sparsity", "target", "speedup")
 """Settings that state how much to remove; a recipe has one of them."""
@@ -331,3 +335,26 @@ def parse_amount(text: str) -> float:
         return float(text if scale is None else text[:-1]) * (scale or 1.0)
     except ValueError:
         raise SettingError(f"{text!r} is not a size; give a number such as 5.5B, 120M or 1e9") from None
+
+
+def check_suits(recipe: Recipe, source: "Source") -> None:
+    """Refuse settings that do not suit a model. Raises: SettingError."""
+    longest = source.text_config.get("max_position_embeddings") or math.inf
+    if recipe.seq_len > longest:
+        raise SettingError("seq_len", f"is {recipe.seq_len}, but {recipe.model} takes {longest:,}; lower --seq-len")
+    if recipe.scope == "expert" and source.sizes.blocks != ("experts",):
+        raise SettingError(
+            "scope", f"is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer"
+        )
+    if recipe.whole_experts and "experts" not in source.sizes.blocks:
+        raise SettingError(f"{recipe.model} is not a mixture of experts, so it has no whole experts to remove")
+    if recipe.whole_experts and source.config["model_type"] not in MIXTURES:
+        raise SettingError(
+            "whole_experts",
+            f"removes rows of the router, which {source.config['model_type']} does not allow; prune channels: "
+            "leave it out",
+        )
+    if recipe.scope == "layer" and recipe.budget != "units" and {"mlp", "experts"} <= {*source.sizes.blocks}:
+        raise SettingError(
+            "scope", "is 'layer', but layers have MLPs or experts; give a scope of global, or --prune mlp"
+        )

@@ -21,19 +21,18 @@ from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate, rate_of, step_seed
 from ddp_prune.devices import explained, start_tracker
+from ddp_prune.export import read_masks, read_scores, write_masks
 from ddp_prune.fit import Devices, fit
-from ddp_prune.jobs import begin_job
-from ddp_prune.masks_file import read_masks, read_scores, write_masks
+from ddp_prune.jobs import begin_job, read_text
 from ddp_prune.models.evaluation import Evaluation, bos_warning
 from ddp_prune.models.loading import load
 from ddp_prune.models.source import Source, check_index, open_pruned, open_source
 from ddp_prune.models.writing import config_of, stored_tensors, write_model
-from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_prune.resolve import resolve_training_mode, too_large
 from ddp_prune.run_folder import RunFolder
+from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_prune.texts import read_text
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE

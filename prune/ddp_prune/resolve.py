@@ -38,8 +38,8 @@ from ddp_prune.models.loading import check_sharding, load, load_teacher, loading
 from ddp_prune.models.source import Source
 from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
-from ddp_prune.recovery_recipe import RecoveryRecipe
 from ddp_prune.run import FAMILY_STEPS, Run, schedule
+from ddp_prune.settings import RecoveryRecipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 

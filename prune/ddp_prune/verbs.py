@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import ddp_vllm
-from ddp_prune.cards import parse_cards
-from ddp_prune.checks import check_suits
 from ddp_prune.models.source import check_model
-from ddp_prune.recipe import Recipe, load_recipes
-from ddp_prune.recovery_recipe import RecoveryRecipe, load_recovery
+from ddp_prune.recipe import Recipe, check_suits, load_recipes
 from ddp_prune.run import schedule
-from ddp_prune.run_folder import has_run, interrupted_run
-from ddp_prune.settings import FidelitySettings, TrainingSettings
+from ddp_prune.run_folder import interrupted_run
+from ddp_prune.settings import FidelitySettings, RecoveryRecipe, TrainingSettings, load_recovery
 from ddp_prune.text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.errors import CheckpointError, SettingError, echo, line_printer
@@ -198,8 +195,6 @@ def plan(
     verbose: print what takes time.
     """
     recipes = _recipes(model, recipe, settings)
-    if on:
-        parse_cards(on)
     _check_model(recipes[0])
     from ddp_prune import plan as planning
 
@@ -297,8 +292,6 @@ def recover(
     """
     folder, output = Path(model), Path(output)
     clear(output)
-    if not has_run(output):  # an interrupted run decides later
-        check_output(output, overwrite=overwrite, reads=[folder])
     read_checkpoint(folder)
     provenance = local_provenance(folder / MASKS_FILE)
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}

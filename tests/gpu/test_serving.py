@@ -132,9 +132,10 @@ def narrow_experts(folder: Path) -> None:
     pruned = pruned_config(config, replace(widths_of(config), layers=tuple(layers)))
     widths, kept = Widths.of(pruned), {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        axis, length = widths.expected(name) or (0, tensor.shape[0])
-        if length:
-            kept[name] = tensor.narrow(axis, 0, length).contiguous()
+        if (place := widths.find(name)) is None or place.length is None:
+            kept[name] = tensor
+        elif place.length:
+            kept[name] = tensor.narrow(place.axis, 0, place.length).contiguous()
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(pruned))
 

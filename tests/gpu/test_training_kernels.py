@@ -14,10 +14,9 @@ import torch.nn.functional as F
 
 from ddp_prune.core import experts
 from ddp_prune.core.fusion import fuse_elementwise
-from ddp_prune.core.gate_kernels import expert_gates_backward, gate_backward, scale_experts
 from ddp_prune.core.gates import GatedModel
+from ddp_prune.core.kernels import distill_chunk, expert_gates_backward, gate_backward, scale_experts
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
-from ddp_prune.core.loss_kernel import distill_chunk
 from ddp_vllm.dimensions import choose_head_unit, dimensions_of, widths_of
 from lease import DEVICE, DRY, error_of, seconds_of
 from machine import build, config_of

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from any_models import MIXTURES
 from commands import assert_refused, invoke, passed
 from foreign_folders import BLOCKS, FOLDERS, block_configs, llama, pruned
 from foreign_folders import SIZES as SIZES_OF_LLAMA
@@ -131,43 +130,6 @@ def test_other_verbs_read_a_converted_folder(converted: Any, tmp_path: Path) -> 
     assert "those of FLAP, which another tool pruned; then trained" in output_of("inspect", tmp_path / "recovered")
 
 
-def test_blocks_of_a_mixture_of_experts() -> None:
-    """As two versions of Puzzletron write them; expert widths by layer, a window in one layer as the model has it."""
-    attention = {"kind": "attention", "name": "attention", "no_op": False, "num_query_heads": 2, "num_kv_heads": 1,
-                 "qk_head_dim": 32, "v_head_dim": 32, "sliding_window_size": "full"}  # fmt: skip
-    moe = {"kind": "moe", "name": "moe", "no_op": False, "num_experts": 8, "top_k": 3, "expert_intermediate_size": 40}
-    ffn = {"kind": "ffn", "name": "ffn", "no_op": False, "intermediate_size": 96, "hidden_act": "silu"}
-    blocks = [{"subblock_configs": [attention, part]} for part in (moe, ffn, {**moe, "expert_intermediate_size": 64})]
-    config = MIXTURES["qwen3_moe"]().to_dict()
-    opened = opened_in_place({**config, "architectures": ["AnyModel"], "block_configs": blocks})
-    assert opened and opened["architectures"] == ["Qwen3MoeForCausalLM"]
-    assert _expert_sizes(opened) == [[40] * 8, None, [64] * 8]
-    with pytest.raises(ModelError, match="layer 0 has 'num_local_experts' of its own"):
-        moe["num_experts"] = 6
-        opened_in_place({**config, "block_configs": blocks})
-    assert opened_in_place(config) is None
-    common = {"no_op": False, "replace_with_linear": False, "sparsify": None, "weights_precision": "bf16"}
-    routed = {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_dim": 48}
-    older = [
-        {"attention": {**common, "n_heads_in_group": 2, "window_length": None},
-         "ffn": {**common, "gated": None, "hidden_act": None, "intermediate_size": None,
-                 "moe": {**routed, "expert_intermediate_dim": width}}, "parallel_blocks": None}
-        for width in (40, 0, 64)
-    ]  # fmt: skip
-    config = MIXTURES["qwen2_moe"]().to_dict()
-    opened = opened_in_place({**config, "block_configs": older})
-    assert opened
-    assert _expert_sizes(opened) == [[40] * 8, [0] * 8, [64] * 8]
-    with pytest.raises(ModelError, match="shared_expert_intermediate_size"):
-        routed["shared_expert_intermediate_dim"] = 49
-        older[1]["ffn"]["moe"] = routed
-        opened_in_place({**config, "block_configs": older})
-
-
-def _expert_sizes(config: dict[str, Any]) -> list[Any]:
-    return [layer.get("expert_intermediate_sizes") for layer in config["quantization_config"]["layers"]]
-
-
 def _opened(**keys: Any) -> list[tuple[int, int, int]] | None:
     """Return the heads, KV heads and channels of each layer by a config that a tool wrote; None if it states none."""
     opened = opened_in_place({**LlamaConfig(**SIZES_OF_LLAMA).to_dict(), "model_type": "llama", **keys})
@@ -214,7 +176,7 @@ def test_every_version_of_block_configs_states_the_same(schema: str) -> None:
         ({"attention": {"window_length": 9}}, "sliding_window"),
         ({"attention": {"qk_head_dim": 16}}, "head_dim"),
         ({"ffn": {"hidden_act": "gelu"}}, "hidden_act"),
-        ({"ffn": {"moe": {"latent_dim": 8}}}, "latent_dim"),
+        ({"ffn": {"moe": {"num_local_experts": 8}}}, "moe"),
         ({"subblock_configs": [{"kind": "ffn", "name": "up"}, {"kind": "ffn", "name": "down"}]}, "several parts"),
         ({"subblock_configs": [{"kind": "mamba", "name": "mamba"}]}, "mamba"),
     ],
@@ -223,6 +185,13 @@ def test_every_version_of_block_configs_states_the_same(schema: str) -> None:
 def test_what_a_block_states_otherwise_is_refused(part: dict[str, Any], word: str) -> None:
     with pytest.raises(ModelError, match=f"layer 1 .*{word}"):
         _opened(block_configs=[{}, part, {}, {}])
+
+
+def test_a_stock_class_lacks_no_block() -> None:
+    """Its tensors may still be there, and vLLM would serve them."""
+    for key, value in (("drop_attn_list", [1]), ("per_layer_config", {"1": {"skip": ["mlp"]}})):
+        with pytest.raises(ModelError, match="removes whole blocks, which no stock class can lack"):
+            _opened(model_type="olmo2", **{key: value})
 
 
 def test_a_dense_verb_takes_no_model_that_another_tool_pruned(converted: Any, tmp_path: Path) -> None:

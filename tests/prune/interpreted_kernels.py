@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from seams import OutputHead, distill, triton_kernels
 
-gate_kernels, loss_kernel = triton_kernels()
+kernels = triton_kernels()
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     empty, empty_like = torch.empty, torch.empty_like
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty_like", lambda tensor: empty_like(tensor).fill_(float("nan")))
-    monkeypatch.setattr(loss_kernel, "BLOCK", 64)
+    monkeypatch.setattr(kernels, "BLOCK", 64)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_distilled_head(eta: float, masked: bool, cap: float | None, divisor
     loss.backward()
     scale = 1.0 if masked else 1.0 / (1.0 + eta)
     product = F.linear(student.detach(), weight)
-    sums = loss_kernel.distill_chunk(
+    sums = kernels.distill_chunk(
         product, F.linear(teacher, teacher_weight) if eta else None, labels, mask, eta, scale,
         divisors=(divisor, divisor), caps=(cap, cap),
     )  # fmt: skip
@@ -56,7 +56,7 @@ def test_the_backward_of_gates(tokens: int, units: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(0)
     gradient, x = (torch.randn(tokens, units * columns, generator=generator) for _ in range(2))
     mask = torch.rand(units, generator=generator)
-    out, sums, squares = gate_kernels.gate_backward(gradient[None], x[None], mask, columns)
+    out, sums, squares = kernels.gate_backward(gradient[None], x[None], mask, columns)
     products = (gradient * x).view(tokens, units, columns).sum(-1)
     torch.testing.assert_close(out[0], gradient * mask.repeat_interleave(columns))
     torch.testing.assert_close(sums, products.sum(0), atol=1e-4, rtol=1e-4)
@@ -72,10 +72,10 @@ def test_the_gates_of_experts(sizes: list[int], channels: int) -> None:
     mask = torch.rand(len(sizes), channels, generator=generator)
     ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
     experts = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    torch.testing.assert_close(gate_kernels.scale_experts(x, mask, ends), x * mask[experts])
-    out, sums, squares = gate_kernels.expert_gates_backward(gradient, x, mask, ends)
+    torch.testing.assert_close(kernels.scale_experts(x, mask, ends), x * mask[experts])
+    out, sums, squares = kernels.expert_gates_backward(gradient, x, mask, ends)
     torch.testing.assert_close(out, gradient * mask[experts])
     for found, rows in ((sums, gradient * x), (squares, (gradient * x).square())):
         expected = torch.zeros_like(mask).index_add_(0, experts, rows)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert gate_kernels.SPLITS > 1
+    assert kernels.SPLITS > 1

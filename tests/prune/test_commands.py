@@ -97,6 +97,7 @@ def test_whole_experts_and_then_channels(train: str, tiny_experts: Path, tiny_te
     checkpoint = read_checkpoint(tmp_path / "pruned")
     assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
     assert checkpoint.is_stock and checkpoint.config["num_local_experts"] == 3
+    assert checkpoint.dense_shapes == read_checkpoint(tiny_experts, dense=True).shapes
     assert_written_as_evaluated(tmp_path / "pruned", tiny_text)
     if train == "weights":
         return
@@ -192,6 +193,22 @@ def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, ti
     assert re.search(f"perplexity on held-out text of {other}: dense [0-9.]+ → pruned [0-9.]+", sound)
     assert f"on {other} training the weights did harm" in harmed and "did harm" not in sound
     assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0
+
+
+def test_two_watched_texts_have_two_names(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Results are published by the names of files: one of the texts would be lost. The texts of the pruning run, which
+    a recovery watches, may be called alike."""
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "rain.txt").write_text(f"{folder.name} {RAIN}")
+    both = ",".join(str(folder / "rain.txt") for folder in folders)
+    refused = prune(tiny_model, tiny_text, tmp_path / "out", "--watch", both)
+    assert_refused(refused, 4, "two watched texts are called rain.txt; rename one")
+    passed(prune(tiny_model, both, tmp_path / "out"))
+    result = passed(recover(tmp_path / "out", tmp_path / "more", "--data", tiny_text, "--tokens", "32"))
+    assert f"{folders[1] / 'rain.txt'} is not watched: two watched texts are called" in result.output.replace("\n", " ")
+    assert [*read_checkpoint(tmp_path / "more").provenance["recovery"]["watched"]] == ["rain.txt"]
 
 
 def test_options_change_what_recover_trains(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_an_architecture_without_a_row_in_families(
     assert source.structure
     stated = source.structure.widths
     layers, projections = (MLP | ROUTED)[name]
-    block: Any = stated.block_json("experts" if name in ROUTED else "mlp")
+    block: Any = stated.to_json()["experts" if name in ROUTED else "mlp"]
     assert (stated.layers_module, (*block["inputs"], block["output"])) == (layers, projections)
     assert source.sizes.blocks == (("experts",) if name in ROUTED else ("mlp",))
     source = source.with_blocks(source.prunable)  # of some mixtures the MLPs of the first layers too
@@ -215,7 +215,7 @@ def test_a_config_alone_describes_what_is_found_in_the_model(family: str, dense:
     folder = dense(family)
     structure = open_source(str(folder)).structure
     by_config = widths_of(read_config(folder))
-    assert structure and structure.widths.block_json("experts") == by_config.block_json("experts")
+    assert structure and structure.widths.to_json()["experts"] == by_config.to_json()["experts"]
     sizes = [[layer.expert_intermediate_sizes for layer in widths.layers] for widths in (structure.widths, by_config)]
     assert sizes[0] == sizes[1] and any(sizes[0])
 

@@ -62,7 +62,7 @@ class _ScaleExperts(torch.autograd.Function):
         ctx.save_for_backward(x_SC, mask_EC, experts_S, sizes_E)
         ctx.squares_EC = squares_EC
         if x_SC.is_cuda:
-            from ddp_prune.core.gate_kernels import scale_experts
+            from ddp_prune.core.kernels import scale_experts
 
             return scale_experts(x_SC, mask_EC.float(), sizes_E.cumsum(0, dtype=torch.int32))
         return x_SC * mask_EC.to(x_SC.dtype)[experts_S]
@@ -71,7 +71,7 @@ class _ScaleExperts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x_SC, mask_EC, experts_S, sizes_E = ctx.saved_tensors
         if x_SC.is_cuda:
-            from ddp_prune.core.gate_kernels import expert_gates_backward
+            from ddp_prune.core.kernels import expert_gates_backward
 
             ends_E = sizes_E.cumsum(0, dtype=torch.int32)
             out_SC, sums_EC, squares_EC = expert_gates_backward(gradients[0], x_SC, mask_EC.float(), ends_E)

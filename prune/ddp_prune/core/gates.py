@@ -62,7 +62,7 @@ class _Scale(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x, spread = ctx.saved_tensors
         if x.is_cuda:
-            from ddp_prune.core.gate_kernels import gate_backward
+            from ddp_prune.core.kernels import gate_backward
 
             out, sums_U, squares_U = gate_backward(gradients[0], x, ctx.mask_U, ctx.columns)
             if ctx.squares_U is not None:

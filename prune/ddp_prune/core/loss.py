@@ -167,7 +167,7 @@ def _chunk_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the sums of w·CE and KL of a chunk, and the gradient of its hidden states: the same by
     one kernel."""
-    from ddp_prune.core.loss_kernel import distill_chunk
+    from ddp_prune.core.kernels import distill_chunk
 
     product_NV = F.linear(student_NH, head.weight, head.bias)
     teacher_NV = None

@@ -19,7 +19,7 @@ from ddp_vllm.families import FAMILIES, check_dense, check_known, register_prune
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
-from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, index_map, indexed_tensors, short
+from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import Widths, states_widths
 
@@ -253,7 +253,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _index_of(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, {} without an index. Raises: ModelError."""
     try:
-        return index_map(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+        return index_map(folder / INDEX_FILE)
     except WidthsError as error:
         raise ModelError(str(error)) from error
 
@@ -273,7 +273,7 @@ def _headers(folder: Path) -> Iterator[Header]:
     names = set[str]()
     for path in (*files, *sorted(strays)):
         try:
-            header = list(indexed_tensors(path, index))
+            header = list(file_tensors(path))
         except (WidthsError, OSError) as error:
             raise ModelError(f"{path} cannot be read ({error}); download the model again") from error
         if path not in strays:

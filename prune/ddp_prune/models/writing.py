@@ -15,20 +15,17 @@ from ddp_prune.models.source import weight_files
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.families import pruned_config
 from ddp_vllm.model_files import finish_shards, save_tensors, write_model_files
-from ddp_vllm.remote_code.files import INDEX_FILE, index_map
 from ddp_vllm.remote_code.tensors import dense_type
 
 MAX_SHARD_BYTES = 4_000_000_000
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a checkpoint with its name on disk; an index names its file."""
-    index = index_map(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+    """Yield every tensor of a checkpoint with its name on disk."""
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
-                if index.get(name, path.name) == path.name:
-                    yield name, file.get_tensor(name)
+                yield name, file.get_tensor(name)
 
 
 def write_model(
