@@ -26,7 +26,6 @@ from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.results import results_folder
 from ddp_vllm.settings import Option, command, documents
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def prune_sizes(
     from ddp_vllm.pages.terminal import SafeConsole
 
     return jobs.prune(
-        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole.of(verbose),
+        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole(quiet=not verbose),
         measure=partial(ddp_vllm.profile, verbose=verbose),
     )  # fmt: skip
 
@@ -307,7 +306,7 @@ def recover(
     from ddp_prune import recover as recovery
     from ddp_vllm.pages.terminal import SafeConsole
 
-    console = SafeConsole.of(verbose)
+    console = SafeConsole(quiet=not verbose)
     return recovery.recover(resolved, output, overwrite=overwrite, tracker=tracker, console=console)
 
 
@@ -366,5 +365,4 @@ def evaluate_text(
         check_sources(name)
     from ddp_prune.fidelity import compare_on_text
 
-    with results_folder(folder):
-        return compare_on_text(chosen, folder, print_line=line_printer(verbose))
+    return compare_on_text(chosen, folder, print_line=line_printer(verbose))
