@@ -56,11 +56,9 @@ def identify(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
+def describe_model(model: str) -> ModelFacts:
     """Return the facts of a model, read from its config and the headers of its weights.
 
-    dtype: vLLM's number format of the KV cache; with `auto` it has two bytes, for float32 weights
-        too.
     Raises: CheckpointError if a pruned folder contradicts itself; ModelError if a dense one cannot
         be read.
     """
@@ -88,7 +86,7 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
         id=model_id(folder),
         parameters=parameters,
         weight_bytes=sum(path.stat().st_size for path in files) or None,
-        kv_bytes_per_token=_kv_bytes(folder, config, widths, size=4 if dtype in ("float32", "float") else 2),
+        kv_bytes_per_token=_kv_bytes(folder, config, widths, size=2),
     )
 
 

@@ -118,7 +118,7 @@ def logits(model: Any, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor:
 
 def document(row: Any, tokenizer: Any, notes: Notes | None = None) -> Document:
     """Return a row as a document."""
-    rows = Rows(name="chat.jsonl", num_rows=1, read=lambda _: iter([(0, row)]))
+    rows = Rows(name="chat.jsonl", num_rows=1, read=lambda _: iter([("chat.jsonl, line 1", row)]))
     return next(read_documents(rows, ChatTemplate(tokenizer), notes or Notes()))
 
 

@@ -2,7 +2,6 @@
 what draws or prints when it is called."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -31,9 +30,9 @@ from ddp_vllm.latency import Profile, read_profile
 from ddp_vllm.machine import Workload
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import is_pruned
-from ddp_vllm.output import check_file
+from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import fidelity
-from ddp_vllm.results import Bench, read_results, results_folder, write_results
+from ddp_vllm.results import Bench, write_results
 from ddp_vllm.settings import Option, command
 
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
@@ -105,26 +104,11 @@ def bench(
     written to `output`; `["verdicts"]` states how much faster each pruned model is.
     """
     if settings.get("mode", "offline") == "offline":
-        of_server = ("request_rate", "max_concurrency", "goodput", "port", "startup_seconds")
-        _refuse_without("--mode serve", settings, of_server)
+        _refuse_without("--mode serve", settings, ("request_rate", "max_concurrency"))
     settings |= {"dense": dense, "pruned": pruned}
     chosen = BenchSettings(**settings)
     file = results_file(chosen, Path(output) if output else None, overwrite=overwrite)
-    before = file.stat().st_mtime_ns if file.exists() else None
-    try:
-        return dict(run_benchmark(chosen, file, print_line=line_printer(verbose)))
-    finally:  # an interrupted run prints its results so far
-        if verbose and file.exists() and file.stat().st_mtime_ns != before:
-            _report(file)
-
-
-def _report(file: Path) -> None:
-    from ddp_benchmarks.tables import plain_console, print_report
-
-    if not (results := read_results(file)).runs:
-        return
-    print_report(results, plain_console())
-    echo(f"{file} has vLLM's raw results")
+    return run_benchmark(chosen, file, verbose=verbose)
 
 
 def _print_verdicts(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -206,16 +190,14 @@ def _evaluate(models: Sequence[EvalSettings], verbose: bool) -> list[dict[str, A
     """Evaluate models one after the other, after all settings and folders were checked."""
     for settings in models:
         settings.check()
-    with ExitStack() as stack:
-        for settings in models:
-            stack.enter_context(results_folder(settings.output))
-        stack.enter_context(terminable())
+        make_folder(settings.output)
+    with terminable():
         return [evaluate_tasks(settings, print_line=line_printer(verbose)) for settings in models]
 
 
 def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Raises: LimitError if the model misses --max-ratio or --min-retained."""
-    from ddp_benchmarks.tables import plain_console, print_quality
+    from ddp_benchmarks.tables import print_quality
 
     missed, folder, limit = list[str](), values["output"] or default_output(values["model"]), values["max_ratio"]
     for name, quality in results["text"].get("texts", {}).items():
@@ -230,7 +212,7 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
     echo(f"results are in {folder}")
     typed = [convert(one, Evaluation) for one in results["tasks"]]
     if typed:
-        print_quality(typed[-1], typed[0] if values["against"] else None, plain_console())
+        print_quality(typed[-1], typed[0] if values["against"] else None)
     if missed:
         raise LimitError(
             f"perplexity is {' and '.join(missed)} times the dense model's, above --max-ratio {limit:g}; train for "
@@ -285,8 +267,7 @@ def _eval(
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
     model or --against. Give it text that pruning did not read. Tasks run only if --tasks is passed
-    too. A task NAME_local of --include-path counts as lm-eval's NAME. An interrupted evaluation
-    resumes from lm-eval's cache of responses.
+    too. An interrupted evaluation resumes from lm-eval's cache of responses.
     """
     results: dict[str, Any] = {"text": {}, "tasks": []}
     if text:

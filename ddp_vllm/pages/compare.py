@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from ddp_vllm.evaluations import TASKS, Score, in_points, perplexity_ratio, points
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.output import write_text
@@ -16,9 +14,8 @@ from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markd
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import Bench, main_metric
 
-PICTURE_HEIGHT = 3.6  # inches
 SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
-OTHER_SPEEDS = ("p50", "p99", "output", "goodput")  # the first words of the other compared metrics
+OTHER_SPEEDS = ("p50", "p99")  # the first words of the other compared metrics
 REMARK = (
     "Speeds and latencies: how many times better than dense, pair by pair, with 95 % intervals; above 1 the pruned "
     "model is better. Tasks: percent ± standard error, and perplexity per word as lm-eval defines it (lower is "
@@ -163,12 +160,13 @@ def _draw_accuracy(comparison: Comparison) -> Picture | None:
         "Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors for accuracy. "
         "The dashed line joins the models that no other beats in both. The dense model is at 1."
     )
-    draw = partial(draw_points, points=points, speed=" or ".join(speeds), quality="mean accuracy, %")
-    return _render(draw, points, "quality", "Accuracy against speed", caption)
+    return _draw(
+        points, "quality", "Accuracy against speed", caption, speed=" or ".join(speeds), quality="mean accuracy, %"
+    )
 
 
 def _draw_heldout(comparison: Comparison) -> Picture | None:
-    """Return held-out perplexity against speed; None if no two models have both."""
+    """Return held-out perplexity against speed; None if no pruned model has both."""
     points = [Point("dense", True, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0))]
     for model in comparison.pruned:
         if model.heldout and model.speedup:
@@ -178,15 +176,15 @@ def _draw_heldout(comparison: Comparison) -> Picture | None:
         "relative to the dense model's, on text held out of each model's training text; bars are "
         "95 % intervals over blocks of text."
     )
-    draw = partial(draw_points, points=points, speed="speed", quality="perplexity, × dense", less_is_better=True)
-    return _render(draw, points[1:], "heldout", "Held-out perplexity against speed", caption)
+    return _draw(
+        points, "heldout", "Held-out perplexity against speed", caption, speed="speed",
+        quality="perplexity, × dense", less_is_better=True,
+    )  # fmt: skip
 
 
-def _render(
-    draw: Callable[[Figure], None], points: Sequence[Point], name: str, title: str, caption: str
-) -> Picture | None:
+def _draw(points: Sequence[Point], name: str, title: str, caption: str, **labels: Any) -> Picture | None:
     caption = f"Right and up is better. {caption}"
-    return render(draw, name=name, title=title, caption=caption, height=PICTURE_HEIGHT) if len(points) > 1 else None
+    return render(draw_points, name=name, title=title, caption=caption, points=points, **labels) if points[1:] else None
 
 
 def choice(comparison: Comparison, tolerance: float) -> str:

@@ -30,7 +30,7 @@ def _print_checkpoint(_: Any, values: Mapping[str, Any]) -> None:
     from ddp_vllm.pages.terminal import SafeConsole, print_checkpoint
 
     if not values["as_json"]:
-        print_checkpoint(read(values["folder"]), SafeConsole(soft_wrap=True))
+        print_checkpoint(read(values["folder"]), SafeConsole())
 
 
 @command("inspect", show=_print_checkpoint, as_json=lambda facts, _: facts)

@@ -350,7 +350,7 @@ def _write(
         output,
         head_unit=head_unit_of(recipe, source),
         provenance=provenance | result.evaluation | {"fingerprint": inputs},
-        scores={"z": learned.z, "saliency": learned.saliency},
+        scores=learned.scores(),
         overwrite=run.record["overwrite"],
         extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
         transform=result.transform,

@@ -263,26 +263,21 @@ def run_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.run")
 
 
-def has_run(output: Path) -> bool:
-    """Tell whether there is an interrupted run; remove the empty folder of a command that was killed
-    when it had removed all else of its run. Raises: OutputError if another process works on it."""
+def interrupted_run(output: Path, recipes: Sequence[TrainingSettings], *, overwrite: bool) -> bool:
+    """Tell whether there is an interrupted run of a command, before anything expensive; remove the
+    empty folder of one that was killed when it had removed all else of its run.
+
+    Raises: OutputError if another process works on it, or as `find_record`.
+    """
     folder = run_folder(output)
     with suppress(OSError):
         if set(os.listdir(folder)) <= {LOCK}:
             with _locked(folder):
                 pass
             folder.rmdir()
-    return (folder / RECORD).exists()
-
-
-def interrupted_run(output: Path, recipes: Sequence[TrainingSettings], *, overwrite: bool) -> bool:
-    """Tell whether there is an interrupted run of a command, before anything expensive.
-
-    Raises: OutputError if another process works on it, or as `find_record`.
-    """
-    if not has_run(output):
+    if not (folder / RECORD).exists():
         return False
-    with _locked(run_folder(output)):
+    with _locked(folder):
         return bool(find_record(output, recipes, overwrite=overwrite))
 
 

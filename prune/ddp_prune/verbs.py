@@ -14,7 +14,7 @@ import ddp_vllm
 from ddp_prune.models.source import check_model
 from ddp_prune.recipe import Recipe, check_suits, load_recipes
 from ddp_prune.run import schedule
-from ddp_prune.run_folder import has_run, interrupted_run
+from ddp_prune.run_folder import interrupted_run
 from ddp_prune.settings import FidelitySettings, RecoveryRecipe, TrainingSettings, load_recovery
 from ddp_prune.text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
@@ -26,7 +26,6 @@ from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.results import results_folder
 from ddp_vllm.settings import Option, command, documents
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def prune_sizes(
     from ddp_vllm.pages.terminal import SafeConsole
 
     return jobs.prune(
-        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole.of(verbose),
+        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole(quiet=not verbose),
         measure=partial(ddp_vllm.profile, verbose=verbose),
     )  # fmt: skip
 
@@ -250,8 +249,6 @@ def apply(
     masks: Annotated[Path | str, Option("Masks file, ddp_masks.safetensors.")],
     *,
     output: Folder,
-    tp: Annotated[int, Option("Refuse masks that do not split over this many devices.")] = 1,
-    align: Annotated[int, Option("Move channels until widths are multiples of this.")] = 1,
     overwrite: Overwrite = False,
 ) -> Checkpoint:
     """Prune MODEL by published masks; this requires no text and no training.
@@ -268,7 +265,7 @@ def apply(
     check_model(str(model))
     from ddp_prune.export import apply_masks
 
-    return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
+    return apply_masks(str(model), Path(masks), output, overwrite=overwrite)
 
 
 @documents(RecoveryRecipe)
@@ -293,8 +290,6 @@ def recover(
     """
     folder, output = Path(model), Path(output)
     clear(output)
-    if not has_run(output):  # an interrupted run decides later
-        check_output(output, overwrite=overwrite, reads=[folder])
     read_checkpoint(folder)
     provenance = local_provenance(folder / MASKS_FILE)
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
@@ -309,7 +304,7 @@ def recover(
     from ddp_prune import recover as recovery
     from ddp_vllm.pages.terminal import SafeConsole
 
-    console = SafeConsole.of(verbose)
+    console = SafeConsole(quiet=not verbose)
     return recovery.recover(resolved, output, overwrite=overwrite, tracker=tracker, console=console)
 
 
@@ -368,5 +363,4 @@ def evaluate_text(
         check_sources(name)
     from ddp_prune.fidelity import compare_on_text
 
-    with results_folder(folder):
-        return compare_on_text(chosen, folder, print_line=line_printer(verbose))
+    return compare_on_text(chosen, folder, print_line=line_printer(verbose))

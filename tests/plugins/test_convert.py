@@ -127,7 +127,7 @@ def test_other_verbs_read_a_converted_folder(converted: Any, tmp_path: Path) -> 
     words = ("--tokens", "256", "--seq-len", "16", "--batch-size", "2", "--data", tmp_path / "text.jsonl")
     passed(invoke("recover", tmp_path / "out", "-o", tmp_path / "recovered", *words))
     assert read_checkpoint(tmp_path / "recovered").provenance["converted"]["from"] == "FLAP"
-    assert "those of FLAP, which another tool pruned; then all" in output_of("inspect", tmp_path / "recovered")
+    assert "those of FLAP, which another tool pruned; then trained" in output_of("inspect", tmp_path / "recovered")
 
 
 def _opened(**keys: Any) -> list[tuple[int, int, int]] | None:

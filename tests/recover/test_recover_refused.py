@@ -50,7 +50,7 @@ def test_what_cannot_be_recovered_is_refused(case: str, pruned: Path, tiny_model
 def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert_refused(recover(pruned, tmp_path / "out"), 5, "exists")
-    assert_refused(recover(pruned, tiny_model, "--overwrite"), 5, "did not write it")
+    assert_refused(recover(pruned, tiny_model, "--overwrite"), 5, f"{tiny_model} holds", "which this command reads")
     inside = tmp_path / "models" / "pruned"
     shutil.copytree(pruned, inside)
     (inside.parent / MASKS_FILE).touch()
