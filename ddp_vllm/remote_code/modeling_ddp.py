@@ -19,7 +19,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
     GenerationMixin,
-    PreTrainedConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -153,14 +152,14 @@ class NonUniform:
     not installed.
     """
 
-    config: PreTrainedConfig
+    config: Any
     layers: Any
     model: Any
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         if config.ddp_layers is not None:
-            widths = _widths(config)
+            widths = config.widths
             if is_in_vllm(config):
                 register_layerwise_attention()
                 if config.name_or_path:
@@ -191,7 +190,7 @@ class NonUniform:
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse layers that differ in KV heads: transformers' paged cache supports one number.
         Raises: WidthsError."""
-        counts = {layer.num_kv_heads for layer in _widths(self.config).layers}
+        counts = {layer.num_kv_heads for layer in self.config.widths.layers}
         if len(counts) > 1:
             raise WidthsError("continuous batching requires equal KV heads in all layers; use generate() or vLLM")
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
@@ -205,14 +204,8 @@ def check_folder(folder: Path, config: Any) -> None:
     """Check the tensors of a local folder, if any, against the widths. Raises: WidthsError."""
     if any(folder.glob(WEIGHTS)):
         saved = getattr(config, "quantization_config", None)
-        widths = replace(_widths(config), is_quantized=saved is not None)
+        widths = replace(config.widths, is_quantized=saved is not None)
         widths.check(checked_tensors(folder))
-
-
-def _widths(config: Any) -> Widths:
-    """Return the widths of a config, ignoring quantization: it may be applied to plain weights
-    while they load."""
-    return Widths.of(vars(config) | {"model_type": config.model_type, "quantization_config": None})
 
 
 # SDPA omits the cap on attention scores, which vLLM applies
