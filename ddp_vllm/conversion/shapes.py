@@ -119,8 +119,7 @@ def _with_biases(
     added = [module for module in pruned.biased - stated if module.partition(".")[0] in parts]
     zeros: dict[str, str] = {}
     for index, (layer, modules, kept) in enumerate(zip(layers, biased, widths, strict=True)):
-        counts = {"attn": kept.num_kv_heads, "mlp": kept.intermediate_size}
-        removed = {pruned.table.output(block).name for block in pruned.table.norms if not counts[block]}
+        removed = {pruned.table.output(block).name for block in kept.removed_blocks}
         if constants := [module for module in removed & modules if any(layer[f"{module}.bias"])]:
             raise ModelError(
                 f"layer {index} has {constants[0]}.bias, but no unit of that block: a constant that no supported class "

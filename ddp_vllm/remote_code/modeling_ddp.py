@@ -102,20 +102,18 @@ def narrow_layer(layer: Any, widths: Widths, layer_idx: int) -> None:
     """Replace the projections of one stock decoder layer by narrower ones, and removed blocks with
     their norms."""
     own = widths.layers[layer_idx]
-    kept = {"attn": own.num_kv_heads, "mlp": own.intermediate_size}
-    config = layer.self_attn.config
-    if not own.num_kv_heads:
+    removed, config = own.removed_blocks, layer.self_attn.config
+    if "attn" in removed:
         idle = is_in_vllm(config)
         layer.self_attn = IdleAttention(config, layer_idx, widths.head_dim) if idle else RemovedAttention(layer_idx)
-    if not own.intermediate_size:
+    if "mlp" in removed:
         layer.mlp = RemovedMLP()
-    for block, norms in widths.table.norms.items():
-        for norm in norms if not kept[block] else ():
-            setattr(layer, norm, nn.Identity())
+    for norm in (norm for block in removed for norm in widths.table.norms[block]):
+        setattr(layer, norm, nn.Identity())
     for projection in widths.table.projections:
-        if kept[projection.block]:
+        if projection.block not in removed:
             narrow_projection(layer, projection, own, widths.head_dim)
-    if own.num_kv_heads:
+    if "attn" not in removed:
         group_heads(layer.self_attn, own)
 
 

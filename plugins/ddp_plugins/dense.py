@@ -147,9 +147,7 @@ def keep_projections_compact(attention: Any, widths: LayerWidths, vllm_config: V
 
 def remove_blocks(layer: Any, widths: LayerWidths, table: TensorTable, vllm_config: VllmConfig) -> None:
     """Replace a layer's removed blocks and their norms, and allocate no KV cache for them."""
-    for block, num_units in (("attn", widths.num_kv_heads), ("mlp", widths.intermediate_size)):
-        if num_units:
-            continue
+    for block in widths.removed_blocks:
         name = table.output(block).name.partition(".")[0]
         for module in getattr(layer, name).modules():
             if isinstance(module, Attention):
