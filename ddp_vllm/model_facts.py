@@ -25,14 +25,8 @@ from ddp_vllm.schema import Count
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", f"{SUBBLOCKS}/*.safetensors")
 _TEXTS = (  # names by which transformers and vLLM find them
     *("config.json", "generation_config.json", "hf_quant_config.json", "*.index.json"),
-    *(
-        "tokenizer*",
-        *TOKENIZERS,
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template*",
-        "additional_chat_templates/*",
-    ),
+    *("tokenizer*", *TOKENIZERS, "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "additional_chat_templates/*"),
 )
 
 
