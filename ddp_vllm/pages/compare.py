@@ -1,7 +1,7 @@
 """What `compare` shows: one table of models, a sentence on each, two pictures, and how everything
 was measured."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from ddp_vllm.evaluations import TASKS, Score, in_points, perplexity_ratio, points
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.output import write_text
-from ddp_vllm.pages.measurements import Comparison, Model, difference
+from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import Bench, main_metric
@@ -35,7 +35,7 @@ def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
     """Return the page: a sentence per model, pictures if there are two points, the table, and the
     conditions."""
     take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
-    pictures = [picture for picture in (_draw_accuracy(comparison), _draw_heldout(comparison)) if picture]
+    pictures = [*draw(comparison)]
     shown = [Section(heading="", pictures=pictures)] if pictures else []
     table = Section(heading="Size, speed, quality", table=comparison_table(comparison), remark=REMARK)
     return Page(
@@ -53,10 +53,8 @@ def headline(model: Model, comparison: Comparison) -> str:
         parts.append(f"{model.speed.verdict.sentence}, {model.speed.verdict.load}")
     elif model.predicted:
         parts.append(f"{with_interval(*model.predicted)} as fast, predicted")
-    if model.evaluation and (lost := difference(model, dense)):
-        limit = model.evaluation.ddp_vllm.settings.limit
-        rows = f" (first {limit} rows of each task)" if limit else ""
-        parts.append(f"accuracy: {in_points(*lost)}{rows}")
+    if lost := difference(model, dense):
+        parts.append(f"accuracy: {in_points(*lost)}")
     if model.heldout:
         parts.append(f"held-out perplexity {with_interval(*model.heldout)} the dense model's")
     for label, fact in (("fewer parameters", "parameters"), ("less KV cache per token", "kv_bytes_per_token")):
@@ -115,9 +113,7 @@ def _speeds(comparison: Comparison) -> Iterator[Row]:
 def _qualities(comparison: Comparison) -> Iterator[Row]:
     """Yield the rows of held-out text, tasks and texts."""
     dense, models, pruned = comparison.dense, comparison.models, comparison.pruned
-    quality_of = lambda quality: f"{quality['dense']:.2f} → {quality.get('recovered', quality['pruned']):.2f}"  # noqa: E731
-    yield _row("held-out perplexity, dense → pruned", quality_of, (model.quality for model in models))
-    yield _ratios(comparison, "… times the dense model's", (model.heldout for model in pruned))
+    yield _ratios(comparison, "held-out perplexity, × dense", (model.heldout for model in pruned))
     means = (
         (mean := model.accuracy) and f"{100 * mean[0]:.2f} ± {100 * mean[1]:.2f} ({mean[2]} tasks)" for model in models
     )
@@ -147,54 +143,41 @@ def _millions(value: int) -> str:
     return f"{value / 1e9:.2f} B" if value >= 1e9 else f"{value / 1e6:.1f} M"
 
 
-def _draw_accuracy(comparison: Comparison) -> Picture | None:
-    """Return accuracy against speed with 95 % intervals, or None if no two models have both."""
-    points = []
-    for model in comparison.models:
-        ratio = model.measured_speedup if model.facts.pruned else (1.0, 1.0, 1.0)
-        if model.accuracy and ratio:
-            percent, error = 100 * model.accuracy[0], 196 * model.accuracy[1]
-            points.append(Point(model.name, not model.facts.pruned, ratio, (percent, percent - error, percent + error)))
-    speeds = dict.fromkeys(SPEEDS[model.speed.verdict.metric] for model in comparison.pruned if model.speed)
+def draw(comparison: Comparison) -> Iterator[Picture]:
+    """Draw accuracy and held-out perplexity against speed, each if two models have both."""
     caption = (
-        "Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors for accuracy. "
-        "The dashed line joins the models that no other beats in both. The dense model is at 1."
+        "Right and up is better. The dashed line joins the models that no other beats in both. Bars are 95 % "
+        "intervals; speed is measured by bench, or else predicted by the profile, with its range. "
     )
-    return _draw(
-        points, "quality", "Accuracy against speed", caption, speed=" or ".join(speeds), quality="mean accuracy, %"
-    )
+    for name, title, quality, value_of, note in (
+        ("quality", "Accuracy against speed", "mean accuracy, %", _percent, "Accuracy ± 1.96 standard errors."),
+        ("heldout", "Held-out perplexity against speed", "perplexity, × dense", lambda model: model.heldout,
+         "Perplexity on text held out of each model's training text."),
+    ):  # fmt: skip
+        points = [
+            Point(model.name, not model.facts.pruned, model.speedup, value)
+            for model in comparison.models
+            if model.speedup and (value := value_of(model))
+        ]
+        if len(points) > 1:
+            yield render(
+                draw_points, name=name, title=title, caption=caption + note, points=points, quality=quality,
+                less_is_better=name == "heldout",
+            )  # fmt: skip
 
 
-def _draw_heldout(comparison: Comparison) -> Picture | None:
-    """Return held-out perplexity against speed; None if no pruned model has both."""
-    points = [Point("dense", True, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0))]
-    for model in comparison.pruned:
-        if model.heldout and model.speedup:
-            points.append(Point(model.name, False, model.speedup, model.heldout))
-    caption = (
-        "Speed is measured by bench, or else predicted by the profile, with its range. Perplexity is "
-        "relative to the dense model's, on text held out of each model's training text; bars are "
-        "95 % intervals over blocks of text."
-    )
-    return _draw(
-        points, "heldout", "Held-out perplexity against speed", caption, speed="speed",
-        quality="perplexity, × dense", less_is_better=True,
-    )  # fmt: skip
-
-
-def _draw(points: Sequence[Point], name: str, title: str, caption: str, **labels: Any) -> Picture | None:
-    caption = f"Right and up is better. {caption}"
-    return render(draw_points, name=name, title=title, caption=caption, points=points, **labels) if points[1:] else None
+def _percent(model: Model) -> Interval | None:
+    """Return the mean accuracy in percent, with its 95 % interval."""
+    mean, error, _ = model.accuracy or (0.0, 0.0, 0)
+    return (100 * mean, 100 * mean - 196 * error, 100 * mean + 196 * error) if model.accuracy else None
 
 
 def choice(comparison: Comparison, tolerance: float) -> str:
     """Return the fastest model whose held-out perplexity is at most this many times the dense
     model's, in words."""
     best = fastest(comparison, tolerance)
-    if not any(model.heldout for model in comparison.pruned):
-        return "none was evaluated on held-out text, as ddp-vllm prune does"
     if best is None:
-        return f"none has a held-out perplexity of at most {tolerance:g} times the dense model's"
+        return f"none has a known held-out perplexity of at most {tolerance:g} times the dense model's"
     assert best.heldout
     gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
     return f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
