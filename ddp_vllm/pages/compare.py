@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.evaluations import TASKS, Score, in_points, perplexity_ratio, points
+from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, perplexity_ratio, points
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.output import write_text
 from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
@@ -14,8 +14,6 @@ from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markd
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import Bench, main_metric
 
-SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
-OTHER_SPEEDS = ("p50", "p99")  # the first words of the other compared metrics
 REMARK = (
     "Speeds and latencies: how many times better than dense, pair by pair, with 95 % intervals; above 1 the pruned "
     "model is better. Tasks: percent ± standard error, and perplexity per word as lm-eval defines it (lower is "
@@ -37,12 +35,14 @@ def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
     take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
     pictures = [*draw(comparison)]
     shown = [Section(heading="", pictures=pictures)] if pictures else []
+    conditions = [_speed_measured(speed.bench) for model in comparison.pruned for speed in model.speeds]
+    conditions += [_quality_measured(model.evaluation) for model in comparison.models if model.evaluation]
     table = Section(heading="Size, speed, quality", table=comparison_table(comparison), remark=REMARK)
     return Page(
         title="Pruned models: quality against speed",
         lead=[*take, *((model.name, headline(model, comparison)) for model in comparison.pruned)],
         sections=[*shown, table],
-        footer=[*comparison.notes, *map(_speed_measured, comparison.benches), *_quality_measured(comparison)],
+        footer=[*comparison.notes, *dict.fromkeys(conditions)],
     )
 
 
@@ -101,12 +101,11 @@ def _speeds(comparison: Comparison) -> Iterator[Row]:
     by_model = [{speed.verdict.load: speed.verdict for speed in model.speeds} for model in comparison.pruned]
     for load in dict.fromkeys(load for verdicts in by_model for load in verdicts):
         metrics = [verdicts[load].metrics if load in verdicts else {} for verdicts in by_model]
-        main = main_metric(load)
-        others = (metric for of_model in metrics for metric in of_model if metric.startswith(OTHER_SPEEDS))
-        for metric in dict.fromkeys((main, *others)):
-            name = SPEEDS[main] if metric == main else metric.removesuffix("_ms").replace("_", " ")
-            bounds = (of_model[metric].bounds if metric in of_model else None for of_model in metrics)
-            yield _ratios(comparison, f"{name}, {load}", bounds)
+        for metric in dict.fromkeys(metric for of_model in metrics for metric in of_model):
+            if metric == main_metric(load) or metric.startswith("p"):  # a percentile of a latency
+                name = metric.removesuffix("_ms").replace("_", " ")
+                bounds = (of_model[metric].bounds if metric in of_model else None for of_model in metrics)
+                yield _ratios(comparison, f"{name}, {load}", bounds)
     yield _ratios(comparison, "speed of a step, predicted", (model.predicted for model in comparison.pruned))
 
 
@@ -114,10 +113,8 @@ def _qualities(comparison: Comparison) -> Iterator[Row]:
     """Yield the rows of held-out text, tasks and texts."""
     dense, models, pruned = comparison.dense, comparison.models, comparison.pruned
     yield _ratios(comparison, "held-out perplexity, × dense", (model.heldout for model in pruned))
-    means = (
-        (mean := model.accuracy) and f"{100 * mean[0]:.2f} ± {100 * mean[1]:.2f} ({mean[2]} tasks)" for model in models
-    )
-    yield _row("mean accuracy", str, means)
+    mean_of = lambda mean: f"{_score(100, (mean['value'], mean['stderr']))} ({len(mean['tasks'])} tasks)"  # noqa: E731
+    yield _row("mean accuracy", mean_of, (model.accuracy for model in models))
     changes = (difference(model, dense) for model in models)
     yield _row("points, same questions, 95 %", lambda change: points(*change), changes)
     for name, task in TASKS.items():
@@ -168,8 +165,10 @@ def draw(comparison: Comparison) -> Iterator[Picture]:
 
 def _percent(model: Model) -> Interval | None:
     """Return the mean accuracy in percent, with its 95 % interval."""
-    mean, error, _ = model.accuracy or (0.0, 0.0, 0)
-    return (100 * mean, 100 * mean - 196 * error, 100 * mean + 196 * error) if model.accuracy else None
+    if not (mean := model.accuracy):
+        return None
+    percent, reach = 100 * mean["value"], 196 * mean["stderr"]
+    return percent, percent - reach, percent + reach
 
 
 def choice(comparison: Comparison, tolerance: float) -> str:
@@ -212,13 +211,8 @@ def _speed_measured(bench: Bench) -> str:
     )
 
 
-def _quality_measured(comparison: Comparison) -> Iterator[str]:
-    for model in comparison.models:
-        if model.evaluation:
-            stated = model.evaluation.ddp_vllm
-            settings, source = stated.settings, "hub" if stated.data == "hub" else "local files"
-            rows = f"the first {settings.limit} rows of each task" if settings.limit else "every row"
-            yield (
-                f"Quality of {model.name}: {rows}, {source}, {settings.backend} backend, context "
-                f"{settings.max_length}, {stated.place}."
-            )
+def _quality_measured(evaluation: Evaluation) -> str:
+    stated = evaluation.ddp_vllm
+    settings, source = stated.settings, "hub" if stated.data == "hub" else "local files"
+    rows = f"the first {settings.limit} rows of each task" if settings.limit else "every row"
+    return f"Quality: {rows}, {source}, {settings.backend} backend, context {settings.max_length}, {stated.place}."
