@@ -31,7 +31,7 @@ from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import fidelity
-from ddp_vllm.results import Bench, write_results
+from ddp_vllm.results import write_results
 from ddp_vllm.settings import Option, command
 
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
@@ -74,13 +74,11 @@ def profile(
     return read_profile(file)
 
 
-def _json_line(results: Mapping[str, Any], _: Mapping[str, Any]) -> str:
-    from ddp_benchmarks.tables import json_line
-
-    return json_line(convert(results, Bench), results)
+def _without_runs(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in results.items() if name != "runs"}
 
 
-@command("bench sharegpt", settings=BenchSettings, show=lambda *_: None, as_json=_json_line, json_is_last_line=True)
+@command("bench sharegpt", settings=BenchSettings, show=lambda *_: None, as_json=_without_runs, json_is_last_line=True)
 @terminable()
 def bench(
     dense: Dense,
