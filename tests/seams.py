@@ -54,7 +54,7 @@ from ddp_prune.models import evaluation as evaluation_module
 from ddp_prune.models import writing
 from ddp_prune.models.evaluation import bos_warning
 from ddp_prune.models.loading import check_head, load_model, load_sharded
-from ddp_prune.models.source import Source, open_source, weight_files
+from ddp_prune.models.source import Source, open_source
 from ddp_prune.plan import estimate
 from ddp_prune.pools import make_pools
 from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
@@ -77,6 +77,7 @@ from ddp_prune.text.templates import ChatTemplate
 from ddp_prune.text.tokens import Tokens, load_tokenizer, tokenize
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.dimensions import unit_shapes
+from ddp_vllm.remote_code.files import weight_files
 
 BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
 STEPS = 12  # 8 of search, 4 of polish
@@ -118,7 +119,7 @@ def logits(model: Any, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor:
 
 def document(row: Any, tokenizer: Any, notes: Notes | None = None) -> Document:
     """Return a row as a document."""
-    rows = Rows(name="chat.jsonl", num_rows=1, read=lambda _: iter([(0, row)]))
+    rows = Rows(name="chat.jsonl", num_rows=1, read=lambda _: iter([("chat.jsonl, line 1", row)]))
     return next(read_documents(rows, ChatTemplate(tokenizer), notes or Notes()))
 
 

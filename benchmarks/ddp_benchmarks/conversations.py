@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.text.conversations import Conversation, RowParser
-from ddp_prune.text.messages import EXAMPLE, Notes, words_of
+from ddp_prune.text.messages import EXAMPLE, Notes, at, words_of
 from ddp_prune.text.rows import open_rows, reading_text
+from ddp_prune.text.templates import ChatTemplate
 from ddp_vllm.errors import TextError, reading
 
 SHARE_GPT = ("anon8231489123/ShareGPT_Vicuna_unfiltered", "ShareGPT_V3_unfiltered_cleaned_split.json")
@@ -79,20 +80,12 @@ def read_conversations(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         raise TextError(f"{path} does not exist; pass a file with conversations, such as ShareGPT")
-    rows, parser = open_rows(str(path)), RowParser(Notes())
+    rows, parser = open_rows(str(path)), RowParser(Notes(), ChatTemplate())
     conversations = []
     with reading_text(str(path)):
-        for number, row in rows.read(None):
-            place = rows.place(number)
-            entry = row if _is_share_gpt(row) else _as_share_gpt(parser.parse(row, place), place)
-            try:
-                json.dumps([entry.get("id"), entry["conversations"][:2]], ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                code = ord(error.object[error.start])
-                raise TextError(
-                    f"{place}: a lone surrogate (\\u{code:04x}), which is no text; repair or delete it"
-                ) from None
-            conversations.append(entry)
+        for place, row in rows.read(None):
+            with at(place):
+                conversations.append(row if _is_share_gpt(row) else _as_share_gpt(parser.parse(row)))
     return conversations
 
 
@@ -103,12 +96,12 @@ def _is_share_gpt(row: Any) -> bool:
     )
 
 
-def _as_share_gpt(content: str | Conversation, place: str) -> dict[str, Any]:
+def _as_share_gpt(content: str | Conversation) -> dict[str, Any]:
     """Return the first question and answer of a conversation; fewer turns if it has no such
     words."""
     if isinstance(content, str):
         if content:
-            raise TextError(f"{place} holds a text, not a conversation; write {EXAMPLE}")
+            raise TextError(f"a text, not a conversation; write {EXAMPLE}")
         return {"conversations": []}
     turns = list[dict[str, str]]()
     for role, speaker in (("user", "human"), ("assistant", "gpt")):

@@ -25,7 +25,6 @@ from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.pages.summary import trained_together
 from ddp_vllm.provenance import write_provenance
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 from ddp_vllm.remote_code.widths import states_widths
@@ -116,10 +115,6 @@ def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
     remedy = "--align does not change the size of heads, so leave the model unquantized"
     if all(name.startswith("mlp.") for _, name, *_ in odd):
         remedy = f"prune the dense model again with --align {block}"
-        provenance = checkpoint.provenance
-        # `apply` would lose trained weights
-        if not (trained_together(provenance) or "recovery" in provenance):
-            remedy = f"run ddp-vllm apply with --align {block} first"
     if SCHEMES[scheme].is_strict:
         layer, name, outputs, inputs = odd[0]
         raise SettingError(

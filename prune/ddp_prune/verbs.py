@@ -249,8 +249,6 @@ def apply(
     masks: Annotated[Path | str, Option("Masks file, ddp_masks.safetensors.")],
     *,
     output: Folder,
-    tp: Annotated[int, Option("Refuse masks that do not split over this many devices.")] = 1,
-    align: Annotated[int, Option("Move channels until widths are multiples of this.")] = 1,
     overwrite: Overwrite = False,
 ) -> Checkpoint:
     """Prune MODEL by published masks; this requires no text and no training.
@@ -267,7 +265,7 @@ def apply(
     check_model(str(model))
     from ddp_prune.export import apply_masks
 
-    return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
+    return apply_masks(str(model), Path(masks), output, overwrite=overwrite)
 
 
 @documents(RecoveryRecipe)

@@ -1,6 +1,6 @@
 """Renders conversations as vLLM's /v1/chat/completions does, without an engine: MODEL JOBS RESULTS.
 
-A job is a chat template with a request, of /v1/messages or `LLM.chat` if its `path` says so. A result is the text, or
+A job is a chat template with a request, of `LLM.chat` if its `path` says so. A result is the text, or
 null if vLLM rejects the request.
 """
 
@@ -11,8 +11,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 from vllm.config import ModelConfig
-from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.chat_utils import parse_chat_messages
@@ -29,11 +27,7 @@ def render(template: str, request: dict[str, Any]) -> str:
     messages = request["messages"]
     if path == "LLM.chat":  # which does not check the messages
         request = {"messages": []}
-    if path == "/v1/messages":
-        anthropic = AnthropicMessagesRequest(model="m", max_tokens=9, **request)
-        asked = AnthropicServingMessages.to_chat_completion_request(anthropic)
-    else:
-        asked = ChatCompletionRequest(model="m", **request)
+    asked = ChatCompletionRequest(model="m", **request)
     asked.add_generation_prompt = False
     tools = [tool.model_dump() for tool in asked.tools] if asked.tools else None
     params = asked.build_chat_params(template, "auto").with_defaults({"tools": tools, "tokenize": False})

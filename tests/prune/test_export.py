@@ -37,7 +37,7 @@ def pruned(source: Source, tmp_path: Path) -> Path:
     """KV groups; layer 0 without attention, layer 1 without anything; with scores, as `prune` writes them."""
     gates = random_gates(source, "kv-group", kept=0.7)
     gates["attn"][:2], gates["mlp"][1] = 0.0, 0.0
-    scores = {name: {kind: values + add for kind, values in gates.items()} for name, add in (("z", 1), ("saliency", 2))}
+    scores = {f"{kind}.{name}": gates[kind] + add for kind in gates for name, add in (("z", 1), ("saliency", 2))}
     seams.export(source, gates, tmp_path / "pruned", head_unit="kv-group", provenance={"texts": ["a"]}, scores=scores)
     return tmp_path / "pruned"
 
@@ -114,7 +114,7 @@ def test_masks_alone_cut_the_same_checkpoint(
     assert all(torch.equal(first[kind], second[kind]) for kind in ("attn", "mlp")) and len(first) == len(second) == 2
     assert states == stated | {"applied_to": dense.name}
     scores, kept = (seams.read_scores(path / MASKS_FILE) for path in (pruned, again))
-    assert all(torch.equal(kept[name][kind], scores[name][kind]) for name in ("z", "saliency") for kind in first)
+    assert len(kept) == 4 and all(torch.equal(kept[name], scores[name]) for name in kept)
     if stored == "one file":
         for name in ("model.safetensors", "config.json"):
             assert (again / name).read_bytes() == (pruned / name).read_bytes(), name

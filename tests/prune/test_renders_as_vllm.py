@@ -103,17 +103,10 @@ SAME: dict[str, Any] = {  # the messages of a row are those of the request
     "an agent": AGENT,
 }  # fmt: skip
 ASKED = {"messages": called(call())}
-BLOCKS = [
-    user(), assistant([{"type": "thinking", "thinking": "I need it.", "signature": "s"}, *parts("I look."),
-                       {"type": "tool_use", "id": "c00000001", "name": "get_weather", "input": ARGUMENTS}]),
-    user([{"type": "tool_result", "tool_use_id": "c00000001", "content": parts("21", "22")}, *parts("Go on.")]),
-    assistant(parts("It is 21 degrees.")),
-]  # fmt: skip
 RESPONSES = [user(parts("a", kind="input_text")), assistant([*parts("b", "c", kind="output_text"), "d"])]
 PACKED = json.dumps({"id": "c00000001", "name": "get_weather", "arguments": ARGUMENTS})
 TEXT_OF_ARGUMENTS = {"id": "c00000001", "name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
 SPOKEN = {"messages": [user(), assistant(None, tool_calls=[call()]), {"role": "tool", "content": "21"}, assistant()]}
-TOOL_OF_MESSAGES = [{"name": "get_weather", "input_schema": SCHEMA}]
 
 
 def share_gpt(words: str) -> dict[str, Any]:
@@ -125,21 +118,13 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {  # a row, and the request of th
     "arguments are an object": ({"messages": called(call(ARGUMENTS))}, ASKED),
     "function_call": ({"messages": [user(), assistant(None, function_call=TEXT_OF_ARGUMENTS), *called()[2:]]}, ASKED),
     "spoken call": (share_gpt(PACKED), SPOKEN),
-    "spoken calls on two lines": (share_gpt(f'{PACKED}\n{{"id": "c", "name": "other"}}'), {"messages": [
-        user(), assistant(None, tool_calls=[call(), OTHER_CALL]), {"role": "tool", "content": "21"}, assistant()]}),
     "bare calls": ({"messages": called({"id": "c00000001", "name": "get_weather", "parameters": ARGUMENTS})}, ASKED),
     "parts of responses": ({"messages": RESPONSES}, {"path": "LLM.chat", "messages": RESPONSES}),
-    "blocks": ({"messages": BLOCKS}, {"path": "/v1/messages", "messages": BLOCKS}),
     "thinking": ({"messages": [user(), assistant(thinking="Look.")]}, {"messages": SAME["reasoning"]}),
-    "thinking_blocks": ({"messages": [user(), assistant(thinking_blocks=[{"type": "thinking", "thinking": "Look."}])]},
-                        {"messages": SAME["reasoning"]}),
     "tools": ({"messages": AGENT, "tools": TOOLS}, {"messages": AGENT, "tools": TOOLS}),
     "bare tools": ({"messages": AGENT, "tools": json.dumps([TOOL])}, {"messages": AGENT, "tools": TOOLS}),
-    "tools of messages": ({"system": parts("Be brief."), "messages": BLOCKS, "tools": TOOL_OF_MESSAGES},
-                          {"path": "/v1/messages", "system": parts("Be brief."), "messages": BLOCKS,
-                           "tools": TOOL_OF_MESSAGES}),
-    "columns": ({"system": "Be brief.", "history": [["weather in Oslo?", "It is 21 degrees."]], "prompt": "why",
-                 "response": "Because."}, {"messages": SAME["several turns"]}),
+    "columns": ({"system": "Be brief.", "prompt": "why", "response": "Because."},
+                {"messages": [SYSTEM, user("why"), assistant("Because.")]}),
 }  # fmt: skip
 ROWS = {name: ({"messages": messages}, {"messages": messages}) for name, messages in SAME.items()} | OTHER
 

@@ -65,18 +65,18 @@ ASKED = [
     A, {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "1", "content": "21"}, {**B, "reasoning_content": "ah"},
 ]  # fmt: skip
-ALPACA = {"instruction": "c", "input": "", "output": "d", "system": "s", "history": [["a", "b"]]}
 UNREAD = "columns that are not read, with their rows: {}"
-KEYS = "parts of conversations that the chat template does not read, with their turns: {}"
 REJECTED = "conversations read as plain text, because the chat template rejects them: {} (2)"
 STRICT = "Conversation roles must alternate user/assistant/user/assistant/..."
 MISTRALS, GEMMAS = (
     f"conversations rearranged so that user and assistant alternate: {reason} (2)"
     for reason in (STRICT, "Roles must alternate")
 )
-LEFT_OUT = "turns that the chat template leaves out or changes: {} (2)"
-CALL_IDS = KEYS.format("tool_call_id (2)")
-UNLOCATED = "2 conversations whose answers cannot be located, so none is in the loss of assistants"
+LEFT_OUT = "parts of conversations that the chat template leaves out or changes: {}"
+UNLOCATED = (
+    "answers that are not in the loss of assistants, because: they cannot be located where the chat template "
+    "repeats or hides words (2)"
+)
 PLAIN = "2 conversations read as plain text, because {}"
 
 
@@ -92,13 +92,12 @@ def turns(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
 ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     "share-gpt": (LENIENT, said(("human", "a"), ("gpt", "b")), "<user>a<assistant>b", "|b", []),
     "speakers of other names": (
-        LENIENT, said(("Human", "a"), ("gpt-4o-mini", "b"), ("developer", "c"), ("bard", "d"), ("observation", "e")),
-        "<system>c<user>a<assistant>b<assistant>d<tool>e", "|b|d|", []),
+        LENIENT, said(("developer", "c"), ("Human", "a"), ("bard", "d"), ("observation", "e")),
+        "<system>c<user>a<assistant>d<tool>e", "|d|", []),
     "unknown speakers": (LENIENT, turns({"role": "alice", "content": "a"}, B), "<user>a<assistant>b", "|b",
                          ["unknown speakers, read as the user, with their turns: alice (2)"]),
     "dolly": (LENIENT, {"instruction": "a", "context": "c", "response": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
     "alpaca": (LENIENT, {"instruction": "a", "input": "c", "output": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
-    "alpaca with history": (LENIENT, ALPACA, "<system>s<user>a<assistant>b<user>c<assistant>d", "|b|d", []),
     "completion": (LENIENT, {"prompt": "a", "completion": "b"}, "<user>a<assistant>b", "|b", []),
     "openorca": (LENIENT, {"id": 1, "system_prompt": "s", "question": "a", "response": "b"},
                  "<system>s<user>a<assistant>b", "|b", [UNREAD.format("id (2)")]),
@@ -117,25 +116,23 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     "what is not read": (
         LENIENT, turns(A, {**B, "reasoning_content": "d", "name": "e"}, {"role": "user", "content": ""}, tools=TOOLS),
         "<user>a<assistant>b", "|b",
-        [KEYS.format("reasoning_content (2), name (2), tools (2)"),
+        [LEFT_OUT.format("tools (2), reasoning (2)"),
          "turns without words, which are dropped: user (2)"]),
     "an agent": (AGENT, turns(*ASKED), '<user>a<assistant><think>hm</think>[look {"city": "Oslo"}]<tool>21'
                  "<assistant><think>ah</think>b", '|<think>hm</think>[look {"city": "Oslo"}]|<think>ah</think>b',
-                 [CALL_IDS]),
+                 []),
     "an agent, packed": (AGENT, {"conversations": json.dumps(ASKED)},
                          '<user>a<assistant><think>hm</think>[look {"city": "Oslo"}]<tool>21'
                          "<assistant><think>ah</think>b",
-                         '|<think>hm</think>[look {"city": "Oslo"}]|<think>ah</think>b', [CALL_IDS]),
+                         '|<think>hm</think>[look {"city": "Oslo"}]|<think>ah</think>b', []),
     "a call that later turns depend on": (ONE_CALL, turns(*ASKED), "[INST] a[/INST][CALL] look</s>[RESULT]21 b</s>",
-                                          "|[CALL] look| b|", [KEYS.format("reasoning_content (4), tool_call_id (2)")]),
+                                          "|[CALL] look| b|", [LEFT_OUT.format("reasoning (4)")]),
     "weight 0": (LENIENT, turns(A, {**B, "weight": 0}, A, {**B, "weight": "1", "train": True}),
                  "<user>a<assistant>b<user>a<assistant>b", "|b", []),
     "not trained on": (LENIENT, turns(A, {**B, "train": "False"}, A, B), "<user>a<assistant>b<user>a<assistant>b", "|b",
                        []),
-    "weight 0.5": (LENIENT, turns(A, {**B, "weight": 0.5}, B), "<user>a<assistant>b<assistant>b", "|b|b",
-                   ["turns with a weight other than 0 and 1, which count in full: 0.5 (2)"]),
     "assistant first": (MISTRAL, said(("gpt", "x"), ("human", "a"), ("gpt", "b")), "<s>[INST] a [/INST]b</s>", "|b|",
-                        [MISTRALS]),
+                        [MISTRALS, LEFT_OUT.format("assistant (2)")]),
     "neighbors": (GEMMA, said(("human", "a"), ("human", "b"), ("gpt", "c"), ("gpt", "d")),
                   "<user>a\n\nb\n<assistant>c\n\nd\n", "|c\n\nd\n", [GEMMAS]),
     "system refused": (GEMMA, turns(SYSTEM, A, B), "s\n\na\n\nb", None,
@@ -143,7 +140,7 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     "rearranged": (MISTRAL, turns(A, B, {"role": "tool", "content": "21"}), "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]",
                    "|b|", [MISTRALS]),
     "system left out": (SPOKEN_ONLY, turns(SYSTEM, A, B), "ab", "|b",
-                        [LEFT_OUT.format("system")]),
+                        [LEFT_OUT.format("system (2)")]),
     "no template": (None, turns(A, B), "a\n\nb", None,
                     [PLAIN.format("the tokenizer has no chat template; put chat_template.jinja into the model's "
                                   "folder")]),
@@ -155,8 +152,7 @@ def notes_of(rows: list[Any], tokenizer: Any, folder: Path) -> list[str]:
     """Return the lines that reading these rows prints."""
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     notes = Notes()
-    for _ in range(2):  # a row that is read twice is counted once
-        list(read_documents(open_rows(str(folder / "chat.jsonl")), ChatTemplate(tokenizer), notes))
+    list(read_documents(open_rows(str(folder / "chat.jsonl")), ChatTemplate(tokenizer), notes))
     return [line.removeprefix(f"{folder / 'chat.jsonl'}: ") for line in notes.lines(str(folder / "chat.jsonl"))]
 
 
@@ -225,6 +221,7 @@ TALKS = [talk(number) for number in range(60)]
 SHAPES = {
     "lists": "\n".join(map(json.dumps, TALKS)),
     "array": json.dumps([{"messages": messages} for messages in TALKS], indent=1),
+    "half of a character": "\n".join(json.dumps([*talk, {"role": "user", "content": "\ud83d"}]) for talk in TALKS),
     "one conversation": "\ufeff" + json.dumps(TALKS[0] * 60),
 }
 
@@ -238,11 +235,11 @@ def test_json_of_every_shape_is_read(shape: str, load: Load, tokenizer: Any, tmp
 
 
 WRONG: dict[str, tuple[Any, str]] = {  # a row, words of the line
-    "number": (turns(A, {"role": "assistant", "content": 17}), "turn 2 has a number under content"),
-    "no role": ({"messages": [{"content": "a"}]}, "turn 1 has no role"),
-    "weight": (turns({**B, "weight": "x"}), "turn 1 has 'x' under weight"),
+    "number": (turns(A, {"role": "assistant", "content": 17}), ": messages: turn 2: the content is a number"),
+    "no role": ({"messages": [{"content": "a"}]}, "turn 1: no role"),
+    "weight": (turns({**B, "weight": 0.5}), "turn 1: '0.5' as weight; write 0 or 1"),
     "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),
-    "nested too deeply": (None, "line 2: nested too deeply"),
+    "nested too deeply": (None, "line 2: not JSON (maximum recursion"),
 }
 
 
@@ -258,7 +255,7 @@ def test_a_wrong_value_names_source_row_turn_and_type(case: str, load: Load, tmp
 
 
 BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, words of the line
-    "empty": ("a.txt", b"", ["is empty"]),
+    "empty": ("a.txt", b"", ["rows without text"]),
     "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "plain"}\n' * 999)[:40], ["cannot be read"]),
     "too short": ("a.jsonl", b'{"text": "a few words"}\n', ["tokens", "require 80", "--seq-len"]),
 }
@@ -326,22 +323,21 @@ def test_text_may_be_in_another_column(load: Load, tmp_path: Path) -> None:
     assert same_blocks(blocks, load(plain))
     book = write(tmp_path / "book.txt", DOCUMENTS)
     assert load(f"{book},{named}", text_column="body").num_tokens > blocks.num_tokens
-    with pytest.raises(TextError, match=r"plain.jsonl, line 1 has no column body, only text; name another with --text"):
+    with pytest.raises(TextError, match=r"plain.jsonl, line 1: no column body, only text; name another with --text"):
         load(f"{named},{plain}", text_column="body")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl"])
-def test_an_unwritable_cache_is_not_blamed_on_the_text(name: str, load: Load, tmp_path: Path, cache: Path) -> None:
+def test_an_unwritable_cache_is_not_blamed_on_the_text(load: Load, tmp_path: Path, cache: Path) -> None:
     """On a full disk, and where a file is in the place of a folder."""
-    write(tmp_path / name, DOCUMENTS * 9)
+    write(tmp_path / "a.jsonl", DOCUMENTS * 9)
     with small_files(9_000), pytest.raises(OutputError, match=f"the cache {cache} cannot be written .*; make room"):
-        load(tmp_path / name)
+        load(tmp_path / "a.jsonl")
     shutil.rmtree(cache)
     for place in (cache, cache / "tokens"):
         place.parent.mkdir(exist_ok=True)
         place.write_text("a file where the folder should be")
         with pytest.raises(OutputError, match=f"the cache {cache} cannot be written .*DDP_VLLM_CACHE"):
-            load(tmp_path / name)
+            load(tmp_path / "a.jsonl")
         place.unlink()
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ddp_prune.models.source import weight_files
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.families import pruned_config
 from ddp_vllm.model_files import finish_shards, save_tensors, write_model_files
+from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.tensors import dense_type
 
 MAX_SHARD_BYTES = 4_000_000_000

@@ -138,8 +138,8 @@ def _read(
         for name, count in turns.items():
             heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
             rows = open_rows(name, text_column)
-            read = partial(read_documents, rows, template, notes[name], column=text_column)
-            candidates[name], shuffled[name] = _open(rows.num_rows, read, seed, excerpt_size, heldout_size)
+            read = partial(read_documents, rows, template, column=text_column)
+            candidates[name], shuffled[name] = _open(rows.num_rows, read, notes[name], seed, excerpt_size, heldout_size)
         heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
         heldout = heldout._replace(hashes=np.asarray([*map(hash_of, hidden)], np.uint64))
         excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
@@ -150,7 +150,12 @@ def _read(
 
 
 def _open(
-    num_rows: int | None, read: Callable[..., Iterator[Document]], seed: int, excerpt_size: int, heldout_size: int
+    num_rows: int | None,
+    read: Callable[..., Iterator[Document]],
+    notes: Notes,
+    seed: int,
+    excerpt_size: int,
+    heldout_size: int,
 ) -> tuple[Iterable[Document], Iterable[Document]]:
     """Return the documents of a source that may be held out, lowest hash first, and all documents,
     shuffled.
@@ -158,10 +163,10 @@ def _open(
     A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is
     split into its excerpts, which are then treated as documents. Of a stream, only the first
     documents may be held out.
-    num_rows, read: of the source; None: a stream. excerpt_size, heldout_size: characters per
-    excerpt, and characters to hold out.
+    num_rows, read: of the source; None: a stream. notes: of what is read first, which is all of a
+    file. excerpt_size, heldout_size: characters per excerpt, and characters to hold out.
     """
-    documents = read()
+    documents = read(notes)
     first, size = list[Document](), 0
     for document in documents:
         first.append(document)
@@ -173,10 +178,11 @@ def _open(
         order = np.random.default_rng(seed).permutation(len(parts))
         return _by_hash(parts), [parts[index] for index in order]
     if not num_rows:
-        return _by_hash(first), read(order=[seed])
+        return _by_hash(first), read(Notes(), order=[seed])
     row_of = {hash_of(document.text): row for row, document in enumerate(itertools.chain(first, documents))}
     by_hash = [row_of[number] for number in sorted(row_of)]
-    return read(order=by_hash), read(order=np.random.default_rng(seed).permutation(num_rows).tolist())
+    again = partial(read, Notes())
+    return again(order=by_hash), again(order=np.random.default_rng(seed).permutation(num_rows).tolist())
 
 
 def _by_hash(documents: list[Document]) -> list[Document]:

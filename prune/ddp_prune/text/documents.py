@@ -2,19 +2,19 @@
 
 import hashlib
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jinja2 import TemplateError
 
 from ddp_prune.text.conversations import Conversation, RowParser
-from ddp_prune.text.messages import UNREAD, Message, Notes, texts_of, words_of
+from ddp_prune.text.messages import Message, Notes, at, texts_of, words_of
 from ddp_prune.text.rows import Rows, reading_text
 from ddp_prune.text.templates import ChatTemplate, Rendered
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 AS_PLAIN_TEXT = "conversations read as plain text, because "
+REARRANGED = "conversations rearranged so that user and assistant alternate"
 
 
 @dataclass(frozen=True)
@@ -45,58 +45,49 @@ def read_documents(
     of the known names.
     Raises: as `reading_text`; TextError as `RowParser.parse` and `ChatTemplate.render`.
     """
-    parser = RowParser(notes, template, column, rows.columns)
+    parser = RowParser(notes, template, column)
     with reading_text(rows.name):
-        for number, row in rows.read(order):
-            notes.begin(number)
-            place = rows.place(number)
-            content = parser.parse(row, place)
-            document = (
-                _render(content, template, notes, place) if isinstance(content, Conversation) else Document(content)
-            )
-            if _SURROGATE.search(document.text):
-                notes.add("rows with half a character (a lone surrogate), which is replaced")
-                document = Document(_SURROGATE.sub("\ufffd", document.text), document.loss_mask)
+        for place, row in rows.read(order):
+            with at(place):
+                content = parser.parse(row)
+                document = _render(content, template, notes) if isinstance(content, Conversation) else Document(content)
             yield document
 
 
-def _render(conversation: Conversation, template: ChatTemplate, notes: Notes, place: str) -> Document:
+def _render(conversation: Conversation, template: ChatTemplate, notes: Notes) -> Document:
     """Return a conversation as the chat template writes it.
 
     If the template rejects it, its turns are rearranged so that user and assistant alternate; if
     that is rejected too, or without a template, the document is the turns' contents.
     """
     messages, tools = conversation.messages, conversation.tools
-    if tools and not template.reads("tools"):
-        notes.add(UNREAD, "tools")
     if not template.source:
         notes.add(f"{AS_PLAIN_TEXT}the tokenizer has no chat template; put chat_template.jinja into the model's folder")
     else:
-        rendered = template.render(messages, tools, place)
+        rendered = template.render(messages, tools)
+        if isinstance(rendered, TemplateError):
+            reason, alternating = " ".join(str(rendered).split())[:80], _alternating(messages)
+            rendered = template.render(alternating, tools) if alternating else rendered
+            is_rejected = isinstance(rendered, TemplateError)
+            notes.add(f"{AS_PLAIN_TEXT}the chat template rejects them" if is_rejected else REARRANGED, reason)
         if isinstance(rendered, Rendered):
-            _note_missing(messages, rendered, notes)
+            _note_left_out(conversation, rendered, notes)
             return Document(rendered.text, _loss_mask(rendered))
-        reason = " ".join(str(rendered).split())[:80]
-        if alternating := _alternating(messages):
-            again = template.render(alternating, tools, place)
-            if isinstance(again, Rendered):
-                notes.add("conversations rearranged so that user and assistant alternate", reason)
-                return Document(again.text, _loss_mask(again))
-        notes.add(f"{AS_PLAIN_TEXT}the chat template rejects them", reason)
     return Document("\n\n".join(filter(None, map(words_of, messages))))
 
 
-def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes) -> None:
-    """Count what a template leaves out, and conversations whose answers cannot be located."""
-    for message in messages:
-        words = (text.rpartition("</think>")[2].strip() for text in texts_of(message))
-        if not all(text in rendered.text for text in words):
-            notes.add("turns that the chat template leaves out or changes", message["role"])
-    for statement in rendered.left_out:
-        notes.add(statement)
-    are_marked = any("weight" in message for message in messages)
-    if rendered.answers == [] and not are_marked and not rendered.left_out:
-        notes.add("conversations whose answers cannot be located, so none is in the loss of assistants")
+def _note_left_out(conversation: Conversation, rendered: Rendered, notes: Notes) -> None:
+    """Count what a template leaves out, and answers that are not in the loss for that."""
+    pieces = [("tools", tool["function"]["name"]) for tool in conversation.tools or ()]
+    for message in conversation.messages:
+        pieces += [(message["role"], text.rpartition("</think>")[2]) for text in texts_of(message)]
+        pieces += [("reasoning", message.get("reasoning", ""))]
+        pieces += [("tool_calls", call["function"]["name"]) for call in message.get("tool_calls", ())]
+    for name, text in pieces:
+        if text.strip() not in rendered.text:
+            notes.add("parts of conversations that the chat template leaves out or changes", name)
+    for reason in rendered.left_out:
+        notes.add("answers that are not in the loss of assistants, because", reason)
 
 
 def _loss_mask(rendered: Rendered) -> np.ndarray | None:

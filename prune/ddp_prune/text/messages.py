@@ -1,15 +1,14 @@
 """Turns of any format in, messages in the form in which vLLM hands them to the chat template out.
 
 What `/v1/chat/completions` renders of the same messages is what the served model will read. So
-arguments of calls are objects, thoughts have every key that templates read, blocks of calls and
-results are read as by `/v1/messages`, and keys that vLLM does not hand on are left out. The rules
-are in `vllm/renderers/chat_utils.py` and `vllm/entrypoints/anthropic/serving.py`.
+arguments of calls are objects, thoughts have every key that templates read, and keys that vLLM
+does not hand on are left out. The rules are in `vllm/renderers/chat_utils.py`.
 """
 
-import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,10 @@ from ddp_prune.text.templates import THOUGHTS, ChatTemplate
 from ddp_vllm.errors import TextError
 
 MAX_NAMES = 6  # in a printed note
-UNREAD = "parts of conversations that the chat template does not read, with their turns"
 EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 CALLS = ("function_call", "tool_call", "functioncall", "tool_calls")
+"""Speakers whose words are calls, packed as JSON."""
 _NAMES = {
     "user": "user human prompter customer instruction",
     "assistant": "assistant gpt chatgpt bing bard model ai bot chatbot agent llm claude gemini llama output",
@@ -29,42 +28,25 @@ _NAMES = {
     "function_response function_result function_output",
 }
 SPEAKERS = dict.fromkeys(CALLS, "assistant")
-"""The role of each speaker, in lower case; versions such as gpt-4 are known by their beginning."""
+"""The role of each speaker, in lower case."""
 for _role, _speakers in _NAMES.items():
     SPEAKERS |= dict.fromkeys(_speakers.split(), _role)
-VERSIONED = ("gpt-", "gpt4", "gpt3", "chatgpt-", "claude-", "gemini-", "llama-", "assistant_")
-
 WEIGHTS = ("weight", "train")
 """Keys with which an author excludes a message from the loss: OpenAI's and Axolotl's."""
-BLOCKS = ("tool_use", "tool_result", "thinking")
-"""Parts of contents that are no words in a chat of `/v1/messages`."""
-CALL_KEYS, THOUGHT_KEYS = ("tool_calls", "function_call"), (*THOUGHTS, "thinking_blocks")
-READ_AS: dict[str, tuple[str, ...]] = dict.fromkeys(THOUGHT_KEYS, THOUGHTS)
-READ_AS |= dict.fromkeys((*CALL_KEYS, "tool_use"), CALL_KEYS[:1])
-"""What an assistant generates besides words, and the keys under which a template may read it."""
-HANDED_ON = {"assistant": tuple(READ_AS), "tool": ("tool_call_id",), "developer": ("tools",)}
-"""Keys of a role's messages that vLLM hands on, next to `name` and `task`."""
+IS_INCLUDED = dict.fromkeys(("none", "", "1", "1.0", "true"), True) | dict.fromkeys(("0", "0.0", "false"), False)
 
 Message = dict[str, Any]
 
 
 class Notes:
-    """Counts what was dropped, unknown or changed in the rows of one source, each row once."""
+    """Counts what was dropped, unknown or changed in the rows of one source."""
 
     def __init__(self) -> None:
         self.counts = defaultdict[str, Counter[str]](Counter)
-        self.seen = bytearray()
-        self.row_is_new = True
-
-    def begin(self, row: int) -> None:
-        """State the number of the next row; rows that were read before are not counted."""
-        self.seen.extend(bytes(max(0, row + 1 - len(self.seen))))
-        self.row_is_new, self.seen[row] = not self.seen[row], 1
 
     def add(self, statement: str, name: str = "") -> None:
         """Count one case of a statement about a name."""
-        if self.row_is_new:
-            self.counts[statement][name] += 1
+        self.counts[statement][name] += 1
 
     def lines(self, source: str) -> Iterator[str]:
         """Yield a line per statement, with the most frequent names."""
@@ -77,169 +59,109 @@ class Notes:
             yield f"{source}: {statement}: {', '.join(listed)}{f' and {more:,} more' * bool(more)}"
 
 
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """Name the place of a TextError that the block raises."""
+    try:
+        yield
+    except TextError as error:
+        raise TextError(f"{place}: {error}") from error.__cause__
+
+
 @dataclass(frozen=True)
 class TurnReader:
     """Reads the turns of one source."""
 
     notes: Notes
-    template: ChatTemplate | None = None
-    """Decides on names of roles, on contents that are lists, and on what is noted as unread."""
+    template: ChatTemplate
+    """Decides on contents that are lists, and on roles that not all templates know."""
 
-    def read(self, turns: Any, place: str) -> list[Message]:
+    def read(self, turns: Any) -> list[Message]:
         """Return the messages of a list of turns. Raises: TextError."""
         if not isinstance(turns, list):
-            raise TextError(f"{place} holds {kind_of(turns)}, not a text or a list of messages; write {EXAMPLE}")
-        contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
-        parts = itertools.chain.from_iterable(c for c in contents if isinstance(c, list))
-        kinds = {k for part in parts if isinstance(part, dict) for k in (str(part.get("type")), *part)}
-        blocks = BLOCKS if kinds & {"tool_use", "tool_result", "signature"} else ()
-        messages = (self._turn(t, f"{place}, turn {n}", blocks) for n, t in enumerate(turns, 1))
-        return list(itertools.chain.from_iterable(messages))
+            raise TextError(f"{kind_of(turns)}, not a text or a list of messages; write {EXAMPLE}")
+        messages = []
+        for number, turn in enumerate(turns, 1):
+            with at(f"turn {number}"):
+                messages.append(self._message(turn))
+        return list(filter(None, messages))
 
-    def content(self, texts: list[str], role: str = "user") -> Any:
-        """Return the content that the template reads: parts, or texts joined by line breaks."""
-        if role != "tool" and self.template and self.template.reads_parts:
-            return [{"type": "text", "text": text} for text in texts]
-        return "\n".join(texts)
-
-    def one_system(self, messages: list[Message]) -> list[Message]:
-        """Join developers with the system in front, unless the template knows developers."""
-        system = [message for message in messages if message["role"] in ("developer", "system")]
-        is_known = self.template and self.template.knows("developer")
-        if is_known or all(message["role"] == "system" for message in system):
-            return messages
-        content = "\n\n".join(filter(None, map(words_of, system)))
-        if system == messages[:1]:
-            content = system[0]["content"]
-        rest = [message for message in messages if message["role"] not in ("developer", "system")]
-        return [{"role": "system", "content": content}, *rest]
-
-    def _turn(self, turn: Any, place: str, blocks: tuple[str, ...]) -> Iterator[Message]:
-        """Yield results of tools that are blocks of a turn, and its message unless it is empty."""
+    def _message(self, turn: Any) -> Message | None:
+        """Return the message of a turn; None if it is empty. Raises: TextError."""
         if not isinstance(turn, dict):
-            raise TextError(f"{place} is {kind_of(turn)}, not an object; write {EXAMPLE}")
-        speaker_key = first(turn, ("role", "from")) or "role"
-        content_key = first(turn, ("content", "value")) or "content"
-        speaker = turn.get(speaker_key)
-        if not isinstance(speaker, str) or not speaker.strip():
-            has = f"{kind_of(speaker)} under {speaker_key}" if speaker_key in turn else "no role"
-            raise TextError(f"{place} has {has}; name the speaker under role")
-        role = self._role(speaker)
-        parts = defaultdict[str, list[Any]](list)
-        for kind, part in self._parts(turn.get(content_key), f"{place} has", content_key, blocks):
-            parts[kind].append(part)
-        for result in parts["tool_result"]:
-            texts = self._parts(result.get("content"), f"{place} has", "tool_result")
-            content = "\n".join(text for _, text in texts)
-            identity = result.get("tool_use_id") or ""
-            yield {"role": "tool", "content": content, "tool_call_id": identity}
-        generated = self._generated(turn, parts, place) if role == "assistant" else {}
-        has_content = bool({"content", "value"} & turn.keys())
-        is_result = has_content and SPEAKERS.get(speaker.strip().lower()) == "tool"
-        if any(parts["text"]) or any(generated.values()) or is_result:
-            if not role:
-                statement = "unknown speakers, read as the user, with their turns"
-                self.notes.add(statement, speaker)
-            content = self.content(parts["text"], role)
-            message = {"role": role or "user", "content": content} | generated
-            if role == "assistant" and self._is_excluded(turn, place):
-                message["weight"] = 0
-            yield message | self._handed_on(turn, parts, role)
-        elif not has_content and turn.keys() - {"role", "from", *WEIGHTS}:
-            raise TextError(f"{place} has no content, only {', '.join(turn)}; name it content")
-        elif not parts["tool_result"]:
-            self.notes.add("turns without words, which are dropped", speaker)
-
-    def _role(self, speaker: str) -> str:
-        """Return the role of a speaker that the chat template knows; "" if nobody knows it."""
+            raise TextError(f"{kind_of(turn)}, not an object; write {EXAMPLE}")
+        speaker = turn.get(first(turn, ("role", "from")))
+        if not isinstance(speaker, str):
+            raise TextError("no role; name the speaker under role")
         name = speaker.strip().lower()
-        role = SPEAKERS.get(name) or ("assistant" if name.startswith(VERSIONED) else "")
-        knows = self.template.knows if self.template else lambda _: False
-        is_known = role == "tool" and knows(name) and not knows(role)  # such as GLM's observation
-        return name if is_known or name == "developer" else role
+        role = name if name == "developer" and self.template.knows(name) else SPEAKERS.get(name, "")
+        texts = list(self._texts(turn.get(first(turn, ("content", "value")) or "content")))
+        generated = self._generated(turn, name, texts) if role == "assistant" else {}
+        if not any(texts) and not any(generated.values()) and role != "tool":
+            self.notes.add("turns without words, which are dropped", speaker)
+            return None
+        if not role:
+            self.notes.add("unknown speakers, read as the user, with their turns", speaker)
+        message: Message = {"role": role or "user", "content": "\n".join(texts)} | generated
+        if role != "tool" and self.template.reads_parts:
+            message["content"] = [{"type": "text", "text": text} for text in texts]
+        if role == "assistant" and _is_excluded(turn):
+            message["weight"] = 0
+        return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
 
-    def _parts(self, content: Any, has: str, key: str, blocks: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-        """Yield the texts of a content, and its blocks, with their kind. Raises: TextError."""
+    def _texts(self, content: Any) -> Iterator[str]:
+        """Yield the texts of a content. Raises: TextError."""
         if not isinstance(content, str | list | None):
-            raise TextError(f"{has} {kind_of(content)} under {key}; write it as a string")
-        for value in [content] if isinstance(content, str) else content or []:
-            part = {"type": "text", "text": value} if isinstance(value, str) else value
-            if not isinstance(part, dict):
-                raise TextError(f"{has} {kind_of(part)} among the parts of its {key}; write it as a string")
-            kind = str(part.get("type", "unnamed"))
-            text = part.get(kind if kind in ("refusal", "thinking") else "text")
-            if kind in blocks and kind != "thinking":
-                yield kind, part
-            elif isinstance(text, str):
-                yield kind if kind in blocks else "text", text
+            raise TextError(f"the content is {kind_of(content)}; write it as a string")
+        for part in [content] if isinstance(content, str) else content or []:
+            kind = str(part.get("type", "unnamed")) if isinstance(part, dict) else kind_of(part)
+            text = part.get(kind if kind in ("refusal", "thinking") else "text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
             else:
                 self.notes.add("parts of turns that are no text, which are dropped", kind)
 
-    def _generated(self, turn: Message, parts: dict[str, list[Any]], place: str) -> Message:
-        """Return an assistant's calls and thoughts; calls are taken out of its words. Raises: TextError."""
-        key = first(turn, CALL_KEYS)
-        calls = self._calls(turn[key] if key else parts["tool_use"])
+    def _generated(self, turn: Message, name: str, texts: list[str]) -> Message:
+        """Return an assistant's calls and thoughts; calls are taken out of its words.
+
+        name: of the speaker. Raises: TextError.
+        """
+        key = first(turn, ("tool_calls", "function_call"))
+        calls = self._calls(turn[key]) if key else []
         if calls is None:
-            has = f"{kind_of(turn.get(key))} under {key}" if key else "a call without a name"
-            raise TextError(f"{place} has {has}; write calls with name and arguments")
-        speaker = str(turn[first(turn, ("role", "from"))]).strip().lower()
-        is_call = speaker in CALLS and self.template and self.template.reads("tool_calls")
-        if is_call and not calls and (calls := self._calls("".join(parts["text"]))):
-            parts["text"].clear()
-        key = next((key for key in THOUGHT_KEYS if turn.get(key) is not None), "")
-        thoughts = parts["thinking"] or turn.get(key)
-        if isinstance(thoughts, list):
-            texts = (b.get("thinking") or "" if isinstance(b, dict) else b for b in thoughts)
-            thoughts = "".join(map(str, texts))
+            raise TextError(f"{kind_of(turn[key])} under {key}; write calls with name and arguments")
+        is_call = name in CALLS and self.template.reads("tool_calls")
+        if is_call and not calls and (calls := self._calls("".join(texts))):
+            texts.clear()
+        thoughts = next((turn[key] for key in THOUGHTS if turn.get(key) is not None), None)
         if not isinstance(thoughts, str | None):
-            raise TextError(f"{place} has {kind_of(thoughts)} under {key}; write it as a string")
+            raise TextError(f"the reasoning is {kind_of(thoughts)}; write it as a string")
         generated = {} if thoughts is None else dict.fromkeys(THOUGHTS, thoughts)
         return generated | ({"tool_calls": calls} if calls else {})
 
     def _calls(self, packed: Any) -> list[Any] | None:
         """Return the calls that an object, a list or a JSON text holds; None if it holds others."""
         calls, values = [], parsed(packed)
-        if values is None:
-            values = [parsed(line) for line in packed.splitlines() if line.strip()]
         for value in values if isinstance(values, list) else [values]:
-            call = parsed(value)
-            function = call.get("function", call) if isinstance(call, dict) else None
+            function = value.get("function", value) if isinstance(value, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 return None
-            given = function.get(first(function, ("arguments", "parameters", "input")))
+            given = function.get(first(function, ("arguments", "parameters")))
             arguments = parsed(given)
             if given and not isinstance(arguments, dict):
                 self.notes.add("calls whose arguments are no object, without which they are read")
-            read = {"arguments": arguments if isinstance(arguments, dict) else {}}
-            identity = {"id": call["id"]} if call.get("id") is not None else {}
-            read["name"] = function["name"]
+            read = {"arguments": arguments if isinstance(arguments, dict) else {}, "name": function["name"]}
+            identity = {"id": value["id"]} if value.get("id") is not None else {}
             calls.append(identity | {"function": read, "type": "function"})
         return calls
 
-    def _is_excluded(self, turn: Message, place: str) -> bool:
-        """Tell whether a turn is excluded from the loss. Raises: TextError."""
-        weights = []
-        for key in WEIGHTS:
-            value = turn.get(key)
-            weight = parsed(value.lower()) if isinstance(value, str) else value
-            if not is_empty(value) and not isinstance(weight, int | float):
-                raise TextError(f"{place} has {value!r} under {key}; write 0 or 1")
-            if weight not in (None, 0, 1):
-                statement = "turns with a weight other than 0 and 1, which count in full"
-                self.notes.add(statement, str(value))
-            weights.append(weight)
-        return 0 in weights
 
-    def _handed_on(self, turn: Message, parts: dict[str, list[Any]], role: str) -> Message:
-        """Return other keys that vLLM hands on, and count those that it or the template drops."""
-        names = ("name", "task", *HANDED_ON.get(role, ()))
-        read = ("role", "from", "content", "value", *WEIGHTS, "text", "tool_result")
-        held = [name for name, value in (parts | turn).items() if not is_empty(value)]
-        for name in (name for name in held if name not in read):
-            keys = READ_AS.get(name, (name,))
-            if self.template and not (name in names and any(map(self.template.reads, keys))):
-                self.notes.add(UNREAD, name)
-        return {k: turn[k] for k in names if k not in READ_AS and turn.get(k) is not None}
+def _is_excluded(turn: Message) -> bool:
+    """Tell whether a turn is excluded from the loss. Raises: TextError."""
+    try:
+        return not all(IS_INCLUDED[str(turn.get(key)).lower()] for key in WEIGHTS)
+    except KeyError as error:
+        raise TextError(f"{error} as weight; write 0 or 1") from None
 
 
 def texts_of(message: Message) -> list[str]:
@@ -253,7 +175,7 @@ def words_of(message: Message) -> str:
     return "\n".join(texts_of(message))
 
 
-def first(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
+def first(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return the first name under which a row holds anything; "" if none."""
     return next((name for name in names if not is_empty(row.get(name))), "")
 

@@ -6,25 +6,25 @@ whose table gives every message the keys of all others and changes values of mix
 """
 
 import glob
-import gzip
 import json
-import lzma
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ddp_prune.text.conversations import COLUMNS, RowParser
-from ddp_prune.text.messages import Notes, are_turns
-from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
+from ddp_prune.text.messages import Notes, are_turns, at
+from ddp_prune.text.templates import ChatTemplate
+from ddp_vllm.cache import cache_folder, sha256
 from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.names import split_sources
-from ddp_vllm.output import FULL, atomic_file
+from ddp_vllm.output import atomic_file
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -40,17 +40,9 @@ class Rows:
     name: str
     num_rows: int | None
     """None: a stream."""
-    read: Callable[[Sequence[int] | None], Iterator[tuple[int, Any]]]
-    """Yields (number, row) in the order of the given numbers, which start at 0; None: in their own
-    order. A stream takes `[seed]` instead, and shuffles among neighbors."""
-    lines: Sequence[int] | None = None
-    """The line of a file at which a row begins, from 1; None: rows have no lines."""
-    columns: tuple[str, ...] = ()
-    """All columns of a table, of which only the used ones are read; (): those of the row."""
-
-    def place(self, number: int) -> str:
-        """Return the place of a row, for messages."""
-        return f"{self.name}, " + (f"row {number + 1}" if self.lines is None else f"line {self.lines[number]}")
+    read: Callable[[Sequence[int] | None], Iterator[tuple[str, Any]]]
+    """Yields (place, row), the place for messages, in the order of the given numbers, which start
+    at 0; None: in their own order. A stream takes `[seed]` instead, and shuffles among neighbors."""
 
 
 def sources_of(data: str) -> list[str]:
@@ -83,7 +75,7 @@ def open_rows(name: str, column: str = "") -> Rows:
         if kind == "parquet":
             return _parquet_rows(name, path, file, column)
         text = {column or "text": file.read_text(encoding="utf-8")}
-        return Rows(name=name, num_rows=1, read=lambda _: iter([(0, text)]))
+        return Rows(name=name, num_rows=1, read=lambda _: iter([(name, text)]))
 
 
 def check_sources(data: str, column: str = "") -> None:
@@ -99,9 +91,9 @@ def check_sources(data: str, column: str = "") -> None:
             if kind is None and not any((cache_folder() / "tokens").glob("*.tokens")):
                 _check_hub(name)
             if kind == "json" and Path(name).suffix == ".jsonl":
-                rows = open_rows(name, column)
-                number, first = next(rows.read(None))
-                RowParser(Notes(), column=column).parse(first, rows.place(number))
+                place, first = next(open_rows(name, column).read(None))
+                with at(place):
+                    RowParser(Notes(), ChatTemplate(), column).parse(first)
 
 
 def _kind_of_file(path: Path) -> str | None:
@@ -112,10 +104,6 @@ def _kind_of_file(path: Path) -> str | None:
         return None
     if not path.is_file():
         raise TextError(f"{path} is not a file; give a {KINDS} file or a hub dataset")
-    with open(path, "rb") as file:
-        is_empty = not file.read(1)  # which fails for some files whose size is 0
-    if is_empty:
-        raise TextError(f"{path} is empty; give a file with text")
     if kind is None:
         raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {KINDS} file")
     return kind
@@ -130,34 +118,22 @@ def _check_hub(name: str) -> None:
         )
 
 
-@contextmanager
-def reading_text(data: str) -> Iterator[None]:
-    """Raise TextError instead of the errors of libraries in the block, from pyarrow's to the hub's.
-
-    Raises: OutputError instead if the disk that holds the cache is full.
-    """
-    with reading(data, TextError, f"give a hub dataset or a {KINDS} file", how=" as text"):
-        try:
-            yield
-        except Exception as error:
-            cause: BaseException | None = error
-            while cause:
-                if isinstance(cause, OSError) and cause.errno in FULL:
-                    raise unwritable_cache(cache_folder(), cause) from error
-                cause = cause.__cause__ or cause.__context__
-            raise
+def reading_text(data: str) -> AbstractContextManager[None]:
+    """Raise TextError instead of the errors of libraries in the block, from pyarrow's to the hub's."""
+    return reading(data, TextError, f"give a hub dataset or a {KINDS} file", how=" as text")
 
 
 def _decompressed(path: Path) -> Path:
     """Return a plain file: this one, or its decompressed copy in the cache."""
     if path.suffix not in COMPRESSIONS:
         return path
-    check_cache()
+    import fsspec
+
     copy = cache_folder() / "text" / sha256(path)[:32]
     if not copy.exists():
         copy.parent.mkdir(parents=True, exist_ok=True)
         with (
-            _open_compressed(path) as source,
+            fsspec.open(str(path), compression="infer") as source,
             atomic_file(copy, private=True) as temporary,
             open(temporary, "wb") as file,
         ):
@@ -165,63 +141,36 @@ def _decompressed(path: Path) -> Path:
     return copy
 
 
-def _open_compressed(path: Path) -> IO[bytes]:
-    if path.suffix == ".zst":
-        import zstandard
-
-        return zstandard.open(path, "rb")
-    return gzip.open(path) if path.suffix == ".gz" else lzma.open(path)  # type: ignore[return-value]
-
-
 def _json_rows(name: str, file: Path) -> Rows:
     """Open JSON Lines, or one JSON value that holds all rows."""
-    starts, numbers, position, first = list[int](), list[int](), 0, b""
+    starts, position = list[tuple[int, int]](), 0  # of lines: the number, from 1, and the first byte
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            content = line.removeprefix(BOM).strip()
-            if content:
-                first = first or content
-                starts.append(position)
-                numbers.append(number)
+            if line.removeprefix(BOM).strip():
+                starts.append((number, position))
             position += len(line)
-    if not starts:
-        raise TextError(f"{name} is empty; give a file with text")
-    if values := _single_value(name, file, first, len(starts)):
-        return Rows(name=name, num_rows=len(values), read=partial(_ordered, values))
 
-    def read(order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+    def read(order: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
         with open(file, "rb") as lines:
             for number, start in _ordered(starts, order):
                 lines.seek(start)
-                yield number, _parse(lines.readline(), name, numbers[number])
+                yield f"{name}, line {number}", _parse(lines.readline(), name, number)
 
-    return Rows(name=name, num_rows=len(starts), read=read, lines=numbers)
-
-
-def _ordered(values: Sequence[Any], order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
-    numbers = range(len(values)) if order is None else order
-    return ((number, values[number]) for number in numbers)
-
-
-def _single_value(name: str, file: Path, first: bytes, num_lines: int) -> list[Any]:
-    """Return the rows of a file that is an array, or one object of several lines; []: JSON Lines.
-
-    first: its first line. A single line with a list is an array of rows, or one conversation.
-    """
-    with suppress(TextError):
-        row = _parse(first, name)
-        if num_lines > 1 or not isinstance(row, list):
-            return []
-    is_list = first.startswith(b"[")
     try:
+        value: Any = next((row for _, row in read(None)), [])
+        if len(starts) > 1 or isinstance(value, dict):
+            return Rows(name=name, num_rows=len(starts), read=read)
+    except TextError:  # the first line is a part of a value
         value = _parse(file.read_bytes(), name)
-    except TextError:
-        if is_list:
-            raise
-        return []  # the error of the first row names its place
     if value == []:
-        raise TextError(f"{name} is an empty list; give a file with text")
-    return value if is_list and not _is_conversation(value) else [value]
+        raise TextError(f"{name} is empty; give a file with text")
+    values = value if isinstance(value, list) and not _is_conversation(value) else [value]
+    rows = [(f"{name}, row {number}", row) for number, row in enumerate(values, 1)]
+    return Rows(name=name, num_rows=len(rows), read=partial(_ordered, rows))
+
+
+def _ordered(values: Sequence[tuple[Any, Any]], order: Sequence[int] | None) -> Iterator[tuple[Any, Any]]:
+    return map(values.__getitem__, range(len(values)) if order is None else order)
 
 
 def _is_conversation(values: list[Any]) -> bool:
@@ -232,35 +181,35 @@ def _is_conversation(values: list[Any]) -> bool:
 def _parse(content: bytes, name: str, line: int = 1) -> Any:
     """Return the JSON value of a line, or of a file whose first line is `line`."""
     try:
-        return json.loads(content.removeprefix(BOM).decode())
-    except json.JSONDecodeError as error:
+        text = content.decode("utf-8-sig")
+        value = json.loads(text)
+        if re.search(r"\\u[dD]", text):  # perhaps half a character (a lone surrogate), which no tokenizer takes
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+        return value
+    except (RecursionError, ValueError) as error:
+        line += getattr(error, "lineno", 1) - 1
         raise TextError(
-            f"{name}, line {line + error.lineno - 1}: not JSON ({error.msg} at column "
-            f"{error.colno}); is the file cut off? Repair or delete the line"
+            f"{name}, line {line}: not JSON ({getattr(error, 'msg', error)}); is the file cut off? Repair or delete "
+            "the line"
         ) from None
-    except UnicodeDecodeError as error:
-        raise TextError(f"{name}, line {line} cannot be read as text ({error}); save the file as UTF-8") from None
-    except (RecursionError, ValueError):
-        raise TextError(f"{name}, line {line}: nested too deeply, or a number too long; delete the line") from None
 
 
 def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:
     import datasets
 
-    check_cache()
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # the error repeats it
     # `datasets` identifies a file by its name and time; load_dataset would tell the hub about it
     cache = str(cache_folder() / "datasets" / sha256(path)[:32])
     table = datasets.Dataset.from_parquet(glob.escape(str(file)), cache_dir=cache)
-    columns = tuple(table.column_names)
-    table = table.select_columns(_used_columns(columns, column))
+    table = table.select_columns(_used_columns(table.column_names, column))
 
-    def read(order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+    def read(order: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
         numbers = range(len(table)) if order is None else order
-        yield from zip(numbers, _rows_of(table.select(numbers)), strict=True)
+        for number, row in zip(numbers, _rows_of(table.select(numbers)), strict=True):
+            yield f"{name}, row {number + 1}", row
 
-    return Rows(name=name, num_rows=len(table), read=read, columns=columns)
+    return Rows(name=name, num_rows=len(table), read=read)
 
 
 def _hub_rows(name: str, column: str) -> Rows:
@@ -268,14 +217,15 @@ def _hub_rows(name: str, column: str) -> Rows:
 
     hub_name, configuration, split = [*name.split(":", 2), "", ""][:3]
     stream = datasets.load_dataset(hub_name, configuration or None, split=split or "train", streaming=True)
-    if columns := tuple(stream.column_names or ()):  # a stream may not know them before it is read
+    if columns := stream.column_names:  # a stream may not know them before it is read
         stream = stream.select_columns(_used_columns(columns, column))
 
-    def read(seeds: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+    def read(seeds: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
         rows = stream if seeds is None else stream.shuffle(seed=seeds[0])
-        yield from enumerate(_rows_of(rows))
+        for number, row in enumerate(_rows_of(rows), 1):
+            yield f"{name}, row {number}", row
 
-    return Rows(name=name, num_rows=None, read=read, columns=columns)
+    return Rows(name=name, num_rows=None, read=read)
 
 
 def _used_columns(columns: Sequence[str], column: str) -> list[str]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import TemplateError
 
 from ddp_vllm.errors import TextError
 
@@ -22,8 +22,6 @@ PLACEHOLDER = chr(0x100000)  # a character to which Unicode gives no meaning
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
 """Keys under which templates read thoughts: vLLM hands on the first two; it renders gpt-oss, whose
 template reads the third, without a template."""
-THOUGHTLESS = "answers whose thoughts the chat template leaves out"
-NOT_GENERATED = f"{THOUGHTLESS}, so they are not in the loss of assistants"
 UNREADABLE = (TemplateError, TypeError, ValueError)
 
 Message = Mapping[str, Any]
@@ -35,20 +33,18 @@ class Rendered(NamedTuple):
     text: str
     answers: list[tuple[int, int]] | None
     """[start, stop) of the text that the assistant generates, in characters, without the end of its
-    turns. Empty if the words cannot be located, because the template repeats or hides them. None if
-    no assistant takes part."""
+    turns. None if no assistant takes part."""
     left_out: Sequence[str] = ()
-    """`NOT_GENERATED` for each answer, none of `answers`, before which a server generates thoughts
-    that the template leaves out here; `THOUGHTLESS` for others."""
+    """Why an answer is none of `answers`, for each of these."""
 
 
 class ChatTemplate:
     """The chat template of a tokenizer, or none."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
         self.source = ""
-        if tokenizer.chat_template:
+        if tokenizer and tokenizer.chat_template:
             with suppress(ValueError):  # several templates, none of which is the default
                 self.source = tokenizer.get_chat_template()
                 with suppress(ValueError):  # with tools, transformers may take another
@@ -64,26 +60,12 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template loops over the parts of a content, which vLLM then hands on
-        (`_detect_content_format` in `vllm/renderers/hf.py`)."""
-        source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", self.source)
-        try:
-            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-        except TemplateError:
-            return False
-        in_macros = set[int]()
-        for macro in tree.find_all(nodes.Macro):
-            calls = [call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == macro.name]
-            given = [pair for call in calls for pair in zip(macro.args, call.args, strict=False)]
-            names = {parameter.name for parameter, value in given if _is_content(value, set())}
-            names |= {pair.key for call in calls for pair in call.kwargs if _is_content(pair.value, set())}
-            loops = list(macro.find_all(nodes.For))
-            in_macros |= set(map(id, loops))
-            if any(_is_content(loop.iter, names) for loop in loops):
-                return True
-        return any(
-            _is_content(loop.iter, {"content"}) for loop in tree.find_all(nodes.For) if id(loop) not in in_macros
-        )
+        """Whether the template writes each part of a content that is a list. vLLM then hands on parts, and joins them
+        for other templates, which it tells from their syntax."""
+        with suppress(*UNREADABLE, AttributeError):
+            text = self.text([{"role": "user", "content": [{"type": "text", "text": PLACEHOLDER}]}])
+            return PLACEHOLDER in text and '"text"' not in text  # not a list that is written as JSON
+        return False
 
     @cached_property
     def prompt(self) -> str:
@@ -108,12 +90,10 @@ class ChatTemplate:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": prompt}
         return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, **options))
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, place: str = ""
-    ) -> Rendered | TemplateError:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered | TemplateError:
         """Return a conversation as text and where its answers are, or why the template rejects it.
 
-        place: of the conversation, for messages. Raises: TextError if the template fails otherwise.
+        Raises: TextError if the template fails otherwise.
         """
         try:
             text = self.text(messages, tools)
@@ -123,8 +103,7 @@ class ChatTemplate:
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise TextError(
-                f"the chat template of {self.tokenizer.name_or_path} fails on "
-                f"{place or 'a question'} ({reason}); repair the template, or delete it"
+                f"the chat template of {self.tokenizer.name_or_path} fails ({reason}); repair it, or delete it"
             ) from error
 
     def _rendered(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
@@ -134,25 +113,22 @@ class ChatTemplate:
         for number in (n for n in numbers if messages[n].get("weight") != 0):
             span = self._answer(text, messages, number, tools)
             thoughts = _thoughts_of(messages[number])
-            is_left_out = thoughts not in (text[slice(*span)] if span else text)
-            if is_left_out and not (span and self._answers_at_once(thoughts, messages[: number + 1], tools)):
-                left_out.append(NOT_GENERATED)
-            elif span:
+            if span is None:
+                left_out.append("they cannot be located where the chat template repeats or hides words")
+            elif thoughts not in text[slice(*span)] and self._thinks(thoughts, messages[: number + 1], tools):
+                left_out.append("the chat template leaves out their thoughts, which a server generates")
+            else:
                 answers.append(span)
-                is_unread = messages[number].get(THOUGHTS[0]) and not any(map(self.reads, THOUGHTS))
-                left_out += [THOUGHTLESS] * (is_left_out and not is_unread)
         return Rendered(text, answers if numbers else None, left_out)
 
-    def _answers_at_once(self, thoughts: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Tell whether a model with this template does not think before the answer that ends a
-        conversation: the template neither begins thoughts nor renders those of a last turn."""
+    def _thinks(self, thoughts: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Tell whether a model with this template thinks before the answer that ends a conversation: the template
+        begins thoughts, or renders those of a last turn."""
         if re.search(r"(?<!/)\bthink\W*$", self.prompt, re.IGNORECASE):
-            return False
+            return True
         with suppress(*UNREADABLE):
-            text = self.text(messages, tools)
-            span = self._answer(text, messages, len(messages) - 1, tools)
-            return span is None or thoughts not in text[slice(*span)]
-        return True
+            return thoughts in self.text(messages, tools)
+        return False
 
     def _answer(
         self, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
@@ -183,11 +159,8 @@ class ChatTemplate:
         """
         start = _shared_length(text, before)
         has_tags = start < len(before) and self.prompt != ""
-        if self.prompt and not has_tags and before.endswith(self.prompt):
-            return start
         with suppress(*UNREADABLE):
-            prompt = self.text(earlier, tools, prompt=True)
-            prompt_end = _shared_length(text[:start], prompt)
+            prompt_end = _shared_length(text[:start], self.text(earlier, tools, prompt=True))
             return prompt_end if has_tags or text[prompt_end:start].isspace() else start
         return start
 
@@ -195,17 +168,6 @@ class ChatTemplate:
 def _shared_length(one: str, other: str) -> int:
     """Return how many characters the beginnings of two texts share."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda end: one[: end + 1] != other[: end + 1])
-
-
-def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    """Tell whether an expression is a message's content, filtered or sliced, or such a variable."""
-    while isinstance(node, nodes.Filter | nodes.Test) or (
-        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
-    ):
-        node = node.node
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return node.attr == "content" if isinstance(node, nodes.Getattr) else getattr(node, "name", "") in names
 
 
 def _thoughts_of(message: Message) -> str:
