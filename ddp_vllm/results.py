@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -14,7 +14,6 @@ from ddp_vllm.intervals import Verdict, judge
 from ddp_vllm.machine import Measured, today
 from ddp_vllm.model_facts import ModelFacts
 from ddp_vllm.output import write_text
-from ddp_vllm.remote_code.files import short
 from ddp_vllm.schema import AtLeastZero, Count, Finite, Kind, SchemaError, checked
 
 FORMAT = "ddp-vllm bench sharegpt 1"
@@ -37,8 +36,8 @@ class Run(msgspec.Struct, kw_only=True):
     load: str
     metrics: dict[str, AtLeastZero] = {}
     engine: dict[str, Finite]
-    incomplete: str | msgspec.UnsetType = msgspec.UNSET
-    """Why its speed is not comparable."""
+    incomplete: str = ""
+    """Why its speed is not comparable, if it is not."""
 
 
 class LoadVerdict(msgspec.Struct, kw_only=True):
@@ -85,20 +84,9 @@ class Bench(Measured, kw_only=True):
     started: str
     settings: Settings
     sample: Sample
-    models: list[Contestant]
+    models: Annotated[list[Contestant], msgspec.Meta(min_length=1)]
     runs: list[Run]
     verdicts: list[LoadVerdict] = msgspec.field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.models:
-            raise SchemaError("it holds no model")
-        metrics: dict[str, set[str]] = {}
-        for run in self.runs:
-            if run.incomplete is msgspec.UNSET:
-                if "requests_per_second" not in run.metrics:
-                    raise SchemaError("one of its runs lacks requests_per_second")
-                if metrics.setdefault(run.load, {*run.metrics}) != {*run.metrics}:
-                    raise SchemaError(f"its runs at a load of {short(run.load)} have different metrics")
 
     @property
     def loads(self) -> list[str]:
@@ -107,9 +95,7 @@ class Bench(Measured, kw_only=True):
     def measured(self, label: str, load: str) -> list[Run]:
         """Return the complete runs of one model at one load, without the warm-up round."""
         return [
-            run
-            for run in self.runs
-            if (run.label, run.load) == (label, load) and run.round >= 0 and run.incomplete is msgspec.UNSET
+            run for run in self.runs if (run.label, run.load) == (label, load) and run.round >= 0 and not run.incomplete
         ]
 
 

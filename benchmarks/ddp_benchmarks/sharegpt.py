@@ -33,7 +33,7 @@ from ddp_benchmarks.conversations import (
 from ddp_benchmarks.engine import Engine, Server, vllm_command
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
-from ddp_vllm.errors import OutputError, ServingError, SettingError, echo, line_printer
+from ddp_vllm.errors import ServingError, SettingError, echo, line_printer
 from ddp_vllm.model_facts import describe_model, is_pruned
 from ddp_vllm.output import check_file
 from ddp_vllm.results import FORMAT, Bench, verdicts, write_results
@@ -85,9 +85,9 @@ class BenchSettings(Settings):
         2048, "Context of the engines, in tokens. vLLM's ShareGPT sampler skips anything longer than 2048.", least=8
     )
     request_rate: tuple[float, ...] = setting(
-        (math.inf,), "Requests/s. Infinity sends all at once.", may_be_infinite=True
+        (math.inf,), "Requests/s. Infinity sends all at once.", may_be_infinite=True, least=0.001
     )
-    max_concurrency: tuple[int | None, ...] = setting((None,), "Requests in flight.", of=_limit, metavar="N,…")
+    max_concurrency: tuple[int | None, ...] = setting((None,), "Requests in flight.", of=_limit, metavar="N,…", least=1)
     warmups: int = setting(2, "Requests before an engine is measured.", "--num-warmups", least=0)
     warmup_round: bool = setting(True, "Skip the discarded round before the pairs.")
     engine_arguments: tuple[str, ...] = setting((), "Passed to every vLLM engine.", is_argument=True)
@@ -97,9 +97,6 @@ class BenchSettings(Settings):
         check_engine_arguments(self.engine_arguments, *SET_HERE)
         if not self.pruned:
             raise SettingError("there is no pruned model to compare; pass --pruned DIR")
-        for load in self.loads:
-            if not load.request_rate > 0 or (load.max_concurrency is not None and load.max_concurrency < 1):
-                raise SettingError(f"a load of {load.label} sends nothing; rates and concurrency must be above 0")
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -117,9 +114,8 @@ def results_file(settings: BenchSettings, output: Path | None, *, overwrite: boo
     """Return the results file: `output`, or `sharegpt-MODE.json` in the first pruned folder, where
     `compare` finds it.
 
-    Raises: OutputError if the file exists or is in the folder of a dense model; SettingError if a
-    `--pruned` model is not pruned and there is no `output`. With `output`, a model compared with
-    itself shows this machine's noise.
+    Raises: OutputError if the file exists; SettingError if a `--pruned` model is not pruned and there
+        is no `output`. With `output`, a model compared with itself shows this machine's noise.
     """
     dense = [
         model for model in settings.pruned if (Path(model) / "config.json").exists() and not is_pruned(Path(model))
@@ -131,8 +127,6 @@ def results_file(settings: BenchSettings, output: Path | None, *, overwrite: boo
     folder = Path(settings.pruned[0]) if settings.pruned else Path()
     file = output or (folder if folder.is_dir() else Path()) / f"sharegpt-{settings.mode}.json"
     check_file(file, overwrite=overwrite)
-    if (file.parent / "config.json").exists() and not is_pruned(file.parent):
-        raise OutputError(f"{file} would be in the folder of a dense model; choose another --output")
     return file
 
 

@@ -1,16 +1,14 @@
-"""Prints results as tables in the terminal, and returns one line of JSON for programs."""
+"""Prints results as tables in the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ddp_benchmarks.protocol import result_line
 from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, mean_accuracy, mean_difference
-from ddp_vllm.intervals import spread, with_interval
+from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import Bench
 
@@ -62,31 +60,6 @@ def print_report(bench: Bench) -> None:
 def _add_row(table: Table, heading: str, columns: list[list[float]], decimals: int, ratios: Sequence[str] = ()) -> None:
     if any(columns):
         table.add_row(heading, *(f"{median(column):,.{decimals}f}" if column else "–" for column in columns), *ratios)
-
-
-def json_line(bench: Bench, results: Mapping[str, Any]) -> str:
-    """Return hardware, versions, seed, medians with their spread and the verdicts, as one line of
-    JSON.
-
-    results: those of `bench`, as in the file.
-    """
-    medians: dict[str, Any] = {}
-    for model in bench.models:
-        for load in bench.loads:
-            if runs := bench.measured(model.label, load):
-                speeds = spread([run.metrics["requests_per_second"] for run in runs])
-                medians.setdefault(model.label, {})[load] = speeds
-    keep = ("label", "load", "pairs", "metric", "sentence")
-    return result_line(
-        "How much faster does vLLM answer ShareGPT prompts with the pruned model, and is the difference real?",
-        results["settings"],
-        seed=bench.settings.seed,
-        where=results,
-        benchmark="sharegpt",
-        complete=bench.complete,
-        requests_per_second=medians,
-        verdicts=[{key: getattr(verdict, key) for key in keep} for verdict in bench.verdicts],
-    )
 
 
 def print_quality(evaluation: Evaluation, dense: Evaluation | None) -> None:

@@ -3,7 +3,6 @@ what draws or prints when it is called."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +31,7 @@ from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import fidelity
-from ddp_vllm.results import Bench, write_results
+from ddp_vllm.results import write_results
 from ddp_vllm.settings import Option, command
 
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
@@ -75,13 +74,11 @@ def profile(
     return read_profile(file)
 
 
-def _json_line(results: Mapping[str, Any], _: Mapping[str, Any]) -> str:
-    from ddp_benchmarks.tables import json_line
-
-    return json_line(convert(results, Bench), results)
+def _without_runs(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in results.items() if name != "runs"}
 
 
-@command("bench sharegpt", settings=BenchSettings, show=lambda *_: None, as_json=_json_line, json_is_last_line=True)
+@command("bench sharegpt", settings=BenchSettings, show=lambda *_: None, as_json=_without_runs, json_is_last_line=True)
 @terminable()
 def bench(
     dense: Dense,
@@ -104,7 +101,7 @@ def bench(
     written to `output`; `["verdicts"]` states how much faster each pruned model is.
     """
     if settings.get("mode", "offline") == "offline":
-        _refuse_without("--mode serve", settings, ("request_rate", "max_concurrency"))
+        _refuse(settings, ("request_rate", "max_concurrency"), "without --mode serve")
     settings |= {"dense": dense, "pruned": pruned}
     chosen = BenchSettings(**settings)
     file = results_file(chosen, Path(output) if output else None, overwrite=overwrite)
@@ -266,23 +263,18 @@ def _eval(
         ddp-vllm eval ./pruned --text test.jsonl --max-ratio 1.1
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
-    model or --against. Give it text that pruning did not read. Tasks run only if --tasks is passed
-    too. An interrupted evaluation resumes from lm-eval's cache of responses.
+    model or --against. Give it text that pruning did not read, and run tasks by another command.
+    An interrupted evaluation resumes from lm-eval's cache of responses.
     """
-    results: dict[str, Any] = {"text": {}, "tasks": []}
+    given = settings | {"tasks": tasks, "tokens": tokens, "max_ratio": max_ratio, "min_retained": min_retained}
     if text:
-        if tasks is None:
-            of_tasks = ("backend", "include_path", "limit", "batch_size", "model_args", "min_retained")
-            _refuse_without("--tasks together with --text", settings | {"min_retained": min_retained}, of_tasks)
-        if max_ratio is not None and not 0 < max_ratio < inf:
-            raise SettingError("max_ratio", f"is {max_ratio:g}, which is no factor; give a number above 0, such as 1.1")
+        of_tasks = ("tasks", "backend", "include_path", "limit", "batch_size", "model_args", "min_retained")
+        _refuse(given, of_tasks, "with --text")
         shared: dict[str, Any] = {name: settings[name] for name in ("dtype", "max_length") if name in settings}
         shared |= {"tokens": tokens} if tokens else {}
-        results["text"] = evaluate_text(model, text, output=output, against=against or "", verbose=verbose, **shared)
-        if tasks is None:
-            return results
-    else:
-        _refuse_without("--text", {"tokens": tokens, "max_ratio": max_ratio})
+        results = evaluate_text(model, text, output=output, against=against or "", verbose=verbose, **shared)
+        return {"text": results, "tasks": []}
+    _refuse(given, ("tokens", "max_ratio"), "without --text")
     names = choose_tasks(tasks or "paper")
     check_min_retained(min_retained, names, against)
     models = []
@@ -290,11 +282,11 @@ def _eval(
         chosen = output if output is None or evaluated == model else against_output(evaluated, output)
         folder = chosen or default_output(evaluated)
         models.append(EvalSettings(model=evaluated, tasks=names, output=folder, **settings))
-    return results | {"tasks": _evaluate(models, verbose)}
+    return {"text": {}, "tasks": _evaluate(models, verbose)}
 
 
-def _refuse_without(needed: str, given: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
-    """Refuse settings that have no effect without `needed`. Raises: SettingError."""
-    for name in names or given:
+def _refuse(given: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Refuse settings that have no effect. Raises: SettingError."""
+    for name in names:
         if given.get(name) is not None:
-            raise SettingError(name, f"has no effect without {needed}; add {needed} or omit it")
+            raise SettingError(name, f"has no effect {where}; omit it")

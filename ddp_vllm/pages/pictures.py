@@ -7,6 +7,7 @@ Legend: L layers, U units of a layer.
 """
 
 import io
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -136,16 +137,15 @@ class Point(NamedTuple):
     """In the picture's unit, and the ends of the 95 % interval."""
 
 
-def draw_points(
-    figure: Figure, *, points: Sequence[Point], speed: str, quality: str, less_is_better: bool = False
-) -> None:
+def draw_points(figure: Figure, *, points: Sequence[Point], quality: str, less_is_better: bool) -> None:
     """Draw quality against speed with intervals, and the line through the models that no other
     beats in both."""
     figure.set_figheight(3.6)
     axes = figure.subplots()
-    front = _pareto(points, less_is_better)
-    line = [(point.ratio[0], point.quality[0]) for point in front]
-    axes.plot(*zip(*line, strict=True), color="0.6", ls="--", zorder=0)
+    middles = sorted((point.ratio[0], point.quality[0]) for point in points)
+    beats = operator.lt if less_is_better else operator.gt
+    front = [(speed, value) for speed, value in middles if not any(s > speed and beats(v, value) for s, v in middles)]
+    axes.plot(*zip(*front, strict=True), color="0.6", ls="--", zorder=0)
     for number, point in enumerate(points):
         ratio, low, high = point.ratio
         marker = "o" if point.is_dense else MARKERS[(number - 1) % len(MARKERS)]
@@ -156,18 +156,8 @@ def draw_points(
             fmt="none", color="0.4", capsize=3,
         )  # fmt: skip
         axes.plot(ratio, value, marker, color="black", markerfacecolor=fill, markersize=6, label=point.name)
-    axes.set(xlabel=f"{speed}, times better than dense", ylabel=quality)
+    axes.set(xlabel="speed, times better than dense", ylabel=quality)
     if less_is_better:
         axes.invert_yaxis()
     axes.margins(0.15)
     figure.legend(loc="outside lower center", ncols=1 if len(points) < 4 else 2, frameon=False)
-
-
-def _pareto(points: Sequence[Point], less_is_better: bool) -> list[Point]:
-    """Return the points that no other beats in both speed and quality, fastest first."""
-    front: list[Point] = []
-    sign = -1 if less_is_better else 1
-    for point in sorted(points, key=lambda point: (-point.ratio[0], -sign * point.quality[0])):
-        if not front or sign * point.quality[0] > sign * front[-1].quality[0]:
-            front.append(point)
-    return front

@@ -270,11 +270,8 @@ def texts_of(provenance: Mapping[str, Any]) -> str:
 def answers(provenance: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return prompts with the answer of each model, one object per prompt; [] without prompts."""
     recovery = provenance.get("recovery", provenance)
-    by_model = recovery.get("answers", {})
-    return [
-        {"prompt": str(prompt)} | {str(name): str(texts[number]) for name, texts in by_model.items()}
-        for number, prompt in enumerate(recovery.get("prompts", []))
-    ]
+    columns = {"prompt": recovery.get("prompts", []), **recovery.get("answers", {})}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
 
 
 def perplexities(quality: Mapping[str, Any]) -> str:

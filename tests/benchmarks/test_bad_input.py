@@ -27,7 +27,7 @@ REFUSED = {  # words of a command, which writes nothing -> exit code, and a part
     f"{SHAREGPT} b -o new.json -- --model=gpt2": (2, "--model after -- is set by this measurement; omit it"),
     f"{SHAREGPT} ./nowhere -o new.json": (3, "nowhere is not the folder of a model"),
     f"{SHAREGPT} {{tiny}}": (2, "is not pruned; pass a folder of ddp-vllm prune, or -o FILE"),
-    f"{SHAREGPT} {{tiny}} -o {{tiny}}/out.json": (5, "would be in the folder of a dense model"),
+    f"{SHAREGPT} b -o new.json --mode serve --request-rate 0": (2, "--request-rate is 0.0; it must be at least 0.001"),
     f"{PROFILE} --concurrency 0": (2, "--concurrency is 0; it must be at least 1"),
     f"{PROFILE} --context-length 10": (2, "--context-length is 10; it must be at least the 96 steps"),
     f"{PROFILE} --context-length 99999": (2, "the model takes 256; pass a lower --context-length"),

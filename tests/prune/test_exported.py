@@ -234,7 +234,7 @@ def test_a_layer_may_lose_all_its_experts(dense: Callable[[str], Path], tmp_path
         masked = logits(model.model, TOKENS)
     torch.testing.assert_close(logits(read_again(tmp_path / "out"), TOKENS), masked, atol=2e-5, rtol=0)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| 1 | 0/8 |" in card and "| 2 | 2/8 |" in card
+    assert "| 1 | – | – | 0% |" in card and "| 2 | 2 | 74 | 14% |" in card
 
 
 def test_a_published_deepseek_config_loads_without_its_code(dense: Callable[[str], Path], tmp_path: Path) -> None:
