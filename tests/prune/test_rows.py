@@ -349,6 +349,4 @@ def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_templat
     assert blocks.loss_mask.all()
     assert seams.select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
     assert "60 conversations read as plain text, because the tokenizer has no chat template" in lines[0]
-    assert lines[1] == (
-        "conversations of mixed.jsonl were read as plain text (see above), so the loss covers all tokens"
-    )
+    assert lines[1].startswith("no turns of an assistant were found in mixed.jsonl, so the loss covers all tokens")

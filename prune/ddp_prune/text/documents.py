@@ -13,8 +13,8 @@ from ddp_prune.text.messages import Message, Notes, at, texts_of, words_of
 from ddp_prune.text.rows import Rows, reading_text
 from ddp_prune.text.templates import ChatTemplate, Rendered
 
-AS_PLAIN_TEXT = "conversations read as plain text, because "
-REARRANGED = "conversations rearranged so that user and assistant alternate"
+_AS_PLAIN_TEXT = "conversations read as plain text, because "
+_REARRANGED = "conversations rearranged so that user and assistant alternate"
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,16 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes) ->
     """
     messages, tools = conversation.messages, conversation.tools
     if not template.source:
-        notes.add(f"{AS_PLAIN_TEXT}the tokenizer has no chat template; put chat_template.jinja into the model's folder")
+        notes.add(
+            f"{_AS_PLAIN_TEXT}the tokenizer has no chat template; put chat_template.jinja into the model's folder"
+        )
     else:
         rendered = template.render(messages, tools)
         if isinstance(rendered, TemplateError):
             reason, alternating = " ".join(str(rendered).split())[:80], _alternating(messages)
             rendered = template.render(alternating, tools) if alternating else rendered
             is_rejected = isinstance(rendered, TemplateError)
-            notes.add(f"{AS_PLAIN_TEXT}the chat template rejects them" if is_rejected else REARRANGED, reason)
+            notes.add(f"{_AS_PLAIN_TEXT}the chat template rejects them" if is_rejected else _REARRANGED, reason)
         if isinstance(rendered, Rendered):
             _note_left_out(conversation, rendered, notes)
             return Document(rendered.text, _loss_mask(rendered))
