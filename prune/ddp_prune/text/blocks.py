@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -132,22 +133,21 @@ def _read(
 ) -> tuple[Tokens, Tokens, list[str]]:
     """Return held-out tokens, training tokens and notes. excerpt_size: in characters."""
     names = sources_of(data)
-    turns = {name: names.count(name) for name in names}
+    turns = Counter(names)
     notes = {name: Notes() for name in turns}
     candidates, shuffled = dict[str, Iterable[Document]](), dict[str, Iterable[Document]]()
     template = ChatTemplate(tokenizer)
-    with reading_text(data):
-        for name, count in turns.items():
-            heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
-            rows = open_rows(name, text_column)
-            read = partial(read_documents, rows, template, column=text_column)
-            candidates[name], shuffled[name] = _open(rows.num_rows, read, notes[name], seed, excerpt_size, heldout_size)
-        heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
-        heldout = heldout._replace(hashes=np.asarray([*hidden], np.uint64))
-        excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
-        if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
-            excerpts = {name: _not_empty(name, stream) for name, stream in excerpts.items()}
-        train = pack(take_turns(excerpts, turns), tokenizer, train_tokens)
+    for name, count in turns.items():
+        heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
+        rows = open_rows(name, text_column)
+        read = partial(read_documents, rows, template, column=text_column)
+        candidates[name], shuffled[name] = _open(rows.num_rows, read, notes[name], seed, excerpt_size, heldout_size)
+    heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
+    heldout = heldout._replace(hashes=np.asarray([*hidden], np.uint64))
+    excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
+    if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
+        excerpts = {name: _not_empty(name, stream) for name, stream in excerpts.items()}
+    train = pack(take_turns(excerpts, turns), tokenizer, train_tokens)
     return heldout, train, [line for name in turns for line in notes[name].lines(name)]
 
 

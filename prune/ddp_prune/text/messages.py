@@ -6,6 +6,7 @@ does not hand on are left out. The rules are in `vllm/renderers/chat_utils.py`.
 """
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -94,7 +95,9 @@ class TurnReader:
         if not isinstance(speaker, str):
             raise TextError("no role; name the speaker under role")
         name = speaker.strip().lower()
-        role = name if name == "developer" and self.template.knows(name) else SPEAKERS.get(name, "")
+        role = SPEAKERS.get(name, "")
+        if name == "developer" and re.search("""["']developer["']""", self.template.source):
+            role = name
         texts = list(self._texts(turn.get(first(turn, ("content", "value")) or "content")))
         generated = self._generated(turn, name, texts) if role == "assistant" else {}
         if not any(texts) and not any(generated.values()) and role != "tool":
@@ -130,7 +133,7 @@ class TurnReader:
         calls = self._calls(turn[key]) if key else []
         if calls is None:
             raise TextError(f"{kind_of(turn[key])} under {key}; write calls with name and arguments")
-        is_call = name in CALLS and self.template.reads("tool_calls")
+        is_call = name in CALLS and "tool_calls" in self.template.source
         if is_call and not calls and (calls := self._calls("".join(texts))):
             texts.clear()
         thoughts = next((turn[key] for key in THOUGHTS if turn.get(key) is not None), None)
@@ -201,14 +204,16 @@ def are_turns(value: Any) -> bool:
     )
 
 
+_KINDS = {
+    str: "a string",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    dict: "an object",
+    type(None): "null",
+}
+
+
 def kind_of(value: Any) -> str:
     """Return the type of a JSON value in words."""
-    if isinstance(value, list):
-        kinds = {type(item) for item in value}
-        return f"a list of {_PLURALS.get(kinds.pop(), 'values')}" if len(kinds) == 1 else "a list"
     return _KINDS.get(type(value), f"a {type(value).__name__}")
-
-
-_KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", dict: "an object"}
-_KINDS |= {type(None): "null"}
-_PLURALS = {str: "strings", int: "numbers", float: "numbers", dict: "objects", list: "lists"}
