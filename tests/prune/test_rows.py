@@ -66,7 +66,7 @@ ASKED = [
     {"role": "tool", "tool_call_id": "1", "content": "21"}, {**B, "reasoning_content": "ah"},
 ]  # fmt: skip
 UNREAD = "columns that are not read, with their rows: {}"
-REJECTED = "conversations read as plain text, because the chat template rejects them: {} (2)"
+PLAIN = "conversations read as plain text: {} (2)"
 STRICT = "Conversation roles must alternate user/assistant/user/assistant/..."
 MISTRALS, GEMMAS = (
     f"conversations rearranged so that user and assistant alternate: {reason} (2)"
@@ -77,7 +77,6 @@ UNLOCATED = (
     "answers that are not in the loss of assistants, because: they cannot be located where the chat template "
     "repeats or hides words (2)"
 )
-PLAIN = "2 conversations read as plain text, because {}"
 
 
 def said(*turns: tuple[str, str]) -> dict[str, Any]:
@@ -136,7 +135,7 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     "neighbors": (GEMMA, said(("human", "a"), ("human", "b"), ("gpt", "c"), ("gpt", "d")),
                   "<user>a\n\nb\n<assistant>c\n\nd\n", "|c\n\nd\n", [GEMMAS]),
     "system refused": (GEMMA, turns(SYSTEM, A, B), "s\n\na\n\nb", None,
-                       [REJECTED.format("System role not supported")]),
+                       [PLAIN.format("System role not supported")]),
     "rearranged": (MISTRAL, turns(A, B, {"role": "tool", "content": "21"}), "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]",
                    "|b|", [MISTRALS]),
     "system left out": (SPOKEN_ONLY, turns(SYSTEM, A, B), "ab", "|b",
@@ -348,5 +347,5 @@ def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_templat
     blocks, lines = load(tmp_path / "mixed.jsonl"), list[str]()
     assert blocks.loss_mask.all()
     assert seams.select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
-    assert "60 conversations read as plain text, because the tokenizer has no chat template" in lines[0]
+    assert "conversations read as plain text: the tokenizer has no chat template" in lines[0]
     assert lines[1].startswith("no turns of an assistant were found in mixed.jsonl, so the loss covers all tokens")

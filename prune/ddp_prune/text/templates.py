@@ -82,6 +82,8 @@ class ChatTemplate:
 
         Raises: TextError if the template fails otherwise.
         """
+        if not self.source:
+            return TemplateError("the tokenizer has no chat template; put chat_template.jinja into the model's folder")
         name, remedy = f"the chat template of {self.tokenizer.name_or_path}", "repair it, or delete it"
         try:
             with reading(name, TextError, remedy, how=" with this conversation", but=(TemplateError,)):
