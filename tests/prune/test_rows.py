@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import seams
 import torch
-from chat_templates import PUBLISHED, tokenizer_of
+from chat_templates import PARTS, PUBLISHED, STRICT, tokenizer_of
 from runs import small_files
 from seams import Blocks, ChatTemplate, Notes, document, open_rows, read_documents
 
@@ -37,23 +37,12 @@ GEMMA = (  # Gemma-2-it
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
     "{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
 )
-ONE_CALL = (  # in the manner of Mistral-Nemo: a call stands instead of the turn's words, so the roles still alternate
-    "{%- set ns = namespace(index=0) %}{%- for m in messages %}"
-    "{%- if m.role != 'tool' and not m.tool_calls %}"
-    "{%- if (m.role == 'user') != (ns.index % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
-    "{%- set ns.index = ns.index + 1 %}{%- endif %}"
-    "{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}"
-    "{%- elif m.role == 'tool' %}{{- '[RESULT]' + m.content }}"
-    "{%- elif m.tool_calls %}{{- '[CALL] ' + m.tool_calls[0].function.name + '</s>' }}"
-    "{%- else %}{{- ' ' + m.content + '</s>' }}{%- endif %}{%- endfor %}"
-)
 AGENT = (  # in the manner of Qwen3: thoughts and calls of an assistant
     "{%- for m in messages %}{{- '<' + m.role + '>' }}"
     "{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}"
     "{{- m.content or '' }}{%- for call in m.tool_calls or [] %}{{- '[' + call.function.name + ' ' }}"
     "{{- call.function.arguments | tojson + ']' }}{%- endfor %}{%- endfor %}"
 )
-PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
 SPOKEN_ONLY = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }}{% endif %}{% endfor %}"
 TWICE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.content }}{% endfor %}"
 A = {"role": "user", "content": "a"}
@@ -67,11 +56,7 @@ ASKED = [
 ]  # fmt: skip
 UNREAD = "columns that are not read, with their rows: {}"
 PLAIN = "conversations read as plain text: {} (2)"
-STRICT = "Conversation roles must alternate user/assistant/user/assistant/..."
-MISTRALS, GEMMAS = (
-    f"conversations rearranged so that user and assistant alternate: {reason} (2)"
-    for reason in (STRICT, "Roles must alternate")
-)
+REARRANGED = "conversations rearranged so that user and assistant alternate: {} (2)"
 LEFT_OUT = "parts of conversations that the chat template leaves out or changes: {}"
 UNLOCATED = (
     "answers that are not in the loss of assistants, because: they cannot be located where the chat template "
@@ -97,21 +82,20 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
                          ["unknown speakers, read as the user, with their turns: alice (2)"]),
     "dolly": (LENIENT, {"instruction": "a", "context": "c", "response": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
     "alpaca": (LENIENT, {"instruction": "a", "input": "c", "output": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
-    "completion": (LENIENT, {"prompt": "a", "completion": "b"}, "<user>a<assistant>b", "|b", []),
     "openorca": (LENIENT, {"id": 1, "system_prompt": "s", "question": "a", "response": "b"},
                  "<system>s<user>a<assistant>b", "|b", [UNREAD.format("id (2)")]),
     "system beside turns": (LENIENT, said(("human", "a")) | {"system": "s"}, "<system>s<user>a", None, []),
     "trl": (LENIENT, {"prompt": [A], "completion": [B]}, "<user>a<assistant>b", "|b", []),
-    "text beside messages": (LENIENT, turns(A, text="fox"), "fox", None, [UNREAD.format("messages (2)")]),
-    "text beside empty columns": (LENIENT, {"text": "fox", "url": "a", "id": 1, "messages": []}, "fox", None, []),
+    "text beside messages": (LENIENT, turns(A, text="fox", id=1, input=""), "fox", None,
+                             [UNREAD.format("messages (2)")]),
     "two forms": (LENIENT, turns(A, conversations=[A], input="c"), "<user>a", None,
                   [UNREAD.format("conversations (2), input (2)")]),
     "parts of a turn": (  # joined as vLLM joins them; those that are no text are dropped
         LENIENT, turns({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"},
                                                     {"type": "text", "text": "b"}]}), "<user>a\nb", None,
         ["parts of turns that are no text, which are dropped: image_url (2)"]),
-    "parts rendered apart": (PARTS, turns({"role": "user", "content": [{"type": "text", "text": "a"}]}), "<a>", None,
-                             []),
+    "parts rendered apart": (PARTS, turns({"role": "user", "content": [{"type": "text", "text": "a"}]}),
+                             "<|im_user|><text>a<|im_end|>", None, []),
     "what is not read": (
         LENIENT, turns(A, {**B, "reasoning_content": "d", "name": "e"}, {"role": "user", "content": ""}, tools=TOOLS),
         "<user>a<assistant>b", "|b",
@@ -124,20 +108,23 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
                          '<user>a<assistant><think>hm</think>[look {"city": "Oslo"}]<tool>21'
                          "<assistant><think>ah</think>b",
                          '|<think>hm</think>[look {"city": "Oslo"}]|<think>ah</think>b', []),
-    "a call that later turns depend on": (ONE_CALL, turns(*ASKED), "[INST] a[/INST][CALL] look</s>[RESULT]21 b</s>",
-                                          "|[CALL] look| b|", [LEFT_OUT.format("reasoning (4)")]),
-    "weight 0": (LENIENT, turns(A, {**B, "weight": 0}, A, {**B, "weight": "1", "train": True}),
-                 "<user>a<assistant>b<user>a<assistant>b", "|b", []),
-    "not trained on": (LENIENT, turns(A, {**B, "train": "False"}, A, B), "<user>a<assistant>b<user>a<assistant>b", "|b",
-                       []),
-    "assistant first": (MISTRAL, said(("gpt", "x"), ("human", "a"), ("gpt", "b")), "<s>[INST] a [/INST]b</s>", "|b|",
-                        [MISTRALS, LEFT_OUT.format("assistant (2)")]),
+    "a call that later turns depend on": (
+        STRICT, turns(*ASKED), '<s>[INST]a[/INST][TOOL_CALLS][{"arguments": {"city": "Oslo"}, "name": "look", '
+        '"id": "1"}]</s>[TOOL_RESULTS]{"content": 21, "call_id": "1"}b</s>',
+        '|[TOOL_CALLS][{"arguments": {"city": "Oslo"}, "name": "look", "id": "1"}]|b|',
+        [LEFT_OUT.format("reasoning (4)")]),
+    "weights": (LENIENT, turns(A, {**B, "weight": 0}, {**B, "weight": "1", "train": True}, {**B, "train": "False"}),
+                "<user>a<assistant>b<assistant>b<assistant>b", "|b|", []),
+    "assistant first": (
+        MISTRAL, said(("gpt", "x"), ("human", "a"), ("gpt", "b"), ("tool", "21")),
+        "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]", "|b|",
+        [REARRANGED.format("Conversation roles must alternate user/assistant/user/assistant/..."),
+         LEFT_OUT.format("assistant (2)")]),
     "neighbors": (GEMMA, said(("human", "a"), ("human", "b"), ("gpt", "c"), ("gpt", "d")),
-                  "<user>a\n\nb\n<assistant>c\n\nd\n", "|c\n\nd\n", [GEMMAS]),
+                  "<user>a\n\nb\n<assistant>c\n\nd\n", "|c\n\nd\n",
+                  [REARRANGED.format("Roles must alternate")]),
     "system refused": (GEMMA, turns(SYSTEM, A, B), "s\n\na\n\nb", None,
                        [PLAIN.format("System role not supported")]),
-    "rearranged": (MISTRAL, turns(A, B, {"role": "tool", "content": "21"}), "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]",
-                   "|b|", [MISTRALS]),
     "system left out": (SPOKEN_ONLY, turns(SYSTEM, A, B), "ab", "|b",
                         [LEFT_OUT.format("system (2)")]),
     "no template": (None, turns(A, B), "a\n\nb", None,
@@ -347,5 +334,5 @@ def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_templat
     blocks, lines = load(tmp_path / "mixed.jsonl"), list[str]()
     assert blocks.loss_mask.all()
     assert seams.select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
-    assert "conversations read as plain text: the tokenizer has no chat template" in lines[0]
+    assert lines[0].endswith("model's folder (60)"), "rows are read twice, and counted once"
     assert lines[1].startswith("no turns of an assistant were found in mixed.jsonl, so the loss covers all tokens")
