@@ -88,14 +88,16 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     "trl": (LENIENT, {"prompt": [A], "completion": [B]}, "<user>a<assistant>b", "|b", []),
     "text beside messages": (LENIENT, turns(A, text="fox", id=1, input=""), "fox", None,
                              [UNREAD.format("messages (2)")]),
-    "two forms": (LENIENT, turns(A, conversations=[A], input="c"), "<user>a", None,
-                  [UNREAD.format("conversations (2), input (2)")]),
+    "two forms": (LENIENT, turns(SYSTEM, A, conversations=[A], input="c", system="x"), "<system>s<user>a", None,
+                  [UNREAD.format("conversations (2), input (2), system (2)")]),
     "parts of a turn": (  # joined as vLLM joins them; those that are no text are dropped
         LENIENT, turns({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"},
                                                     {"type": "text", "text": "b"}]}), "<user>a\nb", None,
         ["parts of turns that are no text, which are dropped: image_url (2)"]),
     "parts rendered apart": (PARTS, turns({"role": "user", "content": [{"type": "text", "text": "a"}]}),
                              "<|im_user|><text>a<|im_end|>", None, []),
+    "parts not rendered apart": ("{{ messages[0].content | tojson }}", turns({"role": "user", "content": ["a"]}),
+                                 '"a"', None, []),
     "what is not read": (
         LENIENT, turns(A, {**B, "reasoning_content": "d", "name": "e"}, {"role": "user", "content": ""}, tools=TOOLS),
         "<user>a<assistant>b", "|b",
@@ -120,8 +122,8 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
         "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]", "|b|",
         [REARRANGED.format("Conversation roles must alternate user/assistant/user/assistant/..."),
          LEFT_OUT.format("assistant (2)")]),
-    "neighbors": (GEMMA, said(("human", "a"), ("human", "b"), ("gpt", "c"), ("gpt", "d")),
-                  "<user>a\n\nb\n<assistant>c\n\nd\n", "|c\n\nd\n",
+    "neighbors": (GEMMA, turns(A, A, B, B, A, {**B, "weight": 0}, B),
+                  "<user>a\n\na\n<assistant>b\n\nb\n<user>a\n<assistant>b\n\nb\n", "|b\n\nb\n|",
                   [REARRANGED.format("Roles must alternate")]),
     "system refused": (GEMMA, turns(SYSTEM, A, B), "s\n\na\n\nb", None,
                        [PLAIN.format("System role not supported")]),
@@ -172,22 +174,15 @@ GENERATED = {  # family: text in the loss without the token that ends a turn, fo
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(family: str, tmp_path: Path) -> None:
+def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(family: str) -> None:
     """R1 drops the thoughts of every turn, Qwen3 those of earlier turns: no server generates these answers. Other
-    templates keep or strip the words. A Parquet file, which fills every message with the keys of all others, is the
-    same text."""
-    import pyarrow
-    import pyarrow.parquet
-
+    templates keep or strip the words."""
     tokenizer = tokenizer_of(family)
     *expected, end = GENERATED[family]
     for spoken, answers in zip((REASONED, ANSWERED), expected, strict=True):
         messages = [{"role": role, "content": words} for role, words in spoken]
-        named = [*messages[:3], messages[3] | {"name": "bot"}]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": named}]), tmp_path / "a.parquet")
-        (read,) = read_documents(open_rows(str(tmp_path / "a.parquet")), ChatTemplate(tokenizer), Notes())
+        read = document(turns(*messages), tokenizer)
         assert read.text == tokenizer.apply_chat_template(messages, tokenize=False)
-        assert read.text == document(turns(*messages), tokenizer).text
         (tokens,) = seams.tokenize([read], tokenizer)
         assert not tokens.loss_mask[-1]  # the EOS between documents
         names = tokenizer.convert_ids_to_tokens(tokens.ids.tolist())
@@ -197,6 +192,21 @@ def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(f
         if end == "</s>":  # such a tokenizer begins parts with a blank
             generated = re.sub("(\n|</?think>) ", r"\1", generated)
         assert [run for run in generated.split("\0") if run] == [answer + end for answer in answers]
+
+
+def test_a_table_adds_no_keys(tokenizer: Any, tmp_path: Path) -> None:
+    """A Parquet file fills every message and every argument of a call with the keys of all others."""
+    import pyarrow
+    import pyarrow.parquet
+
+    tokenizer.chat_template = AGENT
+    call = {"type": "function", "function": {"name": "look", "arguments": {"days": 2}}}
+    chats = [ASKED, [A, {"role": "assistant", "content": "", "tool_calls": [call]}]]
+    table = pyarrow.Table.from_pylist([{"text": "no", "chat": chat} for chat in chats])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = open_rows(str(tmp_path / "a.parquet"), "chat")
+    found = [read.text for read in read_documents(rows, ChatTemplate(tokenizer), Notes(), column="chat")]
+    assert found == [document(turns(*chat), tokenizer).text for chat in chats]
 
 
 def talk(number: int) -> list[dict[str, str]]:
@@ -222,6 +232,7 @@ def test_json_of_every_shape_is_read(shape: str, load: Load, tokenizer: Any, tmp
 
 WRONG: dict[str, tuple[Any, str]] = {  # a row, words of the line
     "number": (turns(A, {"role": "assistant", "content": 17}), ": messages: turn 2: the content is a number"),
+    "no turns": ({"messages": "a"}, "messages: a string, not a list of messages"),
     "no role": ({"messages": [{"content": "a"}]}, "turn 1: no role"),
     "weight": (turns({**B, "weight": 0.5}), "turn 1: '0.5' as weight; write 0 or 1"),
     "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),

@@ -80,7 +80,7 @@ class TurnReader:
     def read(self, turns: Any) -> list[Message]:
         """Return the messages of a list of turns. Raises: TextError."""
         if not isinstance(turns, list):
-            raise TextError(f"{kind_of(turns)}, not a text or a list of messages; write {EXAMPLE}")
+            raise TextError(f"{kind_of(turns)}, not a list of messages; write {EXAMPLE}")
         messages = []
         for number, turn in enumerate(turns, 1):
             with at(f"turn {number}"):
@@ -108,7 +108,7 @@ class TurnReader:
         message: Message = {"role": role or "user", "content": "\n".join(texts)} | generated
         if role != "tool" and self.template.reads_parts:
             message["content"] = [{"type": "text", "text": text} for text in texts]
-        if role == "assistant" and _is_excluded(turn):
+        if _is_excluded(turn):
             message["weight"] = 0
         return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
 
