@@ -122,7 +122,9 @@ def test_the_cache_is_keyed_by_content(
     assert len(list((cache / "tokens").iterdir())) == 3
     monkeypatch.setattr(blocks_module, "VERSION", blocks_module.VERSION + 1)
     load(jsonl, seq_len=8)
-    assert len(list((cache / "tokens").iterdir())) == 4
+    tokenizer.chat_template = "{{ messages }}"
+    load(jsonl, seq_len=8)
+    assert len(list((cache / "tokens").iterdir())) == 5
     assert sorted(folder.name for folder in cache.iterdir()) == ["tokens"]
 
 

@@ -338,12 +338,18 @@ def test_an_unwritable_cache_is_not_blamed_on_the_text(load: Load, tmp_path: Pat
         place.unlink()
 
 
-def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_template(load: Load, tmp_path: Path) -> None:
-    rows: list[Any] = [{"text": f"a fox and {number} clouds"} for number in range(60)]
-    rows += [{"messages": [*talk(number), A]} for number in range(60)]
-    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    blocks, lines = load(tmp_path / "mixed.jsonl"), list[str]()
+def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_template(
+    load: Load, tokenizer: Any, tmp_path: Path
+) -> None:
+    """With a template under which no answer is located there is nothing to learn from."""
+    mixed, chats, lines = tmp_path / "mixed.jsonl", tmp_path / "chats.jsonl", list[str]()
+    chats.write_text("".join(json.dumps({"messages": [*talk(number), A]}) + "\n" for number in range(60)))
+    mixed.write_text(write(tmp_path / "text.jsonl", DOCUMENTS).read_text() + "\n" + chats.read_text())
+    blocks = load(mixed)
     assert blocks.loss_mask.all()
     assert seams.select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
     assert lines[0].endswith("model's folder (60)"), "rows are read twice, and counted once"
     assert lines[1].startswith("no turns of an assistant were found in mixed.jsonl, so the loss covers all tokens")
+    tokenizer.chat_template = TWICE
+    with pytest.raises(TextError, match=r"chats\.jsonl holds no words of an assistant; try --learn-from all"):
+        seams.select_loss_mask(load(chats), "assistant", "chats.jsonl", lines.append)

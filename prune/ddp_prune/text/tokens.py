@@ -68,9 +68,7 @@ def _mask_over_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> 
     offsets: [start, stop) of each token, in characters.
     """
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    # include blanks before the token, which offsets may omit
-    starts = np.minimum(starts, np.append(0, stops)[:-1])
-    starts = np.minimum(starts, np.maximum(stops - 1, 0))
+    starts = np.minimum(starts, np.maximum(stops - 1, 0))  # offsets may omit the blanks that are a token
     padded = np.append(loss_mask, False)  # also for the character before the first one, at -1
     count_before = np.append(0, padded.cumsum())
     return (count_before[stops] > count_before[starts]) | padded[starts - 1]
