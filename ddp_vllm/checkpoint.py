@@ -57,12 +57,6 @@ class Checkpoint:
         quality = self.provenance.get("perplexity") or {}
         return {name: quality[name] for name in ("dense", "pruned", "recovered") if name in quality}
 
-    @property
-    def speedup(self) -> float | None:
-        """Predicted speedup of a step over the dense model; None without the budget `latency`."""
-        speedup = self.provenance.get("latency", {}).get("speedup")
-        return None if speedup is None else float(speedup)
-
     @cached_property
     def dense_shapes(self) -> Mapping[str, list[int]]:
         """Shape of every weight before pruning."""

@@ -5,13 +5,13 @@ a few mixtures of experts `widths_of` derives the description from the stock con
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_vllm.errors import CheckpointError, ModelError, reading
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import TensorTable, dense_type
-from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, block_table, check_sizes, stated_widths
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table, check_sizes, dense_heads, stated_widths
 
 DEEPSEEK = "deepseek"  # the model type of DeepSeekMoE v1
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -22,15 +22,8 @@ BLOCK_NAMES = {
 }  # module type -> name in the setting `prune`
 # value of `head_unit` if the units are whole routed experts, which leave the router too
 WHOLE_EXPERT = "expert"
-# mixtures of experts that `widths_of` knows: model_type -> the name of their stock classes
-MIXTURES = {
-    "qwen3_moe": "Qwen3Moe",
-    "qwen2_moe": "Qwen2Moe",
-    "mixtral": "Mixtral",
-    "olmoe": "Olmoe",
-    DEEPSEEK: "Deepseek",
-    "deepseek_v2": "DeepseekV2",
-}
+# mixtures of experts that `widths_of` knows
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", DEEPSEEK, "deepseek_v2")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -43,12 +36,11 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     names = [f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")]
     if config["model_type"] == "mixtral":
         names = [f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")]
-    dense = LayerWidths(expert_intermediate_sizes=(dense_expert_size(config),) * count_experts(config))
-    layers = (dense if is_routed(config, index) else LayerWidths() for index in range(config["num_hidden_layers"]))
+    plain = LayerWidths(query_heads_per_kv_head=dense_heads(config))
+    dense = replace(plain, expert_intermediate_sizes=(dense_expert_size(config),) * count_experts(config))
+    layers = (dense if is_routed(config, index) else plain for index in range(config["num_hidden_layers"]))
     table = TensorTable(projections=block_table("experts", names[:2], names[2]))
-    return Widths.of(
-        {**config, METHOD: Widths(table=table, dense=dense, layers=tuple(layers), is_family=False).to_json()}
-    )
+    return Widths(table=table, dense=dense, layers=tuple(layers), is_family=False)
 
 
 def count_experts(config: Mapping[str, Any]) -> int:

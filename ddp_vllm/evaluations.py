@@ -158,16 +158,13 @@ def mean_difference(answers: Answers, dense_answers: Answers) -> tuple[float, fl
     won row (Bonett and Price, J. Educ. Behav. Stat. 37, 2012), because a few rows that all changed
     alike, or not at all, are no proof for other rows.
     """
-    generated = [name for name, task in TASKS.items() if task.is_generated]
-    answers, dense_answers = (
-        {name: rows for name, rows in tasks.items() if name not in generated} for tasks in (answers, dense_answers)
-    )
-    numbers, others = ({name: len(rows) for name, rows in tasks.items()} for tasks in (answers, dense_answers))
-    if numbers != others or not numbers or not all(numbers.values()):
+    after, before = ({name: tasks[name] for name in ACCURACY if tasks.get(name)} for tasks in (answers, dense_answers))
+    sizes = [[(name, len(rows)) for name, rows in tasks.items()] for tasks in (after, before)]
+    if not after or sizes[0] != sizes[1]:
         return None
     means, variances = [], []
-    for name, rows in answers.items():
-        differences = [after - before for after, before in zip(rows, dense_answers[name], strict=True)]
+    for name, rows in after.items():
+        differences = [new - old for new, old in zip(rows, before[name], strict=True)]
         means.append(fmean(differences))
         variances.append(pvariance([*differences, 1.0, -1.0]) / (len(differences) + 2))
     return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
@@ -212,7 +209,7 @@ def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:
     """Return the fraction of the dense model's accuracy that a model retains: of the paper's mean,
     and of every other task, as those in which it writes, whose loss the mean would hide.
 
-    It is not a number where the dense model has no right answer.
+    It is 0 where the dense model has no right answer.
     """
     means = [mean_accuracy(model.results) for model in (evaluation, dense)]
     scores = {"mean accuracy": [mean and mean["value"] for mean in means]}
@@ -221,7 +218,7 @@ def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:
         if name not in ACCURACY and task.higher_is_better:
             scores[task.heading] = [score and score[0] for score in (evaluation.score(name), dense.score(name))]
     return {
-        name: after / before if before else nan
+        name: after / before if before else 0.0
         for name, (after, before) in scores.items()
         if after is not None and before is not None
     }
@@ -245,11 +242,9 @@ def judge_retained(evaluation: Evaluation, dense: Evaluation, limit: float | Non
     if limit is None:
         return
     missed = [
-        f"an unknown share of {name}, where the dense model has no right answer"
-        if isnan(value)
-        else f"{value:.3g} of {name}"
+        f"{value:.3g} of {name}"
         for name, value in retained(evaluation, dense).items()
-        if not value >= limit - 1e-9  # a quotient of decimal fractions may be rounded down
+        if value < limit - 1e-9  # a quotient of decimal fractions may be rounded down
     ]
     if missed:
         raise LimitError(

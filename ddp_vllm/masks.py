@@ -175,16 +175,9 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
 
 def check_provenance(provenance: Any) -> None:
     """Refuse provenance that the pages cannot show. Raises: SchemaError."""
-    if isinstance(provenance, dict) and provenance.get("perplexity") == {}:
-        provenance = provenance | {"perplexity": None}
     stated = checked(provenance, Provenance, "its provenance")
-    parts: list[_Training] = [stated, stated.get("recovery", {})]
-    qualities = {"": stated.get("perplexity")}
-    for part in parts:
-        if any(len(answers) != len(part.get("prompts", ())) for answers in part.get("answers", {}).values()):
-            raise SchemaError("its provenance does not have one answer per prompt")
-        qualities |= part.get("watched", {})
-    for name, quality in qualities.items():
+    watched = stated.get("watched", {}) | stated.get("recovery", {}).get("watched", {})
+    for name, quality in {**watched, "": stated.get("perplexity")}.items():
         losses = [*((quality and quality.get("block_losses")) or {}).values()]
         tokens = quality.get("block_tokens") if quality else None
         if [] in losses or len({len(blocks) for blocks in (*losses, tokens) if blocks is not None}) > 1:

@@ -5,10 +5,9 @@ A model is given by its folder or by its name on the Hugging Face hub.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -57,11 +56,9 @@ def identify(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
+def describe_model(model: str) -> ModelFacts:
     """Return the facts of a model, read from its config and the headers of its weights.
 
-    dtype: vLLM's number format of the KV cache; with `auto` it has two bytes, for float32 weights
-        too.
     Raises: CheckpointError if a pruned folder contradicts itself; ModelError if a dense one cannot
         be read.
     """
@@ -78,10 +75,10 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
             f"{model}: another tool pruned it; vLLM with ddp-vllm opens it as it is, for transformers convert it first"
         )
         config, widths = opened, Widths.of(opened)
-        parameters = _num_parameters(files, partial(is_leftover, widths))
+        parameters = _num_parameters(files, widths)
     else:
         warn_of_foreign_code(model, config)
-        parameters = _num_parameters(files)
+        parameters = _num_parameters(files, None)
     return ModelFacts(
         model=identify(model),
         name=name,
@@ -89,7 +86,7 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
         id=model_id(folder),
         parameters=parameters,
         weight_bytes=sum(path.stat().st_size for path in files) or None,
-        kv_bytes_per_token=_kv_bytes(folder, config, widths, size=4 if dtype in ("float32", "float") else 2),
+        kv_bytes_per_token=_kv_bytes(folder, config, widths, size=2),
     )
 
 
@@ -194,12 +191,11 @@ def known_folder(model: str) -> Path | None:
         return None
 
 
-def _num_parameters(
-    files: Sequence[Path], is_left_out: Callable[[str, Sequence[int]], bool] = lambda name, shape: False
-) -> int | None:
+def _num_parameters(files: Sequence[Path], widths: Widths | None) -> int | None:
     try:
         shapes = {name: shape for path in files for name, shape, _ in file_tensors(path)}
-        return sum(prod(shape) for name, shape in shapes.items() if not is_left_out(name, shape)) or None
+        kept = (prod(shape) for name, shape in shapes.items() if not (widths and is_leftover(widths, name, shape)))
+        return sum(kept) or None
     except (WidthsError, OSError) as error:
         raise ModelError(str(error)) from error
 

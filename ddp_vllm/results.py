@@ -1,21 +1,19 @@
 """The results file of a benchmark, and the verdicts in it: a ratio, an interval and a sentence."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ddp_vllm.errors import TextError
 from ddp_vllm.intervals import Verdict, judge
-from ddp_vllm.machine import Measured
+from ddp_vllm.machine import Measured, today
 from ddp_vllm.model_facts import ModelFacts
-from ddp_vllm.output import make_folder, write_text, writing
-from ddp_vllm.remote_code.files import read_json, short
+from ddp_vllm.output import write_text
 from ddp_vllm.schema import AtLeastZero, Count, Finite, Kind, SchemaError, checked
 
 FORMAT = "ddp-vllm bench sharegpt 1"
@@ -38,8 +36,8 @@ class Run(msgspec.Struct, kw_only=True):
     load: str
     metrics: dict[str, AtLeastZero] = {}
     engine: dict[str, Finite]
-    incomplete: str | msgspec.UnsetType = msgspec.UNSET
-    """Why its speed is not comparable."""
+    incomplete: str = ""
+    """Why its speed is not comparable, if it is not."""
 
 
 class LoadVerdict(msgspec.Struct, kw_only=True):
@@ -86,20 +84,9 @@ class Bench(Measured, kw_only=True):
     started: str
     settings: Settings
     sample: Sample
-    models: list[Contestant]
+    models: Annotated[list[Contestant], msgspec.Meta(min_length=1)]
     runs: list[Run]
     verdicts: list[LoadVerdict] = msgspec.field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.models:
-            raise SchemaError("it holds no model")
-        metrics: dict[str, set[str]] = {}
-        for run in self.runs:
-            if run.incomplete is msgspec.UNSET:
-                if "requests_per_second" not in run.metrics:
-                    raise SchemaError("one of its runs lacks requests_per_second")
-                if metrics.setdefault(run.load, {*run.metrics}) != {*run.metrics}:
-                    raise SchemaError(f"its runs at a load of {short(run.load)} have different metrics")
 
     @property
     def loads(self) -> list[str]:
@@ -108,9 +95,7 @@ class Bench(Measured, kw_only=True):
     def measured(self, label: str, load: str) -> list[Run]:
         """Return the complete runs of one model at one load, without the warm-up round."""
         return [
-            run
-            for run in self.runs
-            if (run.label, run.load) == (label, load) and run.round >= 0 and run.incomplete is msgspec.UNSET
+            run for run in self.runs if (run.label, run.load) == (label, load) and run.round >= 0 and not run.incomplete
         ]
 
 
@@ -159,58 +144,9 @@ def write_results(results: Mapping[str, Any], output: Path) -> None:
     write_text(json.dumps(results, indent=1, ensure_ascii=False), output)
 
 
-def write_new_results(results: Mapping[str, Any], folder: Path, kind: str, started: str) -> Path:
-    """Write results into a file of their own, `KIND_STARTED.json`, and return its path. Raises:
-    OutputError.
-
-    Results that another evaluation wrote in the same second are kept: creating the file claims the
-    name, and a number is added to a name that is taken.
-    """
-    name = f"{kind}_{started.replace(':', '-')}"
-    for number in count(1):
-        path = folder / (f"{name}.json" if number == 1 else f"{name}_{number}.json")
-        with writing(path):
-            try:
-                path.touch(exist_ok=False)
-            except FileExistsError:
-                continue
-        break
-    try:
-        write_results(results, path)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return path
-
-
-@contextmanager
-def results_folder(folder: Path) -> Iterator[None]:
-    """Make a folder for the results of the block, before any work is done. Raises: OutputError.
-
-    If the block fails before it writes anything, the folder and the parents made for it are removed
-    again.
-    """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    make_folder(folder)
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # of a folder that holds results
-            for path in made:
-                path.rmdir()
-        raise
-
-
-def read_results(path: Path) -> Bench:
-    """Read a results file. Raises: TextError if it is missing or not a results file of this
-    version."""
-    try:
-        results = read_json(path)
-    except (OSError, ValueError) as error:
-        raise TextError(f"{path} cannot be read ({error}); pass a results file of ddp-vllm bench") from error
-    if not isinstance(results, dict) or results.get("format") != FORMAT:
-        raise TextError(f"{path} is not a results file of this version ({FORMAT!r}); run ddp-vllm bench sharegpt again")
-    return undamaged(results, Bench, path)
+def write_new_results(results: Mapping[str, Any], folder: Path, kind: str) -> None:
+    """Write results into a file of their own, `KIND_<now>_<4 hex digits>.json`. Raises: OutputError."""
+    write_results(results, folder / f"{kind}_{today().replace(':', '-')}_{secrets.token_hex(2)}.json")
 
 
 def undamaged(results: Any, kind: type[Kind], path: Path) -> Kind:

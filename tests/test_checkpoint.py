@@ -193,9 +193,6 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # fold
         "stock", _edit(lambda c: c.update(ddp_widths=WIDTHS | {"layers": [{}] * 4})),
         ["quantization_config is no copy of it"],
     ),
-    "another width": (
-        "stock", _zeros(f"{L}.0.mlp.down.weight", 16, 6), ["require 5 along axis 1; they are of different checkpoints"]
-    ),
     "half of a fused tensor": ("stock", _zeros(f"{L}.0.mlp.gate_up.weight", 5, 16), ["require 10 along axis 0"]),
     "a missing projection": (
         "stock", _drop(f"{L}.3.mlp.down.weight"), ["layer 3 lacks the tensors of mlp.down (1 modules in all)"]

@@ -43,7 +43,7 @@ def test_experts_are_predicted_by_the_kernel_that_runs_them(kernel: float, width
     expected = seconds(dense) / seconds(pruned, kernel=kernel)
     assert (expected < 0.75) == (kernel > 1.0 and width > 700)
     assert profile.speedup(pruned, DECODE)[0] == pytest.approx(expected, rel=1e-6)
-    assert profile.each_round(DECODE)[0].unremovable == pytest.approx(4 * 4 * kernel * EXPERTS)
+    assert profile.times(DECODE, 0).unremovable == pytest.approx(4 * 4 * kernel * EXPERTS)
 
 
 def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp_path: Path) -> None:
@@ -91,11 +91,13 @@ def test_a_profile_is_cached_by_the_config_of_its_model(tmp_path: Path) -> None:
         output.write_bytes(written(tmp_path).read_bytes())
         return read_profile(output)
 
-    def profile_of(model: str, **changes: Any) -> Path:
-        return find_profile("", Path(model), CONFIG | changes, DECODE, measure, other_machine=True).path
+    def profile_of(model: str, *, other_machine: bool = True, **changes: Any) -> Path:
+        return find_profile("", Path(model), CONFIG | changes, DECODE, measure, other_machine=other_machine).path
 
     first = profile_of("model")
     assert profile_of("elsewhere") == first and measured == [Path("model")]
     assert profile_of("model", max_position_embeddings=512) != first and len(measured) == 2
-    with pytest.raises(SettingError, match="hidden_size is 64, here it is 128"):
+    with pytest.raises(SettingError, match=r"hidden_size is 64, here it is 128; .* with ddp-vllm profile$"):
         profile_of("model", hidden_size=128)
+    with pytest.raises(SettingError, match=r"cpu is a CPU, here it is .* or pass --other-machine"):
+        profile_of("model", other_machine=False)

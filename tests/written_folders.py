@@ -154,7 +154,7 @@ def write_evaluation(folder: Path, accuracy: float, *, limit: int | None = None,
 
 def write_bench(path: Path, dense: Path, pruned: Path, speeds: list[tuple[float, float]]) -> Path:
     """Write results as `bench sharegpt` does offline, from (dense, pruned) requests/s."""
-    engine = {"peak_memory_bytes": 2**30, "weights_gib": 0.25, "kv_cache_tokens": 46592.0}
+    engine = {"weights_gib": 0.25, "kv_cache_tokens": 46592.0}
     runs = [
         {"round": turn, "label": label, "load": "offline", "metrics": {"requests_per_second": value}, "engine": engine}
         for turn, pair in enumerate(speeds)

@@ -7,23 +7,18 @@ killed, the engines end too.
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from ddp_benchmarks.processes import end_group, group_members, held_interrupts, kill_with_us, resident_bytes
+from ddp_benchmarks.processes import end_group, held_interrupts, kill_with_us
 from ddp_vllm.errors import ServingError
 from ddp_vllm.machine import has_bfloat16, versions
 
@@ -70,14 +65,6 @@ def vllm_command() -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
-def vllm_file_contains(file: str, text: str) -> bool:
-    """Return whether a source file of the installed vLLM (`benchmarks/throughput.py`) contains
-    `text`; no import."""
-    spec = importlib.util.find_spec("vllm")
-    folders = (spec.submodule_search_locations if spec else None) or []
-    return any((Path(folder) / file).exists() and text in (Path(folder) / file).read_text() for folder in folders)
-
-
 def runs_on_cpu() -> bool:
     """Return whether the installed vLLM is the CPU build, by its distribution's name or version."""
     installed = versions()
@@ -103,20 +90,15 @@ def engine_environment(cpu_defaults: Mapping[str, str] = CPU_DEFAULTS) -> dict[s
     return environment
 
 
-def choose_port(port: int | None = None) -> int:
-    """Return `port` or, for None, any free port. Raises: ServingError if `port` is in use or not
-    allowed."""
+def free_port() -> int:
+    """Return a port that no program uses."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port or 0))
-        except (OSError, OverflowError) as error:
-            raise ServingError(f"port {port} cannot be used ({error}); pass another --port, or omit it") from error
+        probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 class Engine:
-    """A vLLM process with its children, its log and their total memory.
+    """A vLLM process with its children and its log.
 
     A context manager: leaving the block, also by an error or Ctrl-C, stops the whole process group.
     """
@@ -126,20 +108,14 @@ class Engine:
     standard error."""
     cpu_defaults: Mapping[str, str] = CPU_DEFAULTS
 
-    def __init__(self, arguments: Sequence[str], *, log: Path | None = None, module: str = "") -> None:
+    def __init__(self, arguments: Sequence[str], *, log: Path, module: str = "") -> None:
         """module: a module of ours that imports vLLM, run instead of vLLM's command line."""
         words = [*arguments, *number_format(arguments)]
         self.command = [sys.executable, "-m", module, *words] if module else [*vllm_command(), *words]
-        self.keep_log = log is not None
-        self.log = log or Path(tempfile.mkdtemp(prefix="ddp-vllm-")) / "vllm.log"
-        self.peak_memory_bytes = 0
-        """Peak resident memory of all processes of the engine, sampled twice per second; shared
-        pages count twice."""
+        self.log = log
 
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._stopped = threading.Event()
-        self._sampler = threading.Thread(target=self._sample_memory, daemon=True)
         try:
             with held_interrupts(), open(self.log, "wb") as output:
                 self.process = subprocess.Popen(
@@ -152,39 +128,24 @@ class Engine:
                     start_new_session=True,
                 )
                 self._release = kill_with_us(self.process.pid)
-                self._sampler.start()
         except KeyboardInterrupt:
             self.stop()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
-        if kind is None and not self.keep_log:
-            shutil.rmtree(self.log.parent, ignore_errors=True)
 
     def stop(self) -> None:
         """End every process of the group; processes that do not end within seconds are killed."""
-        self._stopped.set()
         try:
             end_group(self.process.pid, self.process.poll)
         finally:
             self._release()
-        self._sampler.join(timeout=5)
 
-    def wait(self, *, seconds: float | None = None) -> None:
-        """Wait for a tool that ends by itself. Raises: ServingError if it fails or takes longer
-        than `seconds`."""
-        try:
-            code = self.process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise ServingError(
-                f"{self.describe()} did not end within {seconds:g} s; use fewer prompts or a longer limit; its log is "
-                f"{self.log}"
-            ) from None
-        if code:
+    def wait(self) -> None:
+        """Wait for a tool that ends by itself. Raises: ServingError if it fails."""
+        if self.process.wait():
             raise ServingError(f"{self.describe()} {self.failure()}")
 
     def describe(self) -> str:
@@ -201,50 +162,32 @@ class Engine:
         return f"{how}{reason}; the whole log is {self.log}"
 
     def facts(self) -> dict[str, float]:
-        """Return KV-cache tokens, GiB of weights and seconds to load from the log, and the peak
-        memory in bytes."""
+        """Return KV-cache tokens, GiB of weights and seconds to load, from the log."""
         text = self.log.read_text(errors="replace")
         matches = {name: pattern.findall(text) for name, pattern in _FACTS.items()}
-        facts = {name: float(values[-1].replace(",", "")) for name, values in matches.items() if values}
-        facts["peak_memory_bytes"] = self.peak_memory_bytes
-        return facts
-
-    def _sample_memory(self) -> None:
-        while not self._stopped.wait(0.5):
-            resident = sum(resident_bytes(process) for process in group_members(self.process.pid))
-            self.peak_memory_bytes = max(self.peak_memory_bytes, resident)
+        return {name: float(values[-1].replace(",", "")) for name, values in matches.items() if values}
 
 
 class Server(Engine):
     """`vllm serve MODEL`, ready for requests inside the block.
 
-    Raises: ServingError if the port is in use, or if the server dies or does not answer within
-    `startup_seconds`.
+    Raises: ServingError if the server dies before it answers; vLLM limits the time of its start.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        port: int | None = None,
-        arguments: Sequence[str] = (),
-        log: Path | None = None,
-        startup_seconds: float = 1800,
-    ) -> None:
+    def __init__(self, model: str, *, arguments: Sequence[str] = (), log: Path) -> None:
         self.model = model
-        self.port = choose_port(port)
-        self.startup_seconds = startup_seconds
+        self.port = free_port()
+        self.address = f"http://{HOST}:{self.port}"
         super().__init__(["serve", model, "--host", HOST, "--port", str(self.port), *arguments], log=log)
-
-    @property
-    def address(self) -> str:
-        return f"http://{HOST}:{self.port}"
 
     def __enter__(self) -> Self:
         start = time.monotonic()
         super().__enter__()
         try:
-            self._wait_until_healthy(start + self.startup_seconds)
+            while not self._is_healthy():
+                if self.process.poll() is not None:
+                    raise ServingError(f"vLLM did not start {self.model}; it {self.failure()}")
+                time.sleep(0.25)
         except BaseException:
             self.stop()
             raise
@@ -252,42 +195,12 @@ class Server(Engine):
         """Seconds from the start of the process to its first healthy answer."""
         return self
 
-    def _wait_until_healthy(self, deadline: float) -> None:
-        while True:
-            if self.process.poll() is not None:
-                raise ServingError(f"vLLM did not start {self.model}; it {self.failure()}")
-            try:
-                self.request("/health", timeout=5)
-                return
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise ServingError(
-                        f"vLLM did not answer at {self.address} within {self.startup_seconds:g} s; "
-                        f"allow more with --startup-seconds, or read {self.log}"
-                    ) from None
-            time.sleep(0.25)
-
-    def request(self, path: str, *, body: Mapping[str, Any] | None = None, timeout: float = 600) -> bytes:
-        """GET `path` of the server, or POST `body` to it, without proxies; `timeout` in seconds.
-        Raises: OSError."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.address + path, data=data, headers=headers)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as response:
-            return bytes(response.read())
-
-    def complete(self, prompt: str, *, max_tokens: int = 32) -> str:
-        """Return the greedy continuation of `prompt`. Raises: ServingError if the server does not
-        answer."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    def _is_healthy(self) -> bool:
+        without_proxies = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            answer = json.loads(self.request("/v1/completions", body=body))
-        except OSError as error:
-            how = f"it {self.failure()}" if self.process.poll() is not None else f"its log is {self.log}"
-            raise ServingError(
-                f"the server of {self.model} does not answer at {self.address} ({error}); {how}"
-            ) from error
-        return str(answer["choices"][0]["text"])
+            return bool(without_proxies.open(f"{self.address}/health", timeout=5))
+        except OSError:
+            return False
 
     def facts(self) -> dict[str, float]:
         return {**super().facts(), "startup_seconds": self.startup}

@@ -10,8 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,13 +22,13 @@ from ddp_benchmarks.protocol import new_results
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import quiet_libraries
-from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
+from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError, reading
 from ddp_vllm.evaluations import ACCURACY, TASKS, mean_accuracy
 from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.machine import has_bfloat16, versions
-from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, model_id, weight_files
+from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, weight_files
 from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.results import write_new_results
 from ddp_vllm.settings import Settings, setting
@@ -45,7 +44,6 @@ SUITES = {
     # the seven of its LLaMA tables
     "llama": tuple(name for name in ACCURACY if name not in ("rte", "mathqa")),
 }
-LOCAL = "_local"  # a task NAME_local, of --include-path, counts as NAME
 _PER_TASK = (
     *("results", "groups", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "group_subtasks"),
     "samples",
@@ -94,7 +92,7 @@ class EvalSettings(Settings):
     def check(self) -> None:
         """Check everything outside of the settings that does not require loading the model.
 
-        Raises: SettingError; ServingError if vLLM is the backend and missing; ModelError; TextError.
+        Raises: SettingError; ServingError if vLLM is the backend and missing; ModelError.
         """
         if self.backend == "vllm":
             vllm_command()
@@ -109,27 +107,18 @@ class EvalSettings(Settings):
             raise SettingError(
                 "include_path", f"is {self.include_path}, which is not a folder; pass one with lm-eval's task files"
             )
-        home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-        cache = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
-        is_cached = cache.is_dir() and any(cache.iterdir())  # perhaps the rows of these tasks
-        if not (self.include_path or is_cached) and (fault := hub_fault()):
-            raise TextError(f"the rows of the tasks cannot be read from the hub ({fault}); {OFFLINE}")
 
 
 def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = print) -> dict[str, Any]:
     """Evaluate a model and return lm-eval's results of all tasks in one dict.
 
     The results are also written to `settings.output/results_<date>.json`, with ours under the key
-    `ddp_vllm`. After an interruption, lm-eval reuses the responses that it has cached.
+    `ddp_vllm`. After an interruption, lm-eval reuses the responses that it has cached. `settings` are checked.
     Raises: ModelError, TextError, SettingError; ServingError if vLLM fails.
     """
-    settings.check()
     print_line(f"{settings.model}: {', '.join(settings.tasks)}")
     results = run_alone(_evaluate_tasks, settings)
-    samples = {_known(name): rows for name, rows in results.pop("samples").items()}
-    results |= {
-        key: {_known(name): value for name, value in results[key].items()} for key in _PER_TASK if key in results
-    }
+    samples = results.pop("samples")
     plain_settings = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     results["ddp_vllm"] = new_results("ddp-vllm eval 1", plain_settings) | {
         "model": describe_model(settings.model).to_json(),
@@ -143,13 +132,8 @@ def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = prin
             if name in TASKS and TASKS[name].higher_is_better
         },
     }
-    write_new_results(results, settings.output, "results", results["ddp_vllm"]["started"])
+    write_new_results(results, settings.output, "results")
     return results
-
-
-def _known(name: str) -> str:
-    """Return the name by which results count: `arc_easy` for `arc_easy_local`."""
-    return name.removesuffix(LOCAL) if name.removesuffix(LOCAL) in TASKS else name
 
 
 def _digest(parts: Iterable[object]) -> str:
@@ -160,11 +144,10 @@ def _responses(settings: EvalSettings) -> Path:
     """Return lm-eval's cache of responses, named by a hash of everything but the request that
     could change one. It is pickled, so it is not in the folder of a model, which may be foreign."""
     folder = local_folder(settings.model)
+    files = sorted({*folder.iterdir(), *weight_files(folder)}) if folder else []
     parts = [
-        model_id(folder) if folder else settings.model,
-        [weight.stat().st_mtime_ns for weight in weight_files(folder)] if folder else [],  # the id covers samples
-        [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.py"))] if folder else [],
-        [settings.backend, settings.dtype, settings.max_length, settings.model_args],
+        [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()],
+        [settings.model, settings.backend, settings.dtype, settings.max_length, settings.model_args],
         versions(),
     ]
     return cache_folder() / "eval" / _digest(parts)[:16]
@@ -232,7 +215,7 @@ def _evaluate_tasks(settings: EvalSettings) -> dict[str, Any]:
             f"lm-eval has no task {', '.join(unknown)}; pass one that `lm-eval ls tasks` lists, --include-path, or a "
             f"suite: {', '.join(SUITES)}"
         )
-    with _reading_rows(settings.tasks):
+    with reading(f"the rows of {', '.join(settings.tasks)}", TextError, OFFLINE):
         built = manager.load(list(settings.tasks))["tasks"]
     is_generated = {task.config.task: task.OUTPUT_TYPE == "generate_until" for task in built.values()}
     model, arguments = _load_model(settings)
@@ -242,26 +225,14 @@ def _evaluate_tasks(settings: EvalSettings) -> dict[str, Any]:
         if not names:
             continue
         as_chat = generated and bool(model.tokenizer.chat_template)
-        with _reading_rows(names):
-            results = evaluator.simple_evaluate(
-                model=model, tasks=names, batch_size=_batch_size(settings), limit=settings.limit,
-                task_manager=manager, apply_chat_template=as_chat, fewshot_as_multiturn=as_chat,
-                use_cache=str(_responses(settings)),
-            )  # fmt: skip
+        results = evaluator.simple_evaluate(
+            model=model, tasks=names, batch_size=_batch_size(settings), limit=settings.limit,
+            task_manager=manager, apply_chat_template=as_chat, fewshot_as_multiturn=as_chat,
+            use_cache=str(_responses(settings)),
+        )  # fmt: skip
         merged = results | {key: merged.get(key, {}) | results.get(key, {}) for key in _PER_TASK}
     merged["config"] |= {"model": settings.backend, "model_args": arguments}
     return dict(json.loads(json.dumps(merged, default=str)))
-
-
-@contextmanager
-def _reading_rows(names: Sequence[str]) -> Iterator[None]:
-    """Turn errors of `datasets` and of the hub's client into a TextError; the models of lm-eval
-    read no files then."""
-    try:
-        yield
-    except OSError as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TextError(f"the rows of {', '.join(names)} cannot be read ({reason}); {OFFLINE}") from error
 
 
 def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
@@ -279,7 +250,8 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     common: dict[str, Any] = {"batch_size": _batch_size(settings)}
     if settings.backend == "hf":
         common["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    remedy = "try the other --backend, or, if you trust its code, pass --model-args trust_remote_code=True"
+    with reading(settings.model, ModelError, remedy, how=f" by lm-eval's {settings.backend} backend"):
         config = PretrainedConfig.get_config_dict(settings.model)[0]
         register_pruned(config)
         if settings.backend == "hf" and config.get("attn_logit_softcapping"):
@@ -290,15 +262,6 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
         if "ddp_layers" in config or states_widths(config):
             arguments["trust_remote_code"] = False
         return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments
-    except (DdpError, ModuleNotFoundError):
-        raise
-    except Exception as error:  # errors of transformers, tokenizers, safetensors, lm-eval and vLLM
-        own_code = "trust_remote_code" in str(error)
-        remedy = "if you trust it, pass --model-args trust_remote_code=True" if own_code else "try the other --backend"
-        raise ModelError(
-            f"{settings.model} cannot be loaded by lm-eval's {settings.backend} backend "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); {remedy}"
-        ) from error
 
 
 def _batch_size(settings: EvalSettings) -> int | str:

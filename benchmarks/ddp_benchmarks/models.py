@@ -1,8 +1,7 @@
-"""Loads the tokenizers of compared models, counts tokens, and checks that vocabularies agree."""
+"""Counts the tokens of compared models, and checks that vocabularies agree."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
 
 from tokenizers import Tokenizer
 
@@ -10,23 +9,13 @@ from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.model_facts import known_folder
 from ddp_vllm.remote_code.files import LARGEST_JSON, read_bytes
-from ddp_vllm.schema import Count, checked
-
-
-def load_tokenizer(model: str) -> Any:
-    """Return the tokenizer of a model as vLLM loads it. Raises: ModelError if there is none."""
-    from transformers import AutoTokenizer
-
-    remedy = "pass a folder with tokenizer.json, or a Hub name while online"
-    with reading(f"the tokenizer of {model}", ModelError, remedy):
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        tokenizer("A word, and another.", verbose=False)  # some settings are only read then
-    return tokenizer
 
 
 def token_counter(model: str) -> Callable[[str], int]:
     """Return a function that counts the tokens of a text, special tokens included. Raises:
     ModelError."""
+    from ddp_prune.text.tokens import load_tokenizer
+
     tokenizer = load_tokenizer(model)
     return lambda text: len(tokenizer(text, verbose=False).input_ids)
 
@@ -49,15 +38,13 @@ STRETCHING = ("linear", "dynamic", "yarn")
 
 
 def _vocabulary(model: str) -> dict[str, int]:
+    from ddp_prune.text.tokens import load_tokenizer
+
     file = Path(model) / "tokenizer.json"
     if not file.exists():
         return dict(load_tokenizer(model).get_vocab())
     with reading(file, ModelError, "copy the tokenizer of the dense model"):
         return dict(Tokenizer.from_buffer(read_bytes(file, LARGEST_JSON)).get_vocab())
-
-
-class _Context(TypedDict, total=False):
-    max_position_embeddings: Count | None
 
 
 def max_model_len(model: str) -> int | None:
@@ -67,8 +54,7 @@ def max_model_len(model: str) -> int | None:
     if folder is None or not (folder / "config.json").is_file():
         return None
     config = read_config(folder)
-    with reading(folder / "config.json", ModelError, "download the model again"):
-        checked(config, _Context, "it")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     stretched = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in STRETCHING
-    return None if stretched else config.get("max_position_embeddings") or None
+    longest = config.get("max_position_embeddings")
+    return longest if isinstance(longest, int) and not stretched else None

@@ -1,4 +1,4 @@
-"""Ends process groups with all their children, also if we are killed, and measures their memory."""
+"""Ends process groups with all their children, also if we are killed."""
 
 import os
 import signal
@@ -77,14 +77,6 @@ def group_members(leader: int) -> Iterator[int]:
             continue
         if int(group) == leader and state not in "ZX":
             yield int(path.parent.name)
-
-
-def resident_bytes(process: int) -> int:
-    """Return the resident memory of a process in bytes; 0 if it has ended."""
-    try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0
 
 
 @contextmanager

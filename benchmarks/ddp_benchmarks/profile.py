@@ -148,17 +148,10 @@ def describe(path: Path) -> list[str]:
     for cell in profile.runs[0].cells:
         work = Workload(phase="decode", batch=cell.batch, context=cell.context)
         times = profile.times(work)
-        rest = times.dense - times.prunable
-        parts = [f"{rest / times.dense:.0%} outside the blocks"]
-        for name, curve in times.curves.items():
-            fixed = curve.fixed / curve.points[-1][1] if curve.points[-1][1] else 0.0
-            layers = len(times.sizes.routed_layers) or times.sizes.num_layers
-            share = layers * curve.points[-1][1] / times.dense
-            parts.append(f"{share:.0%} {name} (of it {fixed:.0%} at any width)")
-        rounds = [one_round.dense for one_round in profile.each_round(work)]
-        spread = f" [{min(rounds) * 1e3:.2f}, {max(rounds) * 1e3:.2f}]" if len(rounds) > 1 else ""
+        layers = len(times.sizes.routed_layers) or times.sizes.num_layers
+        shares = (f"{layers * curve.points[-1][1] / times.dense:.0%} {name}" for name, curve in times.curves.items())
         lines.append(
-            f"{work}: {times.dense * 1e3:.2f} ms{spread} per step; {', '.join(parts)}; at most {times.max_speedup:.2f}×"
+            f"{work}: {times.dense * 1e3:.2f} ms per step; {', '.join(shares)}; at most {times.max_speedup:.2f}×"
         )
         if (unrest := profile.spread(work)) > UNREST:
             lines.append(

@@ -11,15 +11,16 @@ model's tokenizer.
 import itertools
 import json
 import math
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import convert
 
 from ddp_benchmarks.conversations import (
     SHARE_GPT,
@@ -29,23 +30,21 @@ from ddp_benchmarks.conversations import (
     read_conversations,
     write_sample,
 )
-from ddp_benchmarks.engine import Engine, Server, vllm_command, vllm_file_contains
+from ddp_benchmarks.engine import Engine, Server, vllm_command
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
-from ddp_vllm.errors import OutputError, ServingError, SettingError
-from ddp_vllm.machine import today
+from ddp_vllm.errors import ServingError, SettingError, echo, line_printer
 from ddp_vllm.model_facts import describe_model, is_pruned
 from ddp_vllm.output import check_file
-from ddp_vllm.results import FORMAT, verdicts, write_results
+from ddp_vllm.results import FORMAT, Bench, verdicts, write_results
 from ddp_vllm.settings import Settings, setting
 
-GRACE_SECONDS = 10  # for a client to write its results after its server died
 SET_HERE = (  # vLLM's options that would change what is compared, or where it is found
     *("--model", "--tokenizer", "--max-model-len", "--host", "--port", "--served-model-name", "--seed"),
     *("--dataset-name", "--dataset-path", "--num-prompts", "--num-warmups", "--output-json"),
     "--enable-prefix-caching",
 )
-LATENCIES = ("ttft", "tpot", "itl", "e2el")
+LATENCIES = ("ttft", "tpot", "e2el")
 PERCENTILES = (50, 99)
 _LATENCY_METRICS = [f"p{percentile}_{latency}_ms" for latency in LATENCIES for percentile in PERCENTILES]
 
@@ -86,16 +85,11 @@ class BenchSettings(Settings):
         2048, "Context of the engines, in tokens. vLLM's ShareGPT sampler skips anything longer than 2048.", least=8
     )
     request_rate: tuple[float, ...] = setting(
-        (math.inf,), "Requests/s. Infinity sends all at once.", may_be_infinite=True
+        (math.inf,), "Requests/s. Infinity sends all at once.", may_be_infinite=True, least=0.001
     )
-    max_concurrency: tuple[int | None, ...] = setting((None,), "Requests in flight.", of=_limit, metavar="N,…")
-    goodput: tuple[str, ...] = setting(
-        (), "Service levels such as ttft:500. vLLM counts the requests that meet all.", metavar="NAME:MS,…"
-    )
+    max_concurrency: tuple[int | None, ...] = setting((None,), "Requests in flight.", of=_limit, metavar="N,…", least=1)
     warmups: int = setting(2, "Requests before an engine is measured.", "--num-warmups", least=0)
     warmup_round: bool = setting(True, "Skip the discarded round before the pairs.")
-    port: int | None = setting(None, "Port of the server.", shown="a free one")
-    startup_seconds: float = setting(1800.0, "Time limit of a server's start.")
     engine_arguments: tuple[str, ...] = setting((), "Passed to every vLLM engine.", is_argument=True)
 
     def __post_init__(self) -> None:
@@ -103,9 +97,6 @@ class BenchSettings(Settings):
         check_engine_arguments(self.engine_arguments, *SET_HERE)
         if not self.pruned:
             raise SettingError("there is no pruned model to compare; pass --pruned DIR")
-        for load in self.loads:
-            if not load.request_rate > 0 or (load.max_concurrency is not None and load.max_concurrency < 1):
-                raise SettingError(f"a load of {load.label} sends nothing; rates and concurrency must be above 0")
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -123,9 +114,8 @@ def results_file(settings: BenchSettings, output: Path | None, *, overwrite: boo
     """Return the results file: `output`, or `sharegpt-MODE.json` in the first pruned folder, where
     `compare` finds it.
 
-    Raises: OutputError if the file exists or is in the folder of a dense model; SettingError if a
-    `--pruned` model is not pruned and there is no `output`. With `output`, a model compared with
-    itself shows this machine's noise.
+    Raises: OutputError if the file exists; SettingError if a `--pruned` model is not pruned and there
+        is no `output`. With `output`, a model compared with itself shows this machine's noise.
     """
     dense = [
         model for model in settings.pruned if (Path(model) / "config.json").exists() and not is_pruned(Path(model))
@@ -137,22 +127,21 @@ def results_file(settings: BenchSettings, output: Path | None, *, overwrite: boo
     folder = Path(settings.pruned[0]) if settings.pruned else Path()
     file = output or (folder if folder.is_dir() else Path()) / f"sharegpt-{settings.mode}.json"
     check_file(file, overwrite=overwrite)
-    if (file.parent / "config.json").exists() and not is_pruned(file.parent):
-        raise OutputError(f"{file} would be in the folder of a dense model; choose another --output")
     return file
 
 
-def run_benchmark(
-    settings: BenchSettings, output: Path, *, print_line: Callable[[str], None] = print
-) -> dict[str, Any]:
+def run_benchmark(settings: BenchSettings, output: Path, *, verbose: bool) -> dict[str, Any]:
     """Measure all models and return the results, which are written to `output` after every engine.
+
+    verbose: print them at the end, also those of an interrupted run.
 
     Raises: ServingError if an engine fails, after writing the results so far with `complete: false`
     and the reason; SettingError, TextError, ModelError, OutputError before any engine starts.
     """
     vllm_command()
+    print_line = line_printer(verbose)
     models = [settings.dense, *settings.pruned]
-    described = [describe_model(model, dtype=_dtype(settings.engine_arguments)) for model in models]
+    described = [describe_model(model) for model in models]
     for pruned in settings.pruned:
         check_vocabularies(settings.dense, pruned)
     labels = _labels([model.name for model in described])
@@ -185,17 +174,16 @@ def run_benchmark(
         results["reason"] = str(error) or "interrupted"
         raise
     finally:
-        results["ended"] = today()
         results["verdicts"] = verdicts(results)
         write_results(results, output)
+        if verbose and results["runs"]:
+            from ddp_benchmarks.tables import print_report
+
+            print_report(convert(results, Bench))
+            echo(f"{output} has vLLM's raw results")
         if results["complete"]:
             shutil.rmtree(folder, ignore_errors=True)  # otherwise error messages refer to its logs
     return results
-
-
-def _dtype(engine_arguments: Sequence[str]) -> str:
-    """Return the value of `--dtype` in vLLM's arguments, else `auto`."""
-    return (["auto", *re.findall(r"--dtype[ =](\S+)", " ".join(engine_arguments))])[-1]
 
 
 def _labels(names: Sequence[str]) -> list[str]:
@@ -239,14 +227,8 @@ def _measure(
     if settings.mode == "offline":
         yield _throughput(settings, model, sample, folder / prefix, engine)
         return
-    server = Server(
-        model,
-        port=settings.port,
-        arguments=["--tokenizer", settings.dense, *engine],
-        log=folder / f"{prefix}-server.log",
-        startup_seconds=settings.startup_seconds,
-    )
-    with server:
+    arguments = ["--tokenizer", settings.dense, *engine]
+    with Server(model, arguments=arguments, log=folder / f"{prefix}-server.log") as server:
         for number, load in enumerate(settings.loads):
             yield _serve(settings, server, load, sample, folder / f"{prefix}-{number}")
 
@@ -254,7 +236,7 @@ def _measure(
 def _dataset_arguments(settings: BenchSettings, folder: Path, sample: Sample) -> list[str]:
     arguments = ["--tokenizer", settings.dense, "--dataset-name", "sharegpt"]
     arguments += ["--dataset-path", str(folder / "sharegpt.json"), "--seed", str(settings.seed)]
-    return [*arguments, "--num-prompts", str(len(sample.entries))]
+    return [*arguments, "--num-prompts", str(len(sample.entries)), "--num-warmups", str(settings.warmups)]
 
 
 def _throughput(settings: BenchSettings, model: str, sample: Sample, stem: Path, engine: list[str]) -> dict[str, Any]:
@@ -262,21 +244,16 @@ def _throughput(settings: BenchSettings, model: str, sample: Sample, stem: Path,
     raw_file = stem.with_suffix(".json")
     command = ["bench", "throughput", "--model", model, "--output-json", str(raw_file)]
     command += [*_dataset_arguments(settings, stem.parent, sample), *engine]
-    if settings.warmups and vllm_file_contains("benchmarks/throughput.py", "--num-warmups"):
-        command += ["--num-warmups", str(settings.warmups)]
-    start = time.monotonic()
     with Engine(command, log=stem.with_suffix(".log")) as process:
         process.wait()
     raw = _read_raw(raw_file)
-    seconds = raw["elapsed_time"]
     run = {
         "load": "offline",
         "metrics": {
             "requests_per_second": raw["requests_per_second"],
-            "total_tokens_per_second": raw["tokens_per_second"],
-            "output_tokens_per_second": (raw["total_num_tokens"] - sample.prompt_tokens) / seconds,
+            "output_tokens_per_second": (raw["total_num_tokens"] - sample.prompt_tokens) / raw["elapsed_time"],
         },
-        "engine": process.facts() | {"run_seconds": time.monotonic() - start},
+        "engine": process.facts(),
         "raw": raw,
     }
     return run | _incomplete(raw["num_requests"], raw["total_num_tokens"], sample)
@@ -288,47 +265,25 @@ def _serve(settings: BenchSettings, server: Server, load: Load, sample: Sample, 
     command = ["bench", "serve", "--model", server.model, "--base-url", server.address, "--backend", "openai"]
     command += ["--endpoint", "/v1/completions", "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
     command += [*_dataset_arguments(settings, stem.parent, sample), "--request-rate", str(load.request_rate)]
-    command += ["--num-warmups", str(settings.warmups), "--percentile-metrics", ",".join(LATENCIES)]
-    command += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
+    command += ["--percentile-metrics", ",".join(LATENCIES), "--metric-percentiles", ",".join(map(str, PERCENTILES))]
     command += ["--save-result", "--result-dir", str(stem.parent), "--result-filename", raw_file.name]
     if load.max_concurrency is not None:
         command += ["--max-concurrency", str(load.max_concurrency)]
-    if settings.goodput:
-        command += ["--goodput", *settings.goodput]
     with Engine(command, log=stem.with_suffix(".log")) as client:
-        died = _wait_for_either(client, server)
+        code = client.process.wait()
     run: dict[str, Any] = {"load": load.label, "engine": server.facts()}
-    if died:
-        raw = _read_raw(raw_file) if raw_file.exists() else None
-        return run | {"raw": raw, "incomplete": f"the server died during the measurement; it {server.failure()}"}
+    if server.process.poll() is not None:
+        return run | {"incomplete": f"the server died during the measurement; it {server.failure()}"}
+    if code:
+        raise ServingError(f"{client.describe()} {client.failure()}")
     raw = _read_raw(raw_file)
     metrics = {
         "requests_per_second": raw["request_throughput"],
-        "total_tokens_per_second": raw["total_token_throughput"],
         "output_tokens_per_second": raw["output_throughput"],
     }
-    if raw.get("request_goodput") is not None:
-        metrics["goodput_requests_per_second"] = raw["request_goodput"]
     metrics |= {name: raw[name] for name in _LATENCY_METRICS if name in raw}
     tokens = raw["total_input_tokens"] + raw["total_output_tokens"]
     return run | {"metrics": metrics, "raw": raw} | _incomplete(raw["completed"], tokens, sample)
-
-
-def _wait_for_either(client: Engine, server: Server) -> bool:
-    """Wait for the client; return whether the server died first. Raises: ServingError if the client
-    fails."""
-    while client.process.poll() is None:
-        if server.process.poll() is not None:
-            try:
-                client.wait(seconds=GRACE_SECONDS)
-            except ServingError:
-                client.stop()
-            return True
-        time.sleep(0.1)
-    if server.process.poll() is not None:
-        return True
-    client.wait()
-    return False
 
 
 def _read_raw(path: Path) -> dict[str, Any]:

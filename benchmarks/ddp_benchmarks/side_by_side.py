@@ -31,8 +31,6 @@ STEPS_FORMAT = "ddp-vllm bench steps 1"
 CPU_BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
 # consecutive steps of an engine; after the first few, its weights are in the caches again
 TURN = 12
-# `bench steps` ends when the ends of each interval differ by at most this factor
-NARROW, FEWEST_ROUNDS = 1.05, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class StepSettings(Settings):
     phase: str = setting("decode", "The step to compare; decode also reports prefill.", choices=PHASES)
     concurrency: int = setting(8, "Sequences served at once.", least=1)
     context_length: int = setting(2048, "Tokens per sequence.")
-    rounds: int = setting(5, "Measurements of each model. Fewer are enough if all intervals are narrow.", least=1)
+    rounds: int = setting(5, "Measurements of each model.", least=1)
     steps: int = setting(96, "Decode steps per round, in turns.", least=TURN)
     engine_arguments: tuple[str, ...] = setting((), "Passed to every vLLM engine.", is_argument=True)
 
@@ -219,8 +217,6 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
             measured = take_turns(engines, workload, TURN if turn < 0 else settings.steps, max(turn, 0))
             for model, cell in measured.items() if turn >= 0 else ():
                 cells[model].append(cell)
-            if turn + 1 >= FEWEST_ROUNDS and all(map(is_narrow, verdicts_of(settings, cells))):
-                break
     shutil.rmtree(scratch, ignore_errors=True)
     seconds = {model: [cell[workload.phase] for cell in cells[model]] for model in models}
     verdicts = verdicts_of(settings, cells)
@@ -239,8 +235,3 @@ def verdicts_of(settings: StepSettings, cells: Mapping[str, Sequence[Mapping[str
     return [
         {"pruned": pruned, **judged(pruned, phase), "prefill": judged(pruned, "prefill")} for pruned in settings.pruned
     ]
-
-
-def is_narrow(verdict: Mapping[str, Any]) -> bool:
-    """Tell whether the interval of a verdict answers how much faster a model is."""
-    return verdict["low"] is not None and verdict["high"] <= NARROW * verdict["low"]

@@ -1,60 +1,40 @@
-"""Prints results as tables in the terminal, and returns one line of JSON for programs."""
+"""Prints results as tables in the terminal."""
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ddp_benchmarks.protocol import result_line
 from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, mean_accuracy, mean_difference
-from ddp_vllm.intervals import spread, with_interval
+from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import Bench
 
-FILE_WIDTH = 200  # characters; rich's default of 80 truncates the columns of several models
 _METRICS = (  # metric, heading, decimals
     ("requests_per_second", "requests/s", 2),
-    ("total_tokens_per_second", "tokens/s, total", 0),
     ("output_tokens_per_second", "tokens/s, output", 0),
-    ("goodput_requests_per_second", "requests/s within the service level", 2),
     ("p50_ttft_ms", "time to first token, median ms", 1),
     ("p99_ttft_ms", "time to first token, p99 ms", 1),
     ("p50_tpot_ms", "time per output token, median ms", 2),
     ("p99_tpot_ms", "time per output token, p99 ms", 2),
-    ("p50_itl_ms", "inter-token latency, median ms", 2),
-    ("p99_itl_ms", "inter-token latency, p99 ms", 2),
     ("p50_e2el_ms", "end to end, median ms", 0),
     ("p99_e2el_ms", "end to end, p99 ms", 0),
 )
-_FACTS = (  # fact, heading, divisor, decimals
-    ("peak_memory_bytes", "peak memory of all processes, GiB", 2**30, 2),
-    ("weights_gib", "weights, GiB", 1, 2),
-    ("kv_cache_tokens", "tokens the KV cache holds", 1, 0),
-    ("weights_load_seconds", "loading the weights, s", 1, 1),
-    ("init_engine_seconds", "compiling and warming up, s", 1, 1),
-    ("startup_seconds", "start to first answer, s", 1, 1),
+_FACTS = (  # fact, heading, decimals
+    ("weights_gib", "weights, GiB", 2),
+    ("kv_cache_tokens", "tokens the KV cache holds", 0),
+    ("weights_load_seconds", "loading the weights, s", 1),
+    ("init_engine_seconds", "compiling and warming up, s", 1),
+    ("startup_seconds", "start to first answer, s", 1),
 )
 
 
-def plain_console() -> Console:
-    """Return a console that prints names and errors unchanged: neither [brackets] nor :colons: are
-    markup.
-
-    Outside of a terminal tables are FILE_WIDTH wide.
-    """
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH
-    return SafeConsole(highlight=False, markup=False, emoji=False, width=width, soft_wrap=True)
-
-
-def print_report(bench: Bench, console: Console) -> None:
+def print_report(bench: Bench) -> None:
     """Print one table per load, with medians of the rounds and ratios to the dense model, then the
     verdicts."""
+    console = SafeConsole()
     for load in bench.loads:
         table = Table(title=f"ShareGPT, {load}: medians of the measured rounds", box=box.SIMPLE_HEAD)
         table.add_column("metric")
@@ -67,10 +47,9 @@ def print_report(bench: Bench, console: Console) -> None:
             values = [[run.metrics[metric] for run in of_model if metric in run.metrics] for of_model in runs]
             compared = [verdict.metrics.get(metric) for verdict in verdicts]
             _add_row(table, heading, values, decimals, [with_interval(*one.bounds) if one else "–" for one in compared])
-        for fact, heading, divisor, decimals in _FACTS:
-            if fact != "peak_memory_bytes" or not bench.on_gpu:
-                values = [[run.engine[fact] / divisor for run in of_model if fact in run.engine] for of_model in runs]
-                _add_row(table, heading, values, decimals)
+        for fact, heading, decimals in _FACTS:
+            values = [[run.engine[fact] for run in of_model if fact in run.engine] for of_model in runs]
+            _add_row(table, heading, values, decimals)
         console.print(table)
     for verdict in bench.verdicts:
         console.print(Text.assemble((verdict.label, "bold"), f", {verdict.load}: ", (verdict.sentence, "bold")))
@@ -83,32 +62,7 @@ def _add_row(table: Table, heading: str, columns: list[list[float]], decimals: i
         table.add_row(heading, *(f"{median(column):,.{decimals}f}" if column else "–" for column in columns), *ratios)
 
 
-def json_line(bench: Bench, results: Mapping[str, Any]) -> str:
-    """Return hardware, versions, seed, medians with their spread and the verdicts, as one line of
-    JSON.
-
-    results: those of `bench`, as in the file.
-    """
-    medians: dict[str, Any] = {}
-    for model in bench.models:
-        for load in bench.loads:
-            if runs := bench.measured(model.label, load):
-                speeds = spread([run.metrics["requests_per_second"] for run in runs])
-                medians.setdefault(model.label, {})[load] = speeds
-    keep = ("label", "load", "pairs", "metric", "sentence")
-    return result_line(
-        "How much faster does vLLM answer ShareGPT prompts with the pruned model, and is the difference real?",
-        results["settings"],
-        seed=bench.settings.seed,
-        where=results,
-        benchmark="sharegpt",
-        complete=bench.complete,
-        requests_per_second=medians,
-        verdicts=[{key: getattr(verdict, key) for key in keep} for verdict in bench.verdicts],
-    )
-
-
-def print_quality(evaluation: Evaluation, dense: Evaluation | None, console: Console) -> None:
+def print_quality(evaluation: Evaluation, dense: Evaluation | None) -> None:
     """Print each task's metric with its standard error; with `dense`, also its metric and the
     retained fraction."""
     models = [dense, evaluation] if dense else [evaluation]
@@ -126,6 +80,7 @@ def print_quality(evaluation: Evaluation, dense: Evaluation | None, console: Con
         table.add_section()
         cells = _quality([(mean["value"], mean["stderr"]) if mean else None for mean in means], in_percent=True)
         table.add_row(f"mean of {len(last['tasks'])}", "accuracy", *cells)
+    console = SafeConsole()
     console.print(table)
     answers = [model.ddp_vllm.answers for model in models]
     if difference := mean_difference(answers[-1], answers[0]) if dense else None:

@@ -2,9 +2,7 @@
 what draws or prints when it is called."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,9 +29,9 @@ from ddp_vllm.latency import Profile, read_profile
 from ddp_vllm.machine import Workload
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import is_pruned
-from ddp_vllm.output import check_file
+from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import fidelity
-from ddp_vllm.results import Bench, read_results, results_folder, write_results
+from ddp_vllm.results import write_results
 from ddp_vllm.settings import Option, command
 
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
@@ -76,13 +74,11 @@ def profile(
     return read_profile(file)
 
 
-def _json_line(results: Mapping[str, Any], _: Mapping[str, Any]) -> str:
-    from ddp_benchmarks.tables import json_line
-
-    return json_line(convert(results, Bench), results)
+def _without_runs(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in results.items() if name != "runs"}
 
 
-@command("bench sharegpt", settings=BenchSettings, show=lambda *_: None, as_json=_json_line, json_is_last_line=True)
+@command("bench sharegpt", settings=BenchSettings, show=lambda *_: None, as_json=_without_runs, json_is_last_line=True)
 @terminable()
 def bench(
     dense: Dense,
@@ -105,26 +101,11 @@ def bench(
     written to `output`; `["verdicts"]` states how much faster each pruned model is.
     """
     if settings.get("mode", "offline") == "offline":
-        of_server = ("request_rate", "max_concurrency", "goodput", "port", "startup_seconds")
-        _refuse_without("--mode serve", settings, of_server)
+        _refuse(settings, ("request_rate", "max_concurrency"), "without --mode serve")
     settings |= {"dense": dense, "pruned": pruned}
     chosen = BenchSettings(**settings)
     file = results_file(chosen, Path(output) if output else None, overwrite=overwrite)
-    before = file.stat().st_mtime_ns if file.exists() else None
-    try:
-        return dict(run_benchmark(chosen, file, print_line=line_printer(verbose)))
-    finally:  # an interrupted run prints its results so far
-        if verbose and file.exists() and file.stat().st_mtime_ns != before:
-            _report(file)
-
-
-def _report(file: Path) -> None:
-    from ddp_benchmarks.tables import plain_console, print_report
-
-    if not (results := read_results(file)).runs:
-        return
-    print_report(results, plain_console())
-    echo(f"{file} has vLLM's raw results")
+    return run_benchmark(chosen, file, verbose=verbose)
 
 
 def _print_verdicts(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -206,16 +187,14 @@ def _evaluate(models: Sequence[EvalSettings], verbose: bool) -> list[dict[str, A
     """Evaluate models one after the other, after all settings and folders were checked."""
     for settings in models:
         settings.check()
-    with ExitStack() as stack:
-        for settings in models:
-            stack.enter_context(results_folder(settings.output))
-        stack.enter_context(terminable())
+        make_folder(settings.output)
+    with terminable():
         return [evaluate_tasks(settings, print_line=line_printer(verbose)) for settings in models]
 
 
 def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Raises: LimitError if the model misses --max-ratio or --min-retained."""
-    from ddp_benchmarks.tables import plain_console, print_quality
+    from ddp_benchmarks.tables import print_quality
 
     missed, folder, limit = list[str](), values["output"] or default_output(values["model"]), values["max_ratio"]
     for name, quality in results["text"].get("texts", {}).items():
@@ -230,7 +209,7 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
     echo(f"results are in {folder}")
     typed = [convert(one, Evaluation) for one in results["tasks"]]
     if typed:
-        print_quality(typed[-1], typed[0] if values["against"] else None, plain_console())
+        print_quality(typed[-1], typed[0] if values["against"] else None)
     if missed:
         raise LimitError(
             f"perplexity is {' and '.join(missed)} times the dense model's, above --max-ratio {limit:g}; train for "
@@ -284,24 +263,18 @@ def _eval(
         ddp-vllm eval ./pruned --text test.jsonl --max-ratio 1.1
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
-    model or --against. Give it text that pruning did not read. Tasks run only if --tasks is passed
-    too. A task NAME_local of --include-path counts as lm-eval's NAME. An interrupted evaluation
-    resumes from lm-eval's cache of responses.
+    model or --against. Give it text that pruning did not read, and run tasks by another command.
+    An interrupted evaluation resumes from lm-eval's cache of responses.
     """
-    results: dict[str, Any] = {"text": {}, "tasks": []}
+    given = settings | {"tasks": tasks, "tokens": tokens, "max_ratio": max_ratio, "min_retained": min_retained}
     if text:
-        if tasks is None:
-            of_tasks = ("backend", "include_path", "limit", "batch_size", "model_args", "min_retained")
-            _refuse_without("--tasks together with --text", settings | {"min_retained": min_retained}, of_tasks)
-        if max_ratio is not None and not 0 < max_ratio < inf:
-            raise SettingError("max_ratio", f"is {max_ratio:g}, which is no factor; give a number above 0, such as 1.1")
+        of_tasks = ("tasks", "backend", "include_path", "limit", "batch_size", "model_args", "min_retained")
+        _refuse(given, of_tasks, "with --text")
         shared: dict[str, Any] = {name: settings[name] for name in ("dtype", "max_length") if name in settings}
         shared |= {"tokens": tokens} if tokens else {}
-        results["text"] = evaluate_text(model, text, output=output, against=against or "", verbose=verbose, **shared)
-        if tasks is None:
-            return results
-    else:
-        _refuse_without("--text", {"tokens": tokens, "max_ratio": max_ratio})
+        results = evaluate_text(model, text, output=output, against=against or "", verbose=verbose, **shared)
+        return {"text": results, "tasks": []}
+    _refuse(given, ("tokens", "max_ratio"), "without --text")
     names = choose_tasks(tasks or "paper")
     check_min_retained(min_retained, names, against)
     models = []
@@ -309,11 +282,11 @@ def _eval(
         chosen = output if output is None or evaluated == model else against_output(evaluated, output)
         folder = chosen or default_output(evaluated)
         models.append(EvalSettings(model=evaluated, tasks=names, output=folder, **settings))
-    return results | {"tasks": _evaluate(models, verbose)}
+    return {"text": {}, "tasks": _evaluate(models, verbose)}
 
 
-def _refuse_without(needed: str, given: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
-    """Refuse settings that have no effect without `needed`. Raises: SettingError."""
-    for name in names or given:
+def _refuse(given: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Refuse settings that have no effect. Raises: SettingError."""
+    for name in names:
         if given.get(name) is not None:
-            raise SettingError(name, f"has no effect without {needed}; add {needed} or omit it")
+            raise SettingError(name, f"has no effect {where}; omit it")

@@ -31,7 +31,7 @@ from ddp_prune.devices import free_memory, make_accelerator
 from ddp_prune.export import layer_widths, read_masks, write_masks
 from ddp_prune.fit import TRAINING_SHARE, Mode, held_bytes
 from ddp_prune.models.loading import load, load_teacher
-from ddp_prune.models.source import Source, open_source, weight_files
+from ddp_prune.models.source import Source, open_source
 from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
@@ -44,6 +44,7 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.families import FAMILIES
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import locked, make_folder, write_text
+from ddp_vllm.remote_code.files import weight_files
 from findings import CELLS, STUDY_FILE
 from memory import peak_bytes, reset_peak
 from rows import MASKS, Row, Study, read_test_blocks

@@ -27,9 +27,9 @@ AGAIN = "copy the whole folder again, or write it again with the tool that made 
 
 def read_layers(
     dense: Mapping[str, Any], shapes: Shapes, *, sizes_known: bool = False
-) -> tuple[dict[str, Any], dict[str, Any], Widths, dict[str, str]]:
-    """Return the dense config with the sizes that no layer exceeds, the same with the flags of
-    biases on disk, the widths, and each bias of zeros to add with the weight that it belongs to.
+) -> tuple[dict[str, Any], Widths, dict[str, str]]:
+    """Return the dense config with sizes that no layer exceeds and the flags of biases on disk, the
+    widths, and each bias of zeros to add with the weight that it belongs to.
 
     sizes_known: the config has the sizes of the dense model, as --dense gives them; otherwise a
     tool may have written those of a pruned layer.
@@ -48,12 +48,11 @@ def read_layers(
     size = head_dim(dense) if sizes_known or dense.get("head_dim") else _head_size(dense, table, layers)
     widths = []
     for index, tensors in enumerate(layers):
-        units = {block: _units(index, tensors, table, block, size) for block in ("attn", "mlp")}
-        heads, kv_heads = (units["attn"].get(kind, 0) for kind in ("query_head", "kv_head"))
-        queries = groups(heads, kv_heads, f"layer {index}") if units["attn"] else ()
-        widths.append(LayerWidths(query_heads_per_kv_head=queries, intermediate_size=units["mlp"].get("channel", 0)))
-    config = enclosing({**dense, "head_dim": size}, widths)
-    return config, *_biases(config, widths_of(dense).biased, layers, widths)
+        units = _units(index, tensors, table, size)
+        heads, kv_heads = (units.get(kind, 0) for kind in ("query_head", "kv_head"))
+        queries = groups(heads, kv_heads, f"layer {index}") if heads or kv_heads else ()
+        widths.append(LayerWidths(query_heads_per_kv_head=queries, intermediate_size=units.get("channel", 0)))
+    return _with_biases(enclosing({**dense, "head_dim": size}, widths), layers, widths)
 
 
 def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Shapes]) -> int:
@@ -72,22 +71,20 @@ def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Sh
     return size
 
 
-def _units(index: int, layer: Shapes, table: TensorTable, block: str, size: int) -> dict[str, int]:
-    """Return how many units of each kind a block has; {} if it is removed. Raises: ModelError."""
-    lengths = {part: _length(layer, part) for part in (table.output(block), *table.inputs(block))}
+def _units(index: int, layer: Shapes, table: TensorTable, size: int) -> dict[str, int]:
+    """Return how many units of each kind a layer has, by the first projection that has them; none
+    of a removed block. Raises: ModelError."""
     units: dict[str, int] = {}
-    for part, length in lengths.items() if any(lengths.values()) else ():
-        if length is None:
-            raise ModelError(f"layer {index} lacks {part.name}.weight, but has other tensors of that block; {AGAIN}")
-        unit = part.unit_size(size)
+    for part in sorted(table.projections, key=lambda part: -part.axis):  # those with units of one kind first
         unknown = [kind for kind in part.units if kind not in units]
-        known = unit * sum(units.get(kind, 0) for kind in part.units)
-        count, rest = divmod(length - known, unit * max(1, len(unknown)))
-        if rest or (count < 1 if unknown else count):
-            axis = "columns" if part.axis else "rows"
-            fault = f"no whole number of heads of {unit}" if unknown else f"not the {known} of the same units elsewhere"
-            raise ModelError(f"layer {index}: {part.name} has {length} {axis}, {fault}; {AGAIN}")
-        units |= dict.fromkeys(unknown, count)
+        if unknown and (length := _length(layer, part)):
+            unit = part.unit_size(size)
+            known = unit * sum(units.get(kind, 0) for kind in part.units)
+            count, rest = divmod(length - known, unit * len(unknown))
+            if rest or count < 1:
+                fault = f"{part.name} has a length of {length}, no whole number of heads of {unit}"
+                raise ModelError(f"layer {index}: {fault}; {AGAIN}")
+            units |= dict.fromkeys(unknown, count)
     return units
 
 
@@ -98,17 +95,17 @@ def _length(layer: Shapes, projection: Projection) -> int | None:
     return shape[projection.axis] if len(shape) == 2 else None
 
 
-def _biases(
-    enclosing: Mapping[str, Any], stated: frozenset[str], layers: Sequence[Shapes], widths: list[LayerWidths]
+def _with_biases(
+    config: dict[str, Any], layers: Sequence[Shapes], widths: list[LayerWidths]
 ) -> tuple[dict[str, Any], Widths, dict[str, str]]:
-    """Return the last three values of `read_layers`. stated: modules with a bias by config.json.
+    """Return the values of `read_layers`.
 
     A block gets biases of zeros only if the pruner added some bias to such blocks; those of the
     dense class must be there. Raises: ModelError if the class has no place for a bias, or a block
     without units has one on its output projection, which it would still add.
     """
-    config, biased = dict(enclosing), [{name[:-5] for name in layer if name.endswith(".bias")} for layer in layers]
-    present: set[str] = set().union(*biased)
+    biased = [{name[:-5] for name in layer if name.endswith(".bias")} for layer in layers]
+    stated, present = widths_of(config).biased, set[str]().union(*biased)
     for module in sorted(present - stated):
         flag, families = _BIASED["attn" if module.startswith("self_attn.") else "mlp"]
         if config["model_type"] not in families:

@@ -7,7 +7,7 @@ written, one file at a time.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -27,12 +27,11 @@ from ddp_vllm.formats import (
     dense_config,
     enclosing,
     grown,
-    is_leftover,
     stated_layers,
 )
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import known_folder
-from ddp_vllm.model_files import finish_shards, has_tokenizer, save_tensors, state_tokenizer_class, write_model_files
+from ddp_vllm.model_files import has_tokenizer, state_tokenizer_class, write_model_files, write_weights
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import write_provenance
@@ -120,7 +119,7 @@ def convert(
     with atomic_folder(target, overwrite=overwrite) as writing:
         for place in sources:
             write_model_files(writing, place, plan.config)
-        write_weights(writing, plan)
+        write_weights(_planned(plan), writing)
         if "ddp_layers" in plan.config:
             state_tokenizer_class(sources[0], writing)
         write_provenance(writing / MASKS_FILE, provenance | ({"applied_to": str(dense)} if dense else {}))
@@ -140,12 +139,13 @@ def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
         stored = _kept(stored, replace(widths_of(enclosing(plain, stated)), layers=tuple(stated)))
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     if plain["model_type"] in FAMILIES:
-        enclosed, biased, widths, zeros = read_layers(dense, shapes, sizes_known=dense_folder is not None)
-        is_dense = widths.layers == widths_of(dense).layers and biased == enclosed
+        unpruned, widths, zeros = read_layers(dense, shapes, sizes_known=dense_folder is not None)
+        before = widths_of(dense)
+        is_dense = (widths.layers, widths.biased) == (before.layers, before.biased)
     else:
-        enclosed, widths = describe(dense, shapes)
-        biased, is_dense = enclosed, not widths.blocks
-    pruned, code = pruned_config(biased, widths), foreign_code(config)
+        unpruned, widths = describe(dense, shapes)
+        is_dense = not widths.blocks
+    pruned, code = pruned_config(unpruned, widths), foreign_code(config)
     widths = Widths.of(pruned)
     for index, (by_config, by_tensors) in enumerate(zip(stated or widths.layers, widths.layers, strict=True)):
         if by_config != by_tensors and not is_dense:
@@ -154,7 +154,6 @@ def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
                 f"{short(json.dumps(by_config.to_json()))}; {AGAIN}"
             )
     kept = _kept(stored, widths)
-    zeros = {bias: weight for bias, weight in zeros.items() if weight in kept}
     try:
         names = widths.checked((name, tensor.shape, tensor.dtype) for name, tensor in kept.items())
         widths.check_complete([*names, *zeros])
@@ -170,7 +169,7 @@ def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
         f"widths of {len(widths.layers)} layers read from the shapes of tensors"
         + f" and from {form} in config.json" * bool(stated),
         *_removed(widths, "as config.json states" if stated else "because the folder has no tensors of it"),
-        *grown(dense, enclosed),
+        *grown(dense, unpruned),
         *[f"{len(zeros)} biases of zeros added: the class has one on every projection of a block"] * bool(zeros),
         *[code] * bool(code),
     ]
@@ -179,7 +178,7 @@ def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
 
 def _kept(stored: Mapping[str, Stored], widths: Widths) -> dict[str, Stored]:
     """Return the tensors that are not of removed blocks."""
-    return {name: tensor for name, tensor in stored.items() if not is_leftover(widths, name, tensor.shape)}
+    return {name: tensor for name, tensor in stored.items() if not widths.is_removed(name)}
 
 
 def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,9 +226,8 @@ def _removed(widths: Widths, why: str) -> Iterator[str]:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Return the tensors of a folder, in its own safetensors files or in Puzzletron's.
-    Raises: ModelError, WidthsError.
-    """
+    """Return the tensors of a folder that have numbers, in its own safetensors files or in
+    Puzzletron's. Raises: ModelError, WidthsError."""
     if any(folder.glob(WEIGHTS)):
         checked_tensors(folder)
         paths = weight_files(folder)
@@ -238,23 +236,20 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for path in paths:  # layers in a missing file would look removed
         if (shard := _SHARD.fullmatch(path.name)) and int(shard[2]) > len(paths):
             raise ModelError(f"it has {len(paths)} weight files, but {path.name} is one of {int(shard[2])}; {AGAIN}")
-    return {name: Stored(path, shape, dtype) for path in paths for name, shape, dtype in file_tensors(path)}
+    tensors = ((path, *tensor) for path in paths for tensor in file_tensors(path))
+    return {name: Stored(path, shape, dtype) for path, name, shape, dtype in tensors if 0 not in shape}
 
 
-def write_weights(folder: Path, plan: Plan) -> None:
-    """Write one file for each file of the source that keeps a tensor, and their index."""
+def _planned(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a plan, file by file, with the biases of zeros."""
     from safetensors import safe_open
 
-    shards: dict[Path, list[str]] = {}
+    names = dict[Path, list[str]]()
     for name, tensor in plan.tensors.items():
-        shards.setdefault(tensor.file, []).append(name)
-    written: list[tuple[Path, Sequence[str]]] = []
-    for source, names in shards.items():
-        path = folder / f"shard-{len(written)}.tmp"
+        names.setdefault(tensor.file, []).append(name)
+    for source in names:
         with safe_open(source, framework="pt") as file:  # maps the file: memory holds pages of it
-            content = {name: file.get_tensor(name) for name in names}
-            zeros = {bias: content[weight] for bias, weight in plan.zeros.items() if weight in content}
-            content |= {bias: weight.new_zeros(len(weight)) for bias, weight in zeros.items()}
-            save_tensors(content, path, {"format": "pt"})
-        written.append((path, [*content]))
-    finish_shards(folder, written)
+            for name in names[source]:
+                tensor = file.get_tensor(name)
+                yield name, tensor
+                yield from ((bias, tensor.new_zeros(len(tensor))) for bias, of in plan.zeros.items() if of == name)

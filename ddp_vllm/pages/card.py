@@ -4,9 +4,8 @@ it."""
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.gguf.graphs import missing_parts
@@ -76,12 +75,9 @@ def model_card(
     """
     dense = dense_name(checkpoint)
     base = base_model or (dense if is_hub_name(dense) else None)
-    texts = (checkpoint.provenance.get("recovery") or checkpoint.provenance).get("texts") or []
-    datasets = [text.partition(":")[0] for text in dict.fromkeys(texts) if is_hub_name(text.partition(":")[0])]
-    relation: dict[str, Any] = {"base_model_relation": "finetune"} if base else {}
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation",
-        license=license_name, base_model=base, datasets=datasets or None, **relation,
+        license=license_name, base_model=base,
     )  # fmt: skip
     units = " and ".join(_UNITS_OF[block] for block in checkpoint.widths.blocks)
     if checkpoint.is_stock:
@@ -97,7 +93,7 @@ def model_card(
         loading="\n\n".join(_loading(checkpoint)).format(name=name, place=place or f"./{name}"),
         statements=to_markdown(page),
     )
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+    return f"---\n{data.to_yaml()}\n---\n\n{text}"
 
 
 def write_card(folder: Path, output: Path) -> Checkpoint:

@@ -1,24 +1,19 @@
 """What `compare` shows: one table of models, a sentence on each, two pictures, and how everything
 was measured."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from ddp_vllm.evaluations import TASKS, Score, in_points, perplexity_ratio, points
+from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, perplexity_ratio, points
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.output import write_text
-from ddp_vllm.pages.measurements import Comparison, Model, difference
+from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import Bench, main_metric
 
-PICTURE_HEIGHT = 3.6  # inches
-SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
-OTHER_SPEEDS = ("p50", "p99", "output", "goodput")  # the first words of the other compared metrics
 REMARK = (
     "Speeds and latencies: how many times better than dense, pair by pair, with 95 % intervals; above 1 the pruned "
     "model is better. Tasks: percent ± standard error, and perplexity per word as lm-eval defines it (lower is "
@@ -38,14 +33,16 @@ def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
     """Return the page: a sentence per model, pictures if there are two points, the table, and the
     conditions."""
     take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
-    pictures = [picture for picture in (_draw_accuracy(comparison), _draw_heldout(comparison)) if picture]
+    pictures = [*draw(comparison)]
     shown = [Section(heading="", pictures=pictures)] if pictures else []
+    conditions = [_speed_measured(speed.bench) for model in comparison.pruned for speed in model.speeds]
+    conditions += [_quality_measured(model.evaluation) for model in comparison.models if model.evaluation]
     table = Section(heading="Size, speed, quality", table=comparison_table(comparison), remark=REMARK)
     return Page(
         title="Pruned models: quality against speed",
         lead=[*take, *((model.name, headline(model, comparison)) for model in comparison.pruned)],
         sections=[*shown, table],
-        footer=[*comparison.notes, *map(_speed_measured, comparison.benches), *_quality_measured(comparison)],
+        footer=[*comparison.notes, *dict.fromkeys(conditions)],
     )
 
 
@@ -56,10 +53,8 @@ def headline(model: Model, comparison: Comparison) -> str:
         parts.append(f"{model.speed.verdict.sentence}, {model.speed.verdict.load}")
     elif model.predicted:
         parts.append(f"{with_interval(*model.predicted)} as fast, predicted")
-    if model.evaluation and (lost := difference(model, dense)):
-        limit = model.evaluation.ddp_vllm.settings.limit
-        rows = f" (first {limit} rows of each task)" if limit else ""
-        parts.append(f"accuracy: {in_points(*lost)}{rows}")
+    if lost := difference(model, dense):
+        parts.append(f"accuracy: {in_points(*lost)}")
     if model.heldout:
         parts.append(f"held-out perplexity {with_interval(*model.heldout)} the dense model's")
     for label, fact in (("fewer parameters", "parameters"), ("less KV cache per token", "kv_bytes_per_token")):
@@ -106,25 +101,20 @@ def _speeds(comparison: Comparison) -> Iterator[Row]:
     by_model = [{speed.verdict.load: speed.verdict for speed in model.speeds} for model in comparison.pruned]
     for load in dict.fromkeys(load for verdicts in by_model for load in verdicts):
         metrics = [verdicts[load].metrics if load in verdicts else {} for verdicts in by_model]
-        main = main_metric(load)
-        others = (metric for of_model in metrics for metric in of_model if metric.startswith(OTHER_SPEEDS))
-        for metric in dict.fromkeys((main, *others)):
-            name = SPEEDS[main] if metric == main else metric.removesuffix("_ms").replace("_", " ")
-            bounds = (of_model[metric].bounds if metric in of_model else None for of_model in metrics)
-            yield _ratios(comparison, f"{name}, {load}", bounds)
+        for metric in dict.fromkeys(metric for of_model in metrics for metric in of_model):
+            if metric == main_metric(load) or metric.startswith("p"):  # a percentile of a latency
+                name = metric.removesuffix("_ms").replace("_", " ")
+                bounds = (of_model[metric].bounds if metric in of_model else None for of_model in metrics)
+                yield _ratios(comparison, f"{name}, {load}", bounds)
     yield _ratios(comparison, "speed of a step, predicted", (model.predicted for model in comparison.pruned))
 
 
 def _qualities(comparison: Comparison) -> Iterator[Row]:
     """Yield the rows of held-out text, tasks and texts."""
     dense, models, pruned = comparison.dense, comparison.models, comparison.pruned
-    quality_of = lambda quality: f"{quality['dense']:.2f} → {quality.get('recovered', quality['pruned']):.2f}"  # noqa: E731
-    yield _row("held-out perplexity, dense → pruned", quality_of, (model.quality for model in models))
-    yield _ratios(comparison, "… times the dense model's", (model.heldout for model in pruned))
-    means = (
-        (mean := model.accuracy) and f"{100 * mean[0]:.2f} ± {100 * mean[1]:.2f} ({mean[2]} tasks)" for model in models
-    )
-    yield _row("mean accuracy", str, means)
+    yield _ratios(comparison, "held-out perplexity, × dense", (model.heldout for model in pruned))
+    mean_of = lambda mean: f"{_score(100, (mean['value'], mean['stderr']))} ({len(mean['tasks'])} tasks)"  # noqa: E731
+    yield _row("mean accuracy", mean_of, (model.accuracy for model in models))
     changes = (difference(model, dense) for model in models)
     yield _row("points, same questions, 95 %", lambda change: points(*change), changes)
     for name, task in TASKS.items():
@@ -150,53 +140,43 @@ def _millions(value: int) -> str:
     return f"{value / 1e9:.2f} B" if value >= 1e9 else f"{value / 1e6:.1f} M"
 
 
-def _draw_accuracy(comparison: Comparison) -> Picture | None:
-    """Return accuracy against speed with 95 % intervals, or None if no two models have both."""
-    points = []
-    for model in comparison.models:
-        ratio = model.measured_speedup if model.facts.pruned else (1.0, 1.0, 1.0)
-        if model.accuracy and ratio:
-            percent, error = 100 * model.accuracy[0], 196 * model.accuracy[1]
-            points.append(Point(model.name, not model.facts.pruned, ratio, (percent, percent - error, percent + error)))
-    speeds = dict.fromkeys(SPEEDS[model.speed.verdict.metric] for model in comparison.pruned if model.speed)
+def draw(comparison: Comparison) -> Iterator[Picture]:
+    """Draw accuracy and held-out perplexity against speed, each if two models have both."""
     caption = (
-        "Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors for accuracy. "
-        "The dashed line joins the models that no other beats in both. The dense model is at 1."
+        "Right and up is better. The dashed line joins the models that no other beats in both. Bars are 95 % "
+        "intervals; speed is measured by bench, or else predicted by the profile, with its range. "
     )
-    draw = partial(draw_points, points=points, speed=" or ".join(speeds), quality="mean accuracy, %")
-    return _render(draw, points, "quality", "Accuracy against speed", caption)
+    for name, title, quality, value_of, note in (
+        ("quality", "Accuracy against speed", "mean accuracy, %", _percent, "Accuracy ± 1.96 standard errors."),
+        ("heldout", "Held-out perplexity against speed", "perplexity, × dense", lambda model: model.heldout,
+         "Perplexity on text held out of each model's training text."),
+    ):  # fmt: skip
+        points = [
+            Point(model.name, not model.facts.pruned, model.speedup, value)
+            for model in comparison.models
+            if model.speedup and (value := value_of(model))
+        ]
+        if len(points) > 1:
+            yield render(
+                draw_points, name=name, title=title, caption=caption + note, points=points, quality=quality,
+                less_is_better=name == "heldout",
+            )  # fmt: skip
 
 
-def _draw_heldout(comparison: Comparison) -> Picture | None:
-    """Return held-out perplexity against speed; None if no two models have both."""
-    points = [Point("dense", True, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0))]
-    for model in comparison.pruned:
-        if model.heldout and model.speedup:
-            points.append(Point(model.name, False, model.speedup, model.heldout))
-    caption = (
-        "Speed is measured by bench, or else predicted by the profile, with its range. Perplexity is "
-        "relative to the dense model's, on text held out of each model's training text; bars are "
-        "95 % intervals over blocks of text."
-    )
-    draw = partial(draw_points, points=points, speed="speed", quality="perplexity, × dense", less_is_better=True)
-    return _render(draw, points[1:], "heldout", "Held-out perplexity against speed", caption)
-
-
-def _render(
-    draw: Callable[[Figure], None], points: Sequence[Point], name: str, title: str, caption: str
-) -> Picture | None:
-    caption = f"Right and up is better. {caption}"
-    return render(draw, name=name, title=title, caption=caption, height=PICTURE_HEIGHT) if len(points) > 1 else None
+def _percent(model: Model) -> Interval | None:
+    """Return the mean accuracy in percent, with its 95 % interval."""
+    if not (mean := model.accuracy):
+        return None
+    percent, reach = 100 * mean["value"], 196 * mean["stderr"]
+    return percent, percent - reach, percent + reach
 
 
 def choice(comparison: Comparison, tolerance: float) -> str:
     """Return the fastest model whose held-out perplexity is at most this many times the dense
     model's, in words."""
     best = fastest(comparison, tolerance)
-    if not any(model.heldout for model in comparison.pruned):
-        return "none was evaluated on held-out text, as ddp-vllm prune does"
     if best is None:
-        return f"none has a held-out perplexity of at most {tolerance:g} times the dense model's"
+        return f"none has a known held-out perplexity of at most {tolerance:g} times the dense model's"
     assert best.heldout
     gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
     return f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
@@ -231,13 +211,8 @@ def _speed_measured(bench: Bench) -> str:
     )
 
 
-def _quality_measured(comparison: Comparison) -> Iterator[str]:
-    for model in comparison.models:
-        if model.evaluation:
-            stated = model.evaluation.ddp_vllm
-            settings, source = stated.settings, "hub" if stated.data == "hub" else "local files"
-            rows = f"the first {settings.limit} rows of each task" if settings.limit else "every row"
-            yield (
-                f"Quality of {model.name}: {rows}, {source}, {settings.backend} backend, context "
-                f"{settings.max_length}, {stated.place}."
-            )
+def _quality_measured(evaluation: Evaluation) -> str:
+    stated = evaluation.ddp_vllm
+    settings, source = stated.settings, "hub" if stated.data == "hub" else "local files"
+    rows = f"the first {settings.limit} rows of each task" if settings.limit else "every row"
+    return f"Quality: {rows}, {source}, {settings.backend} backend, context {settings.max_length}, {stated.place}."

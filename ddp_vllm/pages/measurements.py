@@ -8,7 +8,7 @@ are only compared if they asked the same questions.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,9 +34,8 @@ from ddp_vllm.schema import Kind
 Interval = tuple[float, float, float]
 """A value and the ends of its interval."""
 Results = Bench | Evaluation | Fidelity
-Facts = TypeVar("Facts", bound=ModelFacts)
-Notes = dict[str, str]
-"""A sentence on each missing or incomparable result -> the command that corrects it, or ""."""
+Notes = list[str]
+"""A sentence on each missing or incomparable result."""
 # of results in a folder
 PLACES = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")
 
@@ -68,36 +67,32 @@ class Model:
 
     @property
     def heldout(self) -> Interval | None:
-        """Its own perplexity on that text over the dense model's."""
+        """Its own perplexity on that text over the dense model's, which is 1 of the dense model."""
+        if not self.facts.pruned:
+            return 1.0, 1.0, 1.0
         return perplexity_ratio(self.quality) if self.quality else None
 
     @property
-    def accuracy(self) -> tuple[float, float, int] | None:
-        """Mean accuracy, its standard error, and the number of tasks."""
-        mean = mean_accuracy(self.evaluation.results) if self.evaluation else None
-        return (mean["value"], mean["stderr"], len(mean["tasks"])) if mean else None
+    def accuracy(self) -> dict[str, Any] | None:
+        """Mean accuracy as `mean_accuracy` returns it."""
+        return mean_accuracy(self.evaluation.results) if self.evaluation else None
 
     @property
     def speed(self) -> Speed | None:
-        """The verdict for the picture: offline, else all at once, else the first load."""
-        for start in ("offline", "all at once", ""):
-            for speed in self.speeds:
-                if speed.verdict.load.startswith(start):
-                    return speed
-        return None
-
-    @property
-    def measured_speedup(self) -> Interval | None:
-        """The ratio of that verdict with its interval; without one, both ends are the ratio."""
-        if self.speed is None:
-            return None
-        ratio, low, high = self.speed.verdict.main.bounds
-        return ratio, ratio if low is None else low, ratio if high is None else high
+        """The verdict for the pictures: of a load that saturates the engine, else of the first."""
+        saturating = ("offline", "all at once")
+        return min(self.speeds, key=lambda speed: not speed.verdict.load.startswith(saturating), default=None)
 
     @property
     def speedup(self) -> Interval | None:
-        """The speedup over the dense model that was measured, or else the predicted one."""
-        return self.measured_speedup or self.predicted
+        """The speedup over the dense model that was measured, or else the predicted one; without an
+        interval, both ends are the ratio."""
+        if not self.facts.pruned:
+            return 1.0, 1.0, 1.0
+        if self.speed is None:
+            return self.predicted
+        ratio, low, high = self.speed.verdict.main.bounds
+        return ratio, ratio if low is None else low, ratio if high is None else high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +106,6 @@ class Comparison:
     @property
     def models(self) -> tuple[Model, ...]:
         return (self.dense, *self.pruned) if self.dense else self.pruned
-
-    @property
-    def benches(self) -> list[Bench]:
-        """The benchmarks that the speeds come from."""
-        return [*{id(speed.bench): speed.bench for model in self.pruned for speed in model.speeds}.values()]
 
 
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
@@ -133,21 +123,16 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     if dense:
         nearby.append(Path(dense) if Path(dense).is_dir() else default_output(dense))
     files = _read_files(nearby, results)
-    notes: Notes = {}
-    pruned = tuple(_pruned_model(checkpoint, dense, files, notes) for checkpoint in checkpoints)
-    return Comparison(dense=_dense_model(dense, files, pruned, notes), pruned=pruned, notes=notes)
-
-
-def _dense_of(checkpoint: Checkpoint) -> str | None:
-    """Return the folder or hub name of the model that a checkpoint was pruned from, if it is
-    known."""
-    return dense_model(local_provenance(checkpoint.folder / MASKS_FILE))
+    notes: Notes = []
+    pruned = tuple(_pruned_model(checkpoint, files, notes) for checkpoint in checkpoints)
+    return Comparison(dense=_dense_model(dense, files, pruned, notes), pruned=pruned, notes=[*dict.fromkeys(notes)])
 
 
 def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:
     """Return the model that all checkpoints were pruned from, as the first one names it. Raises:
     SettingError."""
-    parents = [dense for checkpoint in checkpoints if (dense := _dense_of(checkpoint))]
+    provenances = [local_provenance(checkpoint.folder / MASKS_FILE) for checkpoint in checkpoints]
+    parents = [dense for provenance in provenances if (dense := dense_model(provenance))]
     if len(different := sorted(set(map(identify, parents)))) > 1:
         raise SettingError(
             f"the folders were pruned from different models ({', '.join(different)}); compare those of one model, or "
@@ -164,8 +149,7 @@ def _read_files(nearby: Sequence[Path], passed: Sequence[Path]) -> list[Results]
     """
     by_path: dict[Path, Results] = {}
     for place in (*passed, *nearby):
-        in_folder = place.is_dir() or place in nearby
-        paths = [path for pattern in PLACES for path in sorted(place.glob(pattern))] if in_folder else [place]
+        paths = [place, *(path for pattern in PLACES for path in sorted(place.glob(pattern)))]
         results = {path.resolve(): content for path in paths if (content := _read_file(path.resolve()))}
         if place in passed and not results:
             raise TextError(
@@ -189,25 +173,22 @@ def _read_file(path: Path) -> Results | None:
     return undamaged(content, kind, path) if kind else None
 
 
-def _pruned_model(checkpoint: Checkpoint, dense: str | None, files: Sequence[Results], notes: Notes) -> Model:
+def _pruned_model(checkpoint: Checkpoint, files: Sequence[Results], notes: Notes) -> Model:
     """Return a pruned model with its measurements, and add notes on missing ones."""
-    folder, provenance = checkpoint.folder, checkpoint.provenance
-    facts = describe_model(str(folder))
+    provenance, facts = checkpoint.provenance, describe_model(str(checkpoint.folder))
     evaluation = _best_evaluation(files, facts, notes)
     latest: dict[str, Speed] = {}
     """Load -> the verdict of the latest benchmark that ended, or else of the latest."""
     for bench in sorted(_of(Bench, files), key=lambda bench: (bench.complete, bench.started)):
-        if model := _find(bench.models[1:], facts, notes):
-            verdicts = [verdict for verdict in bench.verdicts if verdict.label == model.label]
-            latest |= {verdict.load: Speed(verdict, bench) for verdict in verdicts}
+        labels = [model.label for model in bench.models[1:] if _is_same(model, facts, notes)]
+        latest |= {verdict.load: Speed(verdict, bench) for verdict in bench.verdicts if verdict.label in labels}
     if evaluation is None:
-        notes[f"{facts.name} was not evaluated"] = f"ddp-vllm eval {folder}"
+        notes.append(f"{facts.name} was not evaluated; ddp-vllm eval does that")
     if not latest:
-        command = f"ddp-vllm bench sharegpt --dense {_dense_of(checkpoint) or dense or 'MODEL'} --pruned {folder}"
-        notes[f"{facts.name} was not measured"] = command
+        notes.append(f"{facts.name} was not measured; ddp-vllm bench sharegpt does that")
     texts: dict[str, Quality] = {}
     for fidelity in sorted(_of(Fidelity, files), key=lambda fidelity: fidelity.started):
-        if _find([fidelity.model], facts, notes):
+        if _is_same(fidelity.model, facts, notes):
             texts |= fidelity.texts
     latency = msgspec.convert(provenance.get("latency"), Latency | None)
     return Model(
@@ -224,24 +205,20 @@ def _of(kind: type[Kind], files: Iterable[Results]) -> list[Kind]:
     return [content for content in files if isinstance(content, kind)]
 
 
-def _find(models: Sequence[Facts], facts: ModelFacts, notes: Notes) -> Facts | None:
-    """Return the entry of this model among a results file's models."""
-    if any(model.model == facts.model and not _is_same(model, facts) for model in models):
-        notes[f"results of {facts.name} are left out, because it has changed since they were measured"] = ""
-    return next((model for model in models if _is_same(model, facts)), None)
-
-
-def _is_same(model: ModelFacts, facts: ModelFacts) -> bool:
-    """Tell whether two models are the same: by their ids, or by name if one has no id."""
-    if model.id and facts.id:
-        return model.id == facts.id
-    return (model.name, model.pruned) == (facts.name, facts.pruned)
+def _is_same(model: ModelFacts, facts: ModelFacts, notes: Notes) -> bool:
+    """Tell whether results of `model` are of the model with these facts: by their ids, or by name if
+    one has no id."""
+    if not (model.id and facts.id):
+        return (model.name, model.pruned) == (facts.name, facts.pruned)
+    if model.id != facts.id and model.model == facts.model:
+        notes.append(f"results of {facts.name} are left out, because it has changed since they were measured")
+    return model.id == facts.id
 
 
 def _best_evaluation(files: Iterable[Results], facts: ModelFacts, notes: Notes) -> Evaluation | None:
     """Return the evaluation of a model with the most tasks, then the most questions, then the
     latest date."""
-    of_model = [one for one in _of(Evaluation, files) if _find([one.ddp_vllm.model], facts, notes)]
+    of_model = [one for one in _of(Evaluation, files) if _is_same(one.ddp_vllm.model, facts, notes)]
     return max(of_model, key=lambda one: (len(one.results), one.questions, one.date or 0), default=None)
 
 
@@ -260,17 +237,16 @@ def _dense_model(dense: str | None, files: Sequence[Results], pruned: Sequence[M
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
     for model in pruned:
         others = [speed.bench.models[0] for speed in model.speeds]
-        for other in [other for other in others if not _is_same(other, facts)][:1]:
-            notes[f"{model.name} was measured against {other.model}, not {dense}"] = ""
+        if different := [other.model for other in others if not _is_same(other, facts, [])]:
+            notes.append(f"{model.name} was measured against {different[0]}, not {dense}")
     questions = [model.evaluation.conditions for model in pruned if model.evaluation]
     same = [one for one in _of(Evaluation, files) if not questions or one.conditions == questions[0]]
     evaluation = _best_evaluation(same, facts, notes)
     if evaluation is None:
-        command = f"ddp-vllm eval {pruned[0].facts.model} --against {dense}"
-        notes["the dense model was not evaluated on the same rows"] = command
+        notes.append("the dense model was not evaluated on the same rows; ddp-vllm eval --against MODEL does that")
     if any(others != questions[0] for others in questions[1:]):
-        notes["the models were not evaluated on the same rows, so their accuracies can't be compared"] = ""
-    known = [model for model in baselines if _is_same(model, facts)]
+        notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")
+    known = [model for model in baselines if _is_same(model, facts, [])]
     return Model(facts=known[0] if known and facts.parameters is None else facts, evaluation=evaluation)
 
 

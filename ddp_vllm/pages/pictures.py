@@ -1,18 +1,18 @@
 """The pictures of the pages: black, gray and shapes only, narrow enough that their text can be read
 on a phone.
 
-Each `draw_` function draws into a figure of matplotlib, and `render` makes a picture of the figure.
+Each `draw_` function draws into a figure of matplotlib and sets its height in inches; `render` makes
+a picture of the figure.
 Legend: L layers, U units of a layer.
 """
 
 import io
-import re
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ddp_vllm.pages.page import Picture
 
-WIDTH = 4.3  # inches: 9 pt text is then 11 px on a screen of 390 px
+WIDTH, HEIGHT = 4.3, 2.5  # inches: 9 pt text is then 11 px on a screen of 390 px
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "font.family": "sans-serif",
@@ -33,54 +33,40 @@ GREYS = LinearSegmentedColormap.from_list("kept", ["0.85", "0.0"]).with_extremes
 # tone, dashes, width
 LINES = (("0.6", "-", 2.2), ("black", "--", 1.2), ("black", ":", 1.4), ("black", "-.", 1.2))
 MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")  # of pruned models; the dense one is a circle
-Curves = Sequence[Mapping[str, float]]
-NO_TARGETS: dict[str, float] = {}
 
 
-def render(draw: Callable[[Figure], None], *, name: str, title: str, caption: str, height: float) -> Picture:
-    """Return the drawing of `draw`, `height` inches high, as SVG for the page."""
+def render(draw: Callable[..., None], *, name: str, title: str, caption: str, **drawn: Any) -> Picture:
+    """Return what `draw(figure, **drawn)` draws as SVG for the page."""
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        draw(figure)
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        draw(figure, **drawn)
         vector = io.StringIO()
         no_metadata: Any = {"Date": None, "Creator": None, "Format": None, "Type": None}
         # the page is light or dark
         figure.savefig(vector, format="svg", transparent=True, metadata=no_metadata)
-    return Picture(name=name, title=title, caption=caption, svg=_inline(vector.getvalue()))
+    svg = vector.getvalue()
+    return Picture(name=name, title=title, caption=caption, svg=svg[svg.index("<svg") :])
 
 
-def _inline(svg: str) -> str:
-    """Return an SVG for the page: as wide as the page, and without identifiers that clash."""
-    # known to every HTML parser
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :])
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r' height="[\d.]+pt"', "", svg, count=1)
-    return re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", svg)
-
-
-def height_of_map(units: int) -> float:
-    """Return a height in inches at which the units of a heatmap can be told apart."""
-    return float(np.clip(1.1 + 0.13 * units, 1.6, 4.8))
-
-
-def draw_heatmaps(figure: Figure, *, values: Mapping[str, NDArray[np.float64]], unit_label: str) -> None:
-    """Draw [L, U] arrays below each other, label -> values: layers from left to right, units
-    upwards.
+def draw_heatmap(figure: Figure, *, values_LU: NDArray[np.float64], label: str, unit_label: str) -> None:
+    """Draw layers from left to right and units upwards.
 
     Darker cells have higher values; 0 is white, NaN is empty.
     """
-    for axes, (label, values_LU) in zip(panels_of(figure, len(values)), values.items(), strict=True):
-        scale = Normalize(1e-9, max(float(np.nanmax(values_LU)), 1e-6))
-        image = axes.imshow(values_LU.T, cmap=GREYS, norm=scale, aspect="auto", origin="lower", interpolation="none")
-        axes.set(xlabel="layer", ylabel=unit_label)
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
-        figure.colorbar(image, ax=axes, label=label, pad=0.02)
+    num_units = values_LU.shape[1]
+    figure.set_figheight(float(np.clip(1.1 + 0.13 * num_units, 1.6, 4.8)))  # units can be told apart
+    axes = figure.subplots()
+    scale = Normalize(1e-9, max(float(np.nanmax(values_LU)), 1e-6))
+    image = axes.imshow(values_LU.T, cmap=GREYS, norm=scale, aspect="auto", origin="lower", interpolation="none")
+    axes.set(xlabel="layer", ylabel=unit_label)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+    figure.colorbar(image, ax=axes, label=label, pad=0.02)
 
 
 def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
     """Draw the kept width of each layer's MLP over the outline of its `dense` width."""
-    (axes,) = panels_of(figure, 1)
+    axes = figure.subplots()
     layers = range(len(kept_L))
     axes.bar(layers, kept_L, width=0.8, color="0.45", label="kept")
     axes.bar(layers, dense, width=0.8, facecolor="none", edgecolor="black", linewidth=0.7, label="dense")
@@ -90,42 +76,36 @@ def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
 
 
-def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
-    """Return the panels that the metrics of a run fill: (label of the axis, metric -> its name)."""
-    kinds = [name.removesuffix("_sparsity") for name in curves[0] if name.endswith("_sparsity")]
-    panels = [
-        ("nats per token", {"loss": "loss", "ce": "cross-entropy"}),
-        ("KL, nats", {"kl": "KL to dense"}),
-        ("sparsity", {f"{kind}_sparsity": kind for kind in kinds}),
-    ]
-    logged = [
-        (label, {metric: name for metric, name in metrics.items() if metric in curves[0]}) for label, metrics in panels
-    ]
-    return [(label, metrics) for label, metrics in logged if metrics]
-
-
 def draw_curves(
     figure: Figure,
     *,
-    curves: Curves,
-    panels: Sequence[tuple[str, Mapping[str, str]]],
-    targets: Mapping[str, float] = NO_TARGETS,
-    rounded_after: int | None = None,
+    steps: Sequence[Mapping[str, float]],
+    targets: Mapping[str, float],
+    rounded_after: int | None,
 ) -> None:
     """Draw losses and sparsity over the steps; losses also smoothed.
 
-    panels: what `metrics_drawn` returns. targets: the sparsity that the budget of each module type,
-        or of all together, requires in the end.
+    steps: the metrics of each. targets: the sparsity that the budget of each module type, or of all
+        together, requires in the end.
     """
-    steps = np.array([step["step"] for step in curves])
-    for axes, (label, metrics) in zip(panels_of(figure, len(panels), sharex=True), panels, strict=True):
+    logged = steps[0].keys()
+    names = {  # label of an axis -> metric -> its name
+        "nats per token": {"loss": "loss", "ce": "cross-entropy"},
+        "KL, nats": {"kl": "KL to dense"},
+        "sparsity": {name: name.removesuffix("_sparsity") for name in logged if name.endswith("_sparsity")},
+    }
+    panels = {label: metrics for label, metrics in names.items() if logged & metrics.keys()}
+    figure.set_figheight(0.4 + 1.15 * len(panels))
+    numbers = [step["step"] for step in steps]
+    all_axes = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
+    for axes, (label, metrics) in zip(all_axes, panels.items(), strict=True):
         styles = LINES if len(metrics) > 1 else (("black", "-", 1.2),)
         for (metric, name), (tone, dashes, width) in zip(metrics.items(), styles, strict=False):
-            values = np.array([step.get(metric, np.nan) for step in curves])
+            values = np.array([step.get(metric, np.nan) for step in steps])
             if "nats" in label:
-                axes.plot(steps, values, color="0.85", linewidth=0.7)
+                axes.plot(numbers, values, color="0.85", linewidth=0.7)
                 values = smooth(values)
-            axes.plot(steps, values, color=tone, linestyle=dashes, linewidth=width, label=name)
+            axes.plot(numbers, values, color=tone, linestyle=dashes, linewidth=width, label=name)
         for number, target in enumerate(sorted(set(targets.values())) if label == "sparsity" else ()):
             axes.axhline(target, color="black", linestyle=":", linewidth=1, label="target" if number == 0 else None)
         if rounded_after is not None:
@@ -157,15 +137,15 @@ class Point(NamedTuple):
     """In the picture's unit, and the ends of the 95 % interval."""
 
 
-def draw_points(
-    figure: Figure, *, points: Sequence[Point], speed: str, quality: str, less_is_better: bool = False
-) -> None:
+def draw_points(figure: Figure, *, points: Sequence[Point], quality: str, less_is_better: bool) -> None:
     """Draw quality against speed with intervals, and the line through the models that no other
     beats in both."""
-    (axes,) = panels_of(figure, 1)
-    front = _pareto(points, less_is_better)
-    line = [(point.ratio[0], point.quality[0]) for point in front]
-    axes.plot(*zip(*line, strict=True), color="0.6", ls="--", zorder=0)
+    figure.set_figheight(3.6)
+    axes = figure.subplots()
+    middles = sorted((point.ratio[0], point.quality[0]) for point in points)
+    beats = operator.lt if less_is_better else operator.gt
+    front = [(speed, value) for speed, value in middles if not any(s > speed and beats(v, value) for s, v in middles)]
+    axes.plot(*zip(*front, strict=True), color="0.6", ls="--", zorder=0)
     for number, point in enumerate(points):
         ratio, low, high = point.ratio
         marker = "o" if point.is_dense else MARKERS[(number - 1) % len(MARKERS)]
@@ -176,24 +156,8 @@ def draw_points(
             fmt="none", color="0.4", capsize=3,
         )  # fmt: skip
         axes.plot(ratio, value, marker, color="black", markerfacecolor=fill, markersize=6, label=point.name)
-    axes.set(xlabel=f"{speed}, times better than dense", ylabel=quality)
+    axes.set(xlabel="speed, times better than dense", ylabel=quality)
     if less_is_better:
         axes.invert_yaxis()
     axes.margins(0.15)
     figure.legend(loc="outside lower center", ncols=1 if len(points) < 4 else 2, frameon=False)
-
-
-def _pareto(points: Sequence[Point], less_is_better: bool) -> list[Point]:
-    """Return the points that no other beats in both speed and quality, fastest first."""
-    front: list[Point] = []
-    sign = -1 if less_is_better else 1
-    for point in sorted(points, key=lambda point: (-point.ratio[0], -sign * point.quality[0])):
-        if not front or sign * point.quality[0] > sign * front[-1].quality[0]:
-            front.append(point)
-    return front
-
-
-def panels_of(figure: Figure, number: int, **options: Any) -> Sequence[Axes]:
-    """Return axes below each other."""
-    axes: Sequence[Axes] = figure.subplots(number, squeeze=False, **options)[:, 0]
-    return axes

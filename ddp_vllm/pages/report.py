@@ -3,18 +3,23 @@
 The checkpoint itself has all the data, so the page can be made again wherever the folder is.
 """
 
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.errors import CheckpointError, reading
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, read_masks_file
 from ddp_vllm.names import bare_name
 from ddp_vllm.output import write_text
 from ddp_vllm.pages import pictures
-from ddp_vllm.pages.metrics import Metrics, expert_use, expert_widths, gather
 from ddp_vllm.pages.page import REPORT_FILE, Page, Picture, Section, Table, to_html
 from ddp_vllm.pages.summary import answers, dense_name, lead, sections
+from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes
+from ddp_vllm.schema import checked
 
 
 def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
@@ -22,9 +27,9 @@ def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
 
     name: of the checkpoint, by default that of its folder.
 
-    Raises: CheckpointError as `gather`; OutputError if nothing can be written there.
+    Raises: CheckpointError as `draw`; OutputError if nothing can be written there.
     """
-    provenance, drawn = checkpoint.provenance, draw(gather(checkpoint))
+    provenance, drawn = checkpoint.provenance, [*draw(checkpoint)]
     *tables, widths = sections(checkpoint)
     folded = [widths]
     if rows := answers(provenance):
@@ -51,63 +56,65 @@ def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
     return folder / REPORT_FILE
 
 
-def draw(metrics: Metrics) -> list[Picture]:
-    """Draw the masks and the logged metrics."""
-    kinds = {"attn": _heads, "mlp": _widths, "experts": _experts}
-    drawn = [draw_kind(metrics) for kind, draw_kind in kinds.items() if kind in metrics.gates]
-    provenance = metrics.checkpoint.provenance
-    marks = {"targets": provenance.get("targets", {}), "rounded_after": provenance.get("search_steps")}
-    caption = (
-        "Losses: each step as a thin line, and a running mean over a twentieth of the steps. At the vertical line "
-        "the kept units are fixed; after it only their scales are trained."
-    )
-    recovered = "The weights are trained on the dense model's outputs. Each step as a thin line, and a running mean."
-    for name, title, text, steps, options in (
-        ("curves", "Training", caption, metrics.pruning, marks),
-        ("recovery", "Recovery", recovered, metrics.recovery, {}),
-    ):
-        if steps:
-            panels = pictures.metrics_drawn(steps)
-            draw_panels = partial(pictures.draw_curves, curves=steps, panels=panels, **options)
-            height = 0.4 + 1.15 * len(panels)
-            drawn.append(pictures.render(draw_panels, name=name, title=title, caption=text, height=height))
-    return drawn
+def draw(checkpoint: Checkpoint) -> Iterator[Picture]:
+    """Draw the kept units and the logged metrics. Raises: CheckpointError if masks or metrics are
+    unreadable, or the masks are of other layers or heads."""
+    folder, widths, provenance = checkpoint.folder, checkpoint.widths, checkpoint.provenance
+    dense = widths.dense
+    gates = read_masks_file(folder / MASKS_FILE)[0] if (folder / MASKS_FILE).exists() else {}
+    if widths.is_family and (heads_LU := gates.get("attn.gates")) is not None:
+        units = {dense.num_kv_heads: "KV group", dense.num_query_heads: "query head"}
+        fits = heads_LU.shape in [(len(widths.layers), number) for number in units]
+        if not (fits and 0 <= heads_LU.min() <= heads_LU.max() < np.inf):
+            raise CheckpointError(
+                f"{folder}: {MASKS_FILE} and config.json are of different checkpoints, because the heads have other "
+                "masks; run ddp-vllm apply again"
+            )
+        unit = units[heads_LU.shape[1]]
+        yield pictures.render(
+            pictures.draw_heatmap, name="heads", title=f"Attention: each {unit}",
+            caption="White: removed. The bar has the scale of each shade.",
+            values_LU=heads_LU.astype(np.float64), label="scale", unit_label=unit,
+        )  # fmt: skip
+    if "mlp" in widths.blocks:
+        yield pictures.render(
+            pictures.draw_widths, name="widths", title="MLP width of each layer",
+            caption=f"Filled: channels kept. Outline: the dense model's {dense.intermediate_size:,}.",
+            kept_L=[layer.intermediate_size for layer in widths.layers if widths.states("mlp", layer)],
+            dense=dense.intermediate_size,
+        )  # fmt: skip
+    if checkpoint.has_experts:
+        none = [np.nan] * widths.num_experts
+        widths_LE = np.array([layer.expert_intermediate_sizes or none for layer in widths.layers], np.float64)
+        blank = " Blank: layers without experts." if np.isnan(widths_LE).any() else ""
+        yield pictures.render(
+            pictures.draw_heatmap, name="experts", title="Width of each expert",
+            caption=f"White: removed. The bar has the width of each shade.{blank}",
+            values_LU=widths_LE, label="channels kept", unit_label="expert",
+        )  # fmt: skip
+    if steps := _read_steps(folder / METRICS_FILE):
+        caption = (
+            "Losses: each step as a thin line, and a running mean over a twentieth of the steps. At the vertical line "
+            "the kept units are fixed; after it only their scales are trained."
+        )
+        yield pictures.render(
+            pictures.draw_curves, name="curves", title="Training", caption=caption, steps=steps,
+            targets=provenance.get("targets", {}), rounded_after=provenance.get("search_steps"),
+        )  # fmt: skip
+    if steps := _read_steps(folder / RECOVERY_FILE):
+        caption = "The weights are trained on the dense model's outputs. Each step as a thin line, and a running mean."
+        yield pictures.render(
+            pictures.draw_curves, name="recovery", title="Recovery", caption=caption, steps=steps, targets={},
+            rounded_after=None,
+        )  # fmt: skip
 
 
-def _heads(metrics: Metrics) -> Picture:
-    dense, gates_LU = metrics.checkpoint.widths.dense, metrics.gates["attn"].astype(np.float64)
-    unit = "query head" if gates_LU.shape[1] == dense.num_query_heads else "KV group"
-    return pictures.render(
-        partial(pictures.draw_heatmaps, values={"scale": gates_LU}, unit_label=unit),
-        name="heads",
-        title=f"Attention: each {unit}",
-        caption="White: removed. The bar has the scale of each shade.",
-        height=pictures.height_of_map(gates_LU.shape[1]),
-    )
-
-
-def _widths(metrics: Metrics) -> Picture:
-    widths = metrics.checkpoint.widths
-    kept_L = [layer.intermediate_size for layer in widths.layers if widths.states("mlp", layer)]
-    dense = widths.dense.intermediate_size
-    return pictures.render(
-        partial(pictures.draw_widths, kept_L=kept_L, dense=dense),
-        name="widths",
-        title="MLP width of each layer",
-        caption=f"Filled: channels kept. Outline: the dense model's {dense:,}.",
-        height=2.5,
-    )
-
-
-def _experts(metrics: Metrics) -> Picture:
-    widths_LE, use_LE = expert_widths(metrics.checkpoint), expert_use(metrics.checkpoint)
-    panels = {"channels kept": widths_LE} | ({} if use_LE is None else {"× even share": use_LE})
-    blank = " Blank: layers without experts." if np.isnan(widths_LE).any() else ""
-    use = " Below: how often the router chose each on the training text; white: never." if len(panels) > 1 else ""
-    return pictures.render(
-        partial(pictures.draw_heatmaps, values=panels, unit_label="expert"),
-        name="experts",
-        title="Width of each expert",
-        caption=f"White: removed. The bar has the width of each shade.{blank}{use}",
-        height=pictures.height_of_map(widths_LE.shape[1]) * len(panels),
-    )
+def _read_steps(path: Path) -> Sequence[Mapping[str, float]]:
+    """Return the logged metrics of each step; none if the file is missing. Raises: CheckpointError."""
+    if not path.exists():
+        return []
+    with reading(path, CheckpointError, "copy the folder again"):
+        lines = map(parse_json, read_bytes(path, LARGEST_JSON).splitlines())
+        # may be infinite, but are numbers
+        steps = checked([*lines], list[dict[str, Annotated[float, Meta(ge=-1e308)]]], path.name)
+        return sorted(steps, key=lambda step: step["step"])

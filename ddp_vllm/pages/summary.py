@@ -6,7 +6,6 @@ report all show these.
 
 from collections.abc import Callable, Iterator, Mapping
 from math import exp, inf
-from statistics import median_low
 from typing import Any
 
 import msgspec
@@ -87,7 +86,7 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
         yield "held-out perplexity", f"{perplexities(quality)} {tokens}"
         if near := fidelity(quality):
             yield "compared with dense", near
-        last = next(who for who in reversed(MODELS) if who in quality)
+        last = _last(quality)
         if quality[last] < quality["dense"]:
             yield (
                 "note",
@@ -106,12 +105,16 @@ def verdict(quality: Mapping[str, Any]) -> str:
 
     A model that adapted to the text may have a lower perplexity and other answers.
     """
-    last = next(who for who in reversed(MODELS) if who in quality)
+    last = _last(quality)
     ratio = quality[last] / quality["dense"]
     top1 = quality.get("agreement", {}).get(last, {}).get("top1")
     meaning = next(words for most, least, words in LOSSES if ratio <= most and (top1 is None or top1 >= least))
     agreement = "" if top1 is None else f", {top1:.0%} top-1 agreement"
     return f"{ratio:.2f} times the dense model's perplexity{agreement}: {meaning}"
+
+
+def _last(quality: Mapping[str, Any]) -> str:
+    return next(model for model in reversed(MODELS) if model in quality)
 
 
 def details(checkpoint: Checkpoint) -> Iterator[Statement]:
@@ -124,10 +127,8 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     if checkpoint.widths.is_family:
         devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
         yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
-        if quantized := checkpoint.config.get("quantization_config"):
-            form = quantized.get("format", "an unnamed format")
-            remark = "all figures were measured before quantization"
-            yield "quantization", f"weights in {form} of compressed-tensors; {remark}"
+        if "quantization_config" in checkpoint.config:
+            yield "quantization", "all figures were measured before quantization"
     yield from (("note", note) for note in routing_notes(checkpoint))
 
 
@@ -154,10 +155,10 @@ def _quality(heading: str, quality: Mapping[str, Any] | None, text: str) -> Iter
         agreement).
     """
     losses = (quality or {}).get("block_losses") or {}
-    if not quality or not all(name in losses for name in MODELS if name in quality):
+    if not quality or "dense" not in losses:
         return
     agreement = quality.get("agreement") or {}
-    lines: dict[str, list[float]] = {name: losses[name] for name in MODELS if name in quality}
+    lines: dict[str, list[float]] = {name: losses[name] for name in MODELS if name in losses}
     for name in [*lines][1:]:
         pairs = zip(losses["dense"], losses[name], strict=True)
         lines[f"{name} / dense"] = [after - before for before, after in pairs]
@@ -182,9 +183,13 @@ def sizes(checkpoint: Checkpoint) -> list[Size]:
 
 def units(checkpoint: Checkpoint) -> list[Size]:
     """Count each kind of unit that can be pruned in such a model, over all layers."""
-    dense = checkpoint.widths.dense_layers
-    kinds = {label: count for kind in checkpoint.widths.blocks for label, count in _UNITS[kind].items()}
+    dense, kinds = checkpoint.widths.dense_layers, _kinds(checkpoint)
     return [(label, sum(map(count, dense)), sum(map(count, checkpoint.layers))) for label, count in kinds.items()]
+
+
+def _kinds(checkpoint: Checkpoint) -> dict[str, Callable[[LayerWidths], int]]:
+    """Return each kind of unit that can be pruned in such a model, with its number in a layer."""
+    return {label: count for block in checkpoint.widths.blocks for label, count in _UNITS[block].items()}
 
 
 def footprint(checkpoint: Checkpoint) -> list[Size]:
@@ -207,42 +212,19 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
 
 
 def width_table(checkpoint: Checkpoint) -> Table:
-    """Return the kept units of each layer; the last column is the share of its channels. Uneven
-    groups are listed."""
-    if checkpoint.has_experts:
-        return _expert_widths(checkpoint)
-    dense = checkpoint.widths.dense
-    width = dense.intermediate_size
-    if not checkpoint.widths.is_family:
-        sizes = [layer.intermediate_size for layer in checkpoint.layers]
-        channels = [[index, f"{size:,}", f"{size / width:.0%}"] for index, size in enumerate(sizes) if size]
-        return Table(headings=["layer", f"MLP channels of {width:,}", "MLP left"], rows=channels)
+    """Return the kept units of each layer that can be pruned; uneven groups of heads are listed, and
+    the last column is the share of the channels."""
+    kinds, dense = _kinds(checkpoint), checkpoint.widths.dense
+    channels = lambda layer: layer.intermediate_size + sum(layer.expert_intermediate_sizes or ())  # noqa: E731
     rows = []
-    for index, layer in enumerate(checkpoint.layers):
-        groups = layer.query_heads_per_kv_head
-        uneven = f" ({' '.join(map(str, groups))})" if len({*groups}) > 1 else ""
-        numbers = (layer.num_kv_heads, layer.num_query_heads, layer.intermediate_size)
-        counts = [f"{number:,}" if number else "–" for number in numbers]
-        counts[1] += uneven
-        rows.append([index, *counts, f"{layer.intermediate_size / width:.0%}"])
-    heads = [f"KV heads of {dense.num_kv_heads}", f"query heads of {dense.num_query_heads}"]
-    return Table(headings=["layer", *heads, f"MLP channels of {width:,}", "MLP left"], rows=rows)
-
-
-def _expert_widths(checkpoint: Checkpoint) -> Table:
-    """Return the number of kept experts of each layer and their widths."""
-    width = checkpoint.widths.dense.num_units("expert_channel")
-    chosen = checkpoint.times_chosen
-    rows = []
-    for index, layer in enumerate(checkpoint.layers):
-        if (all_sizes := layer.expert_intermediate_sizes) is not None:
-            left = [size for size in all_sizes if size] or [0]
-            idle = chosen[index].count(0) if index in chosen else "–"
-            share = sum(all_sizes) / (len(all_sizes) * width)
-            spread = (f"{size:,}" for size in (min(left), median_low(left), max(left)))
-            rows.append([index, f"{sum(map(bool, all_sizes))}/{len(all_sizes)}", *spread, idle, f"{share:.0%}"])
-    headings = ["experts kept", f"narrowest of {width:,}", "median", "widest", "never chosen", "channels kept"]
-    return Table(headings=["layer", *headings], rows=rows)
+    for index, (layer, before) in enumerate(zip(checkpoint.layers, checkpoint.widths.dense_layers, strict=True)):
+        if channels(before):
+            counts = {label: f"{count(layer):,}" if count(layer) else "–" for label, count in kinds.items()}
+            if "query heads" in kinds and len({*layer.query_heads_per_kv_head}) > 1:
+                counts["query heads"] += f" ({' '.join(map(str, layer.query_heads_per_kv_head))})"
+            rows.append([index, *counts.values(), f"{channels(layer) / channels(before):.0%}"])
+    headings = [f"{label} of {count(dense):,}" for label, count in kinds.items()]
+    return Table(headings=["layer", *headings, "channels left"], rows=rows)
 
 
 def routing_notes(checkpoint: Checkpoint) -> Iterator[str]:
@@ -269,15 +251,13 @@ def weight_training(provenance: Mapping[str, Any]) -> str:
         "lora": "the dense model's plus low-rank additions, which were trained together with the masks",
     }
     training = modes.get(provenance.get("run", {}).get("train", ""), "frozen while the masks were learned")
-    if converted := provenance.get("converted"):
-        training = f"those of {converted['from']}, which another tool pruned"
-    if trained_together(provenance) and "applied_to" in provenance:
+    if "converted" in provenance:
+        training = f"those of {provenance['converted']['from']}, which another tool pruned"
+    elif trained_together(provenance) and "applied_to" in provenance:
         training = "those of the dense model, although the masks were learned together with trained weights"
     if recovery := provenance.get("recovery"):
-        recipe = recovery.get("recipe", {})
-        trained = "low-rank additions to them" if recipe.get("train") == "lora" else "all of them"
-        tokens = f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}"
-        training += f"; then {trained} were trained on the dense model's outputs, on {tokens}"
+        tokens = recovery.get("recipe", {}).get("tokens", 0)
+        training += f"; then trained on the dense model's outputs, on {tokens:,} tokens of {texts_of(provenance)}"
     return training
 
 
@@ -290,11 +270,8 @@ def texts_of(provenance: Mapping[str, Any]) -> str:
 def answers(provenance: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return prompts with the answer of each model, one object per prompt; [] without prompts."""
     recovery = provenance.get("recovery", provenance)
-    by_model = recovery.get("answers", {})
-    return [
-        {"prompt": str(prompt)} | {str(name): str(texts[number]) for name, texts in by_model.items()}
-        for number, prompt in enumerate(recovery.get("prompts", []))
-    ]
+    columns = {"prompt": recovery.get("prompts", []), **recovery.get("answers", {})}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
 
 
 def perplexities(quality: Mapping[str, Any]) -> str:
@@ -305,8 +282,5 @@ def perplexities(quality: Mapping[str, Any]) -> str:
 def fidelity(quality: Mapping[str, Any]) -> str:
     """Return a phrase on the agreement of a model with the dense one on the same text; "" if it was
     not measured."""
-    agreement = quality.get("agreement", {})
-    last = agreement.get("recovered") or agreement.get("pruned")
-    if not last:
-        return ""
-    return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
+    near = quality.get("agreement", {}).get(_last(quality))
+    return f"top-1 agreement {near['top1']:.1%} of tokens, KL {near['kl']:.3f} nats" if near else ""

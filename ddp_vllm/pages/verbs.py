@@ -4,12 +4,11 @@ Libraries that draw, and the package gguf, are imported when they are called.
 """
 
 from collections.abc import Iterable, Mapping
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import LimitError, OutputError, SettingError, echo, line_printer
+from ddp_vllm.errors import LimitError, OutputError, echo, line_printer
 from ddp_vllm.output import check_file
 from ddp_vllm.settings import Option, command
 
@@ -30,7 +29,7 @@ def _print_checkpoint(_: Any, values: Mapping[str, Any]) -> None:
     from ddp_vllm.pages.terminal import SafeConsole, print_checkpoint
 
     if not values["as_json"]:
-        print_checkpoint(read(values["folder"]), SafeConsole(soft_wrap=True))
+        print_checkpoint(read(values["folder"]), SafeConsole())
 
 
 @command("inspect", show=_print_checkpoint, as_json=lambda facts, _: facts)
@@ -69,13 +68,11 @@ def _print_comparison(comparison: "Comparison", values: Mapping[str, Any]) -> No
     tolerance, page = values["tolerance"], values["output"]
     if tolerance is not None:
         echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
-    for note, remedy in comparison.notes.items():
-        echo(f"{note}: {remedy}" if remedy else note, err=True)
-    echo(f"{page} and {page.with_suffix('.md')}")
+    for note in comparison.notes:
+        echo(note, err=True)
+    echo(f"{page.with_suffix('.html')} and {page.with_suffix('.md')}")
     if tolerance is not None and not fastest(comparison, tolerance):
-        remedy = "; train for longer with ddp-vllm recover, or remove less"
-        evaluated = any(model.heldout for model in comparison.pruned)
-        raise LimitError(choice(comparison, tolerance) + remedy * evaluated)
+        raise LimitError(f"{choice(comparison, tolerance)}; train for longer with ddp-vllm recover, or remove less")
 
 
 def _records(comparison: "Comparison", values: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,12 +106,7 @@ def compare(
     Results of bench and eval are found in each folder and its eval folder, or passed with
     --results. The exit code is 9 if no model is within --tolerance.
     """
-    if tolerance is not None and not 0 < tolerance < inf:
-        raise SettingError("tolerance", f"is {tolerance:g}, which is no factor; give a number above 0, such as 1.05")
-    page = Path(output)
-    markdown = page.with_suffix(".md")
-    if markdown == page:
-        raise SettingError(f"{page} is the name of the Markdown file; call the page {page.with_suffix('.html')}")
+    page, markdown = (Path(output).with_suffix(suffix) for suffix in (".html", ".md"))
     for path in (page, markdown):
         check_file(path, overwrite=overwrite)
     from ddp_vllm.pages.compare import write_comparison

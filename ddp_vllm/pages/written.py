@@ -33,6 +33,5 @@ def print_written(checkpoint: Checkpoint, dense: str, console: Console) -> None:
     print_checkpoint(checkpoint, console)
     console.print(
         f"\nwritten: {output}\nlook at it: {output / REPORT_FILE}\nserve it:   vllm serve {output}"
-        f"\nmeasure it: ddp-vllm bench sharegpt --dense {dense} --pruned {output}",
-        markup=False,
+        f"\nmeasure it: ddp-vllm bench sharegpt --dense {dense} --pruned {output}"
     )

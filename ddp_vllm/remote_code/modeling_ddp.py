@@ -157,11 +157,6 @@ class NonUniform:
     layers: Any
     model: Any
 
-    @staticmethod
-    def narrow(layer: Any, widths: Widths, layer_idx: int) -> None:
-        """Replace the projections of one stock decoder layer by narrower ones."""
-        narrow_layer(layer, widths, layer_idx)
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         if config.ddp_layers is not None:
@@ -171,7 +166,7 @@ class NonUniform:
                 if config.name_or_path:
                     check_folder(Path(config.name_or_path), config)
             for index, layer in enumerate(getattr(self, "model", self).layers):
-                self.narrow(layer, widths, index)
+                narrow_layer(layer, widths, index)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:

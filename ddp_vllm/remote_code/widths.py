@@ -49,7 +49,7 @@ _KINDS = ("weight", "bias")
 _COMPUTED = "self_attn.rotary_emb"
 UNITS = {"mlp": "channel", "experts": "expert_channel"}  # described block -> its units
 _NAME, _NUMBER = re.compile(r"\w+(\.\w+)*"), re.compile(r"(?<![^.])\d+(?![^.])")
-_AGAIN, _COPY = "run ddp-vllm apply again", "copy the whole folder, or run ddp-vllm apply again"
+_AGAIN = "copy the whole folder again, or run ddp-vllm apply again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +324,7 @@ class Widths:
             place = self.find(name)
             if self.is_removed(name) or (place and place.length == 0 and 0 not in shape):
                 raise WidthsError(f"tensor {name} is of a block or expert that config.json removes; {_AGAIN}")
-            required = self._shape(name, place, hidden)
+            required = self._shape(name, place, dtype, hidden)
             if required is None and not self.is_quantized:
                 raise WidthsError(f"tensor {short(name)} is unknown in this family; copy the whole folder again")
             if required and not self.is_quantized and dtype not in FLOATS:
@@ -333,9 +333,8 @@ class Widths:
                     "model"
                 )
             required = required or []
-            if is_free := self.is_quantized and len(required) > 1:  # only the axis that pruning shortens is known
-                required = [*[None] * place.axis, place.length] if place and dtype not in _PACKED else []
-            wrong = [f"{len(required)} axes"] if required and not is_free and len(shape) != len(required) else []
+            is_exact = len(shape) == len(required) or self.is_quantized or not required
+            wrong = [] if is_exact else [f"{len(required)} axes"]
             pairs = enumerate(zip(required, [*shape, *[None] * len(required)], strict=False))
             wrong += [f"{number} along axis {axis}" for axis, (number, size) in pairs if number not in (None, size)]
             if wrong:
@@ -347,13 +346,15 @@ class Widths:
                 hidden.setdefault(place.projection.block, shape[1 - place.axis])
             yield name
 
-    def _shape(self, name: str, place: Place | None, hidden: Mapping[str, int]) -> list[int | None] | None:
+    def _shape(self, name: str, place: Place | None, dtype: str, hidden: Mapping[str, int]) -> list[int | None] | None:
         """Return the shape of a tensor, None for an unknown length; [] if it is not checked, None
         if no model of the family has it.
 
         hidden: the hidden size by block, where only other tensors state it.
         """
         size, (_, module, kind) = self.hidden_size, self.split(name) or (0, "", "")
+        if place and kind == "weight" and self.is_quantized:  # only the axis that pruning shortens is known
+            return [] if dtype in _PACKED else [*[None] * place.axis, place.length]
         if place:
             size = size or hidden.get(place.projection.block)
             sizes = [place.length, size] if place.projection.axis == 0 else [size, place.length]
@@ -361,7 +362,7 @@ class Widths:
         if not self.is_family or module == _COMPUTED:
             return []
         if name in (EMBEDDING, HEAD):
-            return [self.vocab_size, size]
+            return [] if self.is_quantized else [self.vocab_size, size]
         if kind in _KINDS and self.table.knows(module):
             return [self.head_dim if module in QUERY_KEY_NORMS else size]
         return [size] if name == NORM else None
@@ -394,12 +395,12 @@ class Widths:
                 if kind in _KINDS and self.is_family:
                     alike.add(module)
         if outside:
-            raise WidthsError(f"tensor {min(outside)} is missing; {_COPY}")
+            raise WidthsError(f"tensor {min(outside)} is missing; {_AGAIN}")
         for index, (widths, modules) in enumerate(zip(self.layers, present, strict=True)):
             needed, removed = {*alike, *self.modules(index)} - modules, self.removed(widths)
             if missing := [module for module in needed if not f"{module}.".startswith(removed)]:
                 raise WidthsError(
-                    f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); {_COPY}"
+                    f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); {_AGAIN}"
                 )
 
     def is_removed(self, name: str) -> bool:
@@ -438,17 +439,10 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     Raises: WidthsError."""
     needed = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
     for name in (*needed, "num_key_value_heads", "head_dim", "vocab_size"):
-        value, most = config.get(name), MOST_LAYERS if name.startswith("num_") else LARGEST_WIDTH
-        if (name in needed or value is not None) and (type(value) is not int or not 1 <= value <= most):
-            raise WidthsError(
-                f"config.json: {name} is {short(value)}, not a positive integer up to {most:,}; download the model "
-                "again"
-            )
+        if name in needed or config.get(name) is not None:
+            _integer(config.get(name), name, 1, MOST_LAYERS if name.startswith("num_") else LARGEST_WIDTH)
     if (heads := config["num_attention_heads"]) % (kv_heads := len(dense_heads(config))):
-        raise WidthsError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; download "
-            "the model again"
-        )
+        raise _fault("num_attention_heads", heads, f"not a multiple of num_key_value_heads {kv_heads}")
 
 
 def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
@@ -498,7 +492,7 @@ def _layer(stated: Any, where: str, dense: LayerWidths, *, is_family: bool) -> L
     """Read the entry of a layer. In a family it states heads and channels; a description leaves
     blocks as they are that it does not state. Raises: WidthsError."""
     names = heads_key, width_key, experts_key = tuple(vars(dense))
-    _check_keys(stated, where, {*(names[:2] if is_family else names[1:])})
+    _check_keys(stated, where, {*(names[:2] if is_family else [name for name in names[1:] if vars(dense)[name]])})
     heads, width, sizes = map(stated.get, names)
     layer = LayerWidths(query_heads_per_kv_head=dense.query_heads_per_kv_head)
     if is_family:
@@ -508,15 +502,12 @@ def _layer(stated: Any, where: str, dense: LayerWidths, *, is_family: bool) -> L
             raise _fault(place, list(heads), f"{sum(heads)} query heads of {most} dense ones")
         layer = replace(layer, query_heads_per_kv_head=heads)
     if is_family or width is not None:
-        if not dense.intermediate_size:
-            raise _fault(where, dict(stated), "requires mlp")
         width = _integer(width, f"{where}.{width_key}", 0 if is_family else 1, dense.intermediate_size)
         layer = replace(layer, intermediate_size=width)
     if sizes is not None:
-        if not (experts := dense.expert_intermediate_sizes):
-            raise _fault(where, dict(stated), "requires experts")
-        number, place = len(experts), f"{where}.{experts_key}"
-        sizes = _integers(_list(sizes, place, number, number, "widths, one per expert"), place, 0, experts[0])
+        experts, place = dense.expert_intermediate_sizes or (), f"{where}.{experts_key}"
+        rows = _list(sizes, place, len(experts), len(experts), "widths, one per expert")
+        sizes = _integers(rows, place, 0, experts[0])
         layer = replace(layer, expert_intermediate_sizes=sizes)
     return layer
 

@@ -36,7 +36,6 @@ from ddp_vllm.remote_code.widths import METHOD, Widths
 
 Loader = Callable[..., None]
 logger = init_logger("vllm.ddp_plugins.any_model")  # vLLM prints only its own loggers' records
-SHARDED_STATE = "model-*rank-*-part-*.safetensors"  # as vLLM's ShardedStateLoader names its files
 _LAYER = re.compile(r".+?\.\d+(?=\.)")
 
 
@@ -73,15 +72,10 @@ class WidthsConfig(QuantizationConfig):
         self.online = config
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Check the tensors of a local folder before vLLM starts its workers.
-        Raises: WidthsError, SettingError."""
+        """Check the tensors of a local folder before vLLM starts its workers. Raises: WidthsError,
+        also for --load-format sharded_state, which has vLLM's names."""
         warn_of_new_vllm()
         self.pad_channels_to = getattr(hf_config, "ddp_pad_channels_to", None)
-        if any(Path(model_name).glob(SHARDED_STATE)):
-            raise SettingError(
-                f"{model_name} holds weights for --load-format sharded_state under vLLM's names, which cannot be "
-                "compared with config.json; serve the pruned folder that they were made from"
-            )
         if any(Path(model_name).glob(WEIGHTS)):
             self.widths.check(checked_tensors(Path(model_name)))
 
@@ -107,9 +101,9 @@ class WidthsConfig(QuantizationConfig):
 
     def _expert_sizes(self, prefix: str) -> tuple[int, ...] | None:
         """Return the widths of a layer's routed experts; None for experts that were not pruned."""
-        index_of = {place[0]: index for name, index in self.experts.items() if (place := _LAYER.match(name))}
-        place = _LAYER.match(f"{prefix}.")
-        index = index_of.get(place[0]) if place else None
+        layer = _LAYER.match(f"{prefix}.")
+        names = (name for name in self.experts if layer and name.startswith(f"{layer[0]}."))
+        index = self.experts.get(next(names, ""))
         return None if index is None else self.widths.layers[index].expert_intermediate_sizes
 
     def _width(self, prefix: str) -> int | None:

@@ -13,22 +13,19 @@ from typing import Any
 import torch
 
 from ddp_prune.core.gates import Masks
-from ddp_prune.core.selection import round_to_blocks
 from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.models.source import Source, open_source
-from ddp_prune.models.writing import stored_tensors, write_model
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
-from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.errors import CheckpointError
 from ddp_vllm.families import fewer_experts, pruned_config
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
-from ddp_vllm.model_files import save_tensors, state_tokenizer_class
+from ddp_vllm.model_files import save_tensors, state_tokenizer_class, stored_tensors, write_model
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import local_provenance, published, remember
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
-from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 
 def export(
@@ -38,7 +35,7 @@ def export(
     *,
     head_unit: str,
     provenance: Mapping[str, Any],
-    scores: Mapping[str, Masks] | None = None,
+    scores: Masks | None = None,
     overwrite: bool = False,
     extra_files: Mapping[str, str] | None = None,
     transform: UpdatedWeights | None = None,
@@ -199,13 +196,11 @@ def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (weight.float() * scale).to(weight.dtype).contiguous()
 
 
-def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: int = 1, align: int = 1) -> Checkpoint:
-    """Prune a dense model by a masks file. The widths are those of the masks unless `align` changes
-    them.
+def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool) -> Checkpoint:
+    """Prune a dense model by a masks file.
 
-    Raises: CheckpointError if the masks belong to a model of other sizes, or lack the scores that
-        aligning needs; SettingError if the kept units do not split over `tp` devices or are fewer
-        than a block; else as `open_source` and `export`.
+    Raises: CheckpointError if the masks belong to a model of other sizes; else as `open_source` and
+        `export`.
     """
     source = open_source(model)
     # the folder of a model, possibly from an untrusted source
@@ -220,47 +215,15 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
             f"{masks} holds gates of {_shown(shapes)}, {model} requires gates of {_shown(needed)}; the masks "
             "were made for another model"
         )
-    scores = read_scores(masks)
-    # they describe other weights or widths
-    outdated = {"recovery", "perplexity", "prompts", "answers", "latency", "run_id"}
-    if align != 1:
-        gates = _aligned(gates, scores, provenance, masks, align)
-        outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}
-    layers = () if source.structure else layer_widths(gates, source.sizes, source.widths)
-    if tp != 1 and "num_attention_heads" in source.text_config:
-        check_tensor_parallel(tp, source.config, layers, remedy=f"or prune with --tp {tp}")
+    # they describe other weights
+    outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
+    scores = read_scores(masks)
     return export(source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite)
 
 
 def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return " and ".join(f"{kind} {list(shape)}" for kind, shape in shapes.items())
-
-
-def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str, Any], path: Path, align: int) -> Masks:
-    """Return gates whose widths are multiples of `align`. Raises: SettingError, CheckpointError."""
-    kind = "experts" if "experts" in gates else "mlp"
-    scope = provenance.get("recipe", {}).get("scope", "global")
-    kept, units = int((gates[kind] > 0).sum()), gates[kind].shape[-1]
-    if provenance.get("head_unit") == WHOLE_EXPERT:
-        raise SettingError(f"{path} keeps whole experts with all their channels; leave --align out")
-    if scope != "global":
-        raise SettingError(f"{path} has a budget per {scope}, which --align would break; prune with --align")
-    if not 0 < align <= min(kept, units):
-        raise SettingError(
-            "align",
-            f"is {align}; with {kept:,} kept channels in rows of {units:,}, it must be 1 to {min(kept, units):,}",
-        )
-    saliency = scores.get("saliency", {}).get(kind)
-    if saliency is None:
-        raise CheckpointError(f"{path} holds no {kind}.saliency, which --align requires; prune again with --align")
-    if saliency.shape != gates[kind].shape or not (saliency.isfinite() & (saliency >= 0)).all():
-        raise CheckpointError(f"{path} holds {kind}.saliency of another shape, negative or not finite; prune again")
-    return gates | {kind: round_to_blocks(gates[kind], saliency, align)}
-
-
-# the gates before rounding; their importance, squared gradient × z²
-SCORES = ("z", "saliency")
 
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
@@ -279,14 +242,11 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     return gates, provenance
 
 
-def read_scores(path: Path) -> dict[str, Masks]:
-    """Return the `SCORES` of each module type from a masks file; {} if the file has none."""
-    scores: dict[str, Masks] = {}
-    for key, values in read_masks_file(path)[0].items():
-        kind, _, name = key.partition(".")
-        if name in SCORES:
-            scores.setdefault(name, {})[kind] = torch.from_numpy(values)
-    return scores
+def read_scores(path: Path) -> Masks:
+    """Return the other tensors of a masks file by their names: the gates before rounding, such as
+    `mlp.z`, and their importance, squared gradient × z², such as `mlp.saliency`."""
+    tensors = read_masks_file(path)[0]
+    return {name: torch.from_numpy(values) for name, values in tensors.items() if not name.endswith(".gates")}
 
 
 def write_masks(
@@ -295,16 +255,15 @@ def write_masks(
     *,
     head_unit: str,
     provenance: Mapping[str, Any],
-    scores: Mapping[str, Masks] | None = None,
+    scores: Masks | None = None,
 ) -> None:
     """Write a masks file, which `read_masks` and `read_scores` read.
 
-    gates, scores: float32 per module type, as in `export`. provenance: how the masks were made. The
-    file holds the names of models and texts only; their paths are kept in this machine's cache.
+    gates: float32 per module type, as in `export`. scores: as `read_scores` returns them.
+    provenance: how the masks were made. The file holds the names of models and texts only; their
+    paths are kept in this machine's cache.
     """
-    tensors = {f"{kind}.gates": values for kind, values in gates.items()}
-    for name, masks in (scores or {}).items():
-        tensors |= {f"{kind}.{name}": values for kind, values in masks.items()}
+    tensors = {f"{kind}.gates": values for kind, values in gates.items()} | (scores or {})
     header = {"ddp_vllm": __version__, "head_unit": head_unit, **published(provenance)}
     save_tensors(tensors, path, masks_metadata(header, {name: values.numpy() for name, values in tensors.items()}))
     remember(path, provenance)

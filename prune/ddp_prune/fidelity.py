@@ -24,6 +24,7 @@ from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
 from ddp_vllm.names import bare_name
+from ddp_vllm.output import make_folder
 from ddp_vllm.provenance import dense_model, local_provenance
 from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.results import write_new_results
@@ -48,6 +49,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
         )
     tokenizer = load_tokenizer(str(source.folder))
     texts = {name: _load_text(name, settings, tokenizer, int(dense_size or 0), print_line) for name in settings.texts}
+    make_folder(output)
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
     evaluation = Evaluation(blocks, tokenizer, loss_masks)
     accelerator = make_accelerator(output, None)
@@ -75,7 +77,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
             for name in settings.texts
         },
     }
-    write_new_results(results, output, "text", results["started"])
+    write_new_results(results, output, "text")
     return results
 
 

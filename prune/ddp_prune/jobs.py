@@ -22,7 +22,7 @@ from ddp_prune.devices import describe_device, explained, finish_run, make_accel
 from ddp_prune.export import export, layer_widths
 from ddp_prune.models.evaluation import Evaluation, bos_warning
 from ddp_prune.models.loading import check_sharding, load_teacher
-from ddp_prune.models.source import Source, weight_files
+from ddp_prune.models.source import Source
 from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import load_trained, resolve_runs, too_large
@@ -41,6 +41,7 @@ from ddp_vllm.names import bare_name
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
+from ddp_vllm.remote_code.files import weight_files
 
 
 @contextmanager
@@ -350,7 +351,7 @@ def _write(
         output,
         head_unit=head_unit_of(recipe, source),
         provenance=provenance | result.evaluation | {"fingerprint": inputs},
-        scores={"z": learned.z, "saliency": learned.saliency},
+        scores=learned.scores(),
         overwrite=run.record["overwrite"],
         extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
         transform=result.transform,

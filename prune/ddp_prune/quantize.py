@@ -17,15 +17,14 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from ddp_prune.models.source import open_source
-from ddp_prune.models.writing import config_of, stored_tensors, write_model
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, DdpError, SettingError
-from ddp_vllm.families import register_pruned
+from ddp_vllm.families import config_of_copy, register_pruned
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.model_facts import is_pruned
+from ddp_vllm.model_files import stored_tensors, write_model
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.pages.summary import trained_together
 from ddp_vllm.provenance import write_provenance
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 from ddp_vllm.remote_code.widths import states_widths
@@ -116,10 +115,6 @@ def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
     remedy = "--align does not change the size of heads, so leave the model unquantized"
     if all(name.startswith("mlp.") for _, name, *_ in odd):
         remedy = f"prune the dense model again with --align {block}"
-        provenance = checkpoint.provenance
-        # `apply` would lose trained weights
-        if not (trained_together(provenance) or "recovery" in provenance):
-            remedy = f"run ddp-vllm apply with --align {block} first"
     if SCHEMES[scheme].is_strict:
         layer, name, outputs, inputs = odd[0]
         raise SettingError(
@@ -177,7 +172,7 @@ def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path) -> No
     files."""
     source = checkpoint.folder
     pruned = is_pruned(source)
-    config = config_of(checkpoint) if pruned else read_json(source / "config.json")
+    config = config_of_copy(checkpoint.config, checkpoint.widths) if pruned else read_json(source / "config.json")
     quantized = {"quantization_config": read_json(work / "config.json")["quantization_config"]}
     write_model(folder, source, config | quantized, stored_tensors(work))
     write_provenance(folder / MASKS_FILE, {})

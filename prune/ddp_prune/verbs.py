@@ -26,7 +26,6 @@ from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output, clear
 from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.results import results_folder
 from ddp_vllm.settings import Option, command, documents
 
 if TYPE_CHECKING:
@@ -58,26 +57,6 @@ def _prune(
     model: str | Path,
     *,
     output: Annotated[Path | None, Option("Folder to write the model to.", "-o", heading="Basic")] = None,
-    target_params: Annotated[
-        str | None,
-        Option(
-            "Parameters of the whole model after pruning, for example 5.5B; replaces --sparsity.",
-            metavar="N", heading="Budget",
-        ),
-    ] = None,
-    target_flops: Annotated[
-        str | None,
-        Option(
-            "FLOPs per token of the whole model after pruning, at --context-length; replaces --sparsity.",
-            metavar="N", heading="Budget",
-        ),
-    ] = None,
-    target_kv_bytes: Annotated[
-        str | None,
-        Option(
-            "Bytes of KV cache per token after pruning, at 16 bits; replaces --sparsity.", metavar="N", heading="Budget"
-        ),
-    ] = None,
     recipe: File = None,
     tracker: Tracker = None,
     overwrite: Overwrite = False,
@@ -100,12 +79,6 @@ def _prune(
     0.1,0.2,0.3, come from one search and are written to one folder each. After an interruption, the
     same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
     """
-    targets = {"params": target_params, "flops": target_flops, "kv-bytes": target_kv_bytes}
-    for budget, target in targets.items():
-        if target is not None:
-            if (other := settings.setdefault("budget", budget)) != budget:
-                raise SettingError(f"a target in {budget} and a budget in {other} are given; give one of them")
-            settings["target"] = target
     if dry_run:
         return plan(model, output=output or "pruned", recipe=recipe, on=on, verbose=verbose, **settings)
     if on:
@@ -171,7 +144,7 @@ def prune_sizes(
     from ddp_vllm.pages.terminal import SafeConsole
 
     return jobs.prune(
-        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole.of(verbose),
+        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole(quiet=not verbose),
         measure=partial(ddp_vllm.profile, verbose=verbose),
     )  # fmt: skip
 
@@ -250,8 +223,6 @@ def apply(
     masks: Annotated[Path | str, Option("Masks file, ddp_masks.safetensors.")],
     *,
     output: Folder,
-    tp: Annotated[int, Option("Refuse masks that do not split over this many devices.")] = 1,
-    align: Annotated[int, Option("Move channels until widths are multiples of this.")] = 1,
     overwrite: Overwrite = False,
 ) -> Checkpoint:
     """Prune MODEL by published masks; this requires no text and no training.
@@ -268,7 +239,7 @@ def apply(
     check_model(str(model))
     from ddp_prune.export import apply_masks
 
-    return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
+    return apply_masks(str(model), Path(masks), output, overwrite=overwrite)
 
 
 @documents(RecoveryRecipe)
@@ -307,7 +278,7 @@ def recover(
     from ddp_prune import recover as recovery
     from ddp_vllm.pages.terminal import SafeConsole
 
-    console = SafeConsole.of(verbose)
+    console = SafeConsole(quiet=not verbose)
     return recovery.recover(resolved, output, overwrite=overwrite, tracker=tracker, console=console)
 
 
@@ -366,5 +337,4 @@ def evaluate_text(
         check_sources(name)
     from ddp_prune.fidelity import compare_on_text
 
-    with results_folder(folder):
-        return compare_on_text(chosen, folder, print_line=line_printer(verbose))
+    return compare_on_text(chosen, folder, print_line=line_printer(verbose))

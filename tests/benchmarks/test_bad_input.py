@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,10 +15,9 @@ from commands import assert_refused, invoke
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.sharegpt import BenchSettings, results_file
-from ddp_vllm.errors import ModelError, ServingError
+from ddp_vllm.errors import ModelError
 
 SHAREGPT = "bench sharegpt --dense {tiny} --pruned"
 PROFILE = "profile {tiny} -o new.json"
@@ -29,7 +27,7 @@ REFUSED = {  # words of a command, which writes nothing -> exit code, and a part
     f"{SHAREGPT} b -o new.json -- --model=gpt2": (2, "--model after -- is set by this measurement; omit it"),
     f"{SHAREGPT} ./nowhere -o new.json": (3, "nowhere is not the folder of a model"),
     f"{SHAREGPT} {{tiny}}": (2, "is not pruned; pass a folder of ddp-vllm prune, or -o FILE"),
-    f"{SHAREGPT} {{tiny}} -o {{tiny}}/out.json": (5, "would be in the folder of a dense model"),
+    f"{SHAREGPT} b -o new.json --mode serve --request-rate 0": (2, "--request-rate is 0.0; it must be at least 0.001"),
     f"{PROFILE} --concurrency 0": (2, "--concurrency is 0; it must be at least 1"),
     f"{PROFILE} --context-length 10": (2, "--context-length is 10; it must be at least the 96 steps"),
     f"{PROFILE} --context-length 99999": (2, "the model takes 256; pass a lower --context-length"),
@@ -62,18 +60,6 @@ def test_what_cannot_be_measured_is_refused(
 def test_a_word_is_no_number(tiny: Path) -> None:
     result = invoke("profile", tiny, "--concurrency", "many")
     assert result.exit_code == 2 and "neither a number nor several" in result.stderr
-
-
-def test_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ServingError, match=f"port {port} cannot be used.*pass another --port"):
-            choose_port(port)
-        assert choose_port() != port
-    with pytest.raises(ServingError):
-        choose_port(70000)
 
 
 def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
@@ -130,9 +116,10 @@ def test_a_lost_terminal_stops_the_engine_unless_ignored(before: str, said: str)
 
 PATIENCE = 600  # seconds, for a busy machine
 ENGINE = """
-import sys, time
+import time
+from pathlib import Path
 from ddp_benchmarks.engine import Engine
-with Engine([], module="started"):
+with Engine([], log=Path("log"), module="started"):
     time.sleep(3600)
 """
 EVAL = """
@@ -175,7 +162,7 @@ def test_what_a_killed_command_started_is_killed_too(
     (tmp_path / "parent.py").write_text(parent)  # a process that is spawned reads it again
     monkeypatch.setenv("STARTED", str(note))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    process = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")])
+    process = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], cwd=tmp_path)
     try:
         leader, child = wait_for(lambda: note.exists() and note.read_text()).split()
         assert is_alive(leader) and is_alive(child)

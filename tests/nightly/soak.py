@@ -7,6 +7,7 @@ alone. The memory of all processes of the server is read after each of ten round
 
 import http.client
 import json
+import os
 import random
 import re
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.engine import HOST, Server
-from ddp_benchmarks.processes import group_members, resident_bytes
+from ddp_benchmarks.processes import group_members
 
 KINDS = ("whole",) * 5 + ("stream",) * 3 + ("cut", "invalid")
 NUM_PROMPTS, LONGEST = 24, 48  # tokens of the longest prompt
@@ -63,6 +64,14 @@ def soak(server: Server, num_requests: int, num_clients: int) -> tuple[Counter[s
     if num_tracebacks := server.log.read_text(errors="replace").count("Traceback"):
         wrong.append(f"{num_tracebacks} tracebacks in {server.log}")
     return counts, wrong, memory
+
+
+def resident_bytes(process: int) -> int:
+    """Return the resident memory of a process in bytes; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
 
 
 def ask(server: Server, kind: str, prompt: Sequence[int], number: int = 0) -> list[int] | int | str:

@@ -44,7 +44,7 @@ def test_answers_of_a_busy_server_equal_those_to_single_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    with Server(str(tiny_model(tmp_path)), arguments=OPTIONS) as server:
+    with Server(str(tiny_model(tmp_path)), arguments=OPTIONS, log=tmp_path / "server.log") as server:
         counts, wrong, memory = soak(server, num_requests=REQUESTS, num_clients=16)
         assert server.process.poll() is None
     assert wrong == []

@@ -109,11 +109,11 @@ def test_results_of_another_machine_are_known_by_id(dense: Path, tmp_path: Path)
     bench = write_bench(tmp_path / "bench.json", dense, pruned, SPEEDS)
     for path in (evaluation, bench):
         edit(path, model="/gpu/other", name="other")
-    assert collect([pruned], results=[evaluation, bench]).notes == {}
+    assert collect([pruned], results=[evaluation, bench]).notes == []
     edit(evaluation, id="0" * 64, name="half", model=str(pruned))
-    assert next(iter(collect([pruned], results=[evaluation, bench]).notes)).startswith("results of half are left out")
+    assert collect([pruned], results=[evaluation, bench]).notes[0].startswith("results of half are left out")
     edit(evaluation, id=None, model="/gpu/half")
-    assert collect([pruned], results=[evaluation, bench]).notes == {}
+    assert collect([pruned], results=[evaluation, bench]).notes == []
 
 
 def test_models_with_different_parents_are_refused(tmp_path: Path) -> None:
@@ -165,10 +165,9 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     assert "| speed of a step, predicted | 1 | 1.10× [1.09, 1.11] | 1.25× [1.24, 1.26] | 1.50× [1.49, 1.51] |" in page
     html = (tmp_path / "page.html").read_text()
     assert "Held-out perplexity against speed" in html
-    assert "| held-out perplexity, dense → pruned | – | 20.00 → 20.00 | 20.00 → 20.00 | 20.00 → 20.00 |" in page
     assert "1.50× [1.49, 1.51] as fast, predicted; held-out perplexity 1.6" in page
     result = invoke(*arguments, "1.01", "--overwrite")
-    assert result.exit_code == 9 and "none has a held-out perplexity of at most 1.01 times" in result.stdout
+    assert result.exit_code == 9 and "none has a known held-out perplexity of at most 1.01 times" in result.stdout
     assert result.stderr.endswith("; train for longer with ddp-vllm recover, or remove less\n")
     records = json.loads(passed(invoke(*arguments, "1.2", "--overwrite", "--json")).stdout)
     assert records["chosen"] == "speedup-1.25" and len(records["models"]) == 3
@@ -191,19 +190,11 @@ def test_damaged_results_are_one_line(damage: str, pruned: Path, tmp_path: Path)
     assert_refused(invoke("compare", pruned, "-o", tmp_path / "page.html"), 4, "sharegpt.json", "is damaged")
 
 
-@pytest.mark.parametrize(("options", "code", "reason"), [
-    ("--tolerance 0", 2, "--tolerance is 0, which is no factor"),
-    ("-o nowhere/page.md", 2, "call the page"),  # the name of its Markdown
-    ("--tolerance 1.1", 9, "none was evaluated on held-out text, as ddp-vllm prune does\n"),
-])  # fmt: skip
-def test_options_that_are_refused(
-    options: str, code: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_model_of_unknown_perplexity_is_within_no_tolerance(tmp_path: Path) -> None:
     pruned = write_pruned(tmp_path / "half", "owner/dense")
-    result = invoke("compare", pruned, *options.split())
-    assert result.exit_code == code and reason in result.stderr, result.stderr
-    assert code == 9 or [*tmp_path.iterdir()] == [pruned]
+    result = invoke("compare", pruned, "--tolerance", "1.1", "-o", tmp_path / "page.md")
+    assert result.exit_code == 9 and "none has a known held-out perplexity of at most 1.1 times" in result.stderr
+    assert (tmp_path / "page.html").exists() and (tmp_path / "page.md").exists()
 
 
 def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> None:
@@ -218,7 +209,7 @@ def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> 
 
 def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
     comparison = collect([pruned])
-    assert comparison.notes == {}
+    assert comparison.notes == []
     assert [model.facts.kv_bytes_per_token for model in comparison.models] == [2 * 2 * 4 * 4, 2 * 2 * 4 * 2]
     assert difference(comparison.pruned[0], comparison.dense) == pytest.approx((-0.2, 0.0577), abs=1e-4)
     for text in pages(comparison):
@@ -235,20 +226,18 @@ def test_different_rows_are_not_compared(dense: Path, pruned: Path) -> None:
     write_evaluation(pruned, 0.9, limit=10)
     comparison = collect([pruned])
     assert difference(comparison.pruned[0], comparison.dense) is None
-    assert "not evaluated on the same rows" in next(iter(comparison.notes))
+    assert "not evaluated on the same rows" in comparison.notes[0]
     write_evaluation(dense, 0.9, limit=10, name="again")
     comparison = collect([pruned])
-    assert "points) (first 10 rows of each task)" in pages(comparison)[1]
+    assert "points" in pages(comparison)[1] and "the first 10 rows of each task" in pages(comparison)[1]
 
 
 def test_unmeasured_models_are_named(tmp_path: Path, dense: Path) -> None:
     folder, other = (write_pruned(tmp_path / name, dense) for name in ("new", "<b>a&b"))
     comparison = collect([folder, other])
-    assert comparison.notes["new was not evaluated"] == f"ddp-vllm eval {folder}"
-    bench = f"ddp-vllm bench sharegpt --dense {dense} --pruned {folder}"
-    assert comparison.notes["new was not measured"] == bench
+    assert "new was not evaluated; ddp-vllm eval does that" in comparison.notes
     page, _ = pages(comparison)
-    assert str(tmp_path) not in page  # the commands are for whoever compares, not for readers
+    assert str(tmp_path) not in page
     assert "<svg" not in page  # one point is no picture
     assert "new was not measured" in page
     assert "&lt;b&gt;a&amp;b" in page and "<b>" not in page

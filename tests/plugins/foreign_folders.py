@@ -1,7 +1,7 @@
 """Small random models that other tools pruned and saved in their own ways, with the forward pass that those tools have.
 
 Torch-Pruning prunes by its own code, as its examples/LLMs/prune_llm.py does. FLAP's slicing, biases and folder are as
-in its lib/prune.py; what it removes is random. Folders of Puzzletron, Nemotron-NAS and AnyModel follow the schemas in
+in its lib/prune.py; what it removes is random. Folders of Puzzletron, with the keys of AnyModel, follow the schemas in
 NVIDIA's Model-Optimizer (block_config.py in three versions, utils/vllm_adapter.py) and in vllm#36512. Those of LLM-Drop
 keep the tensors of dropped blocks, as its configs with two lists do.
 """
@@ -10,7 +10,6 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,17 +148,14 @@ def block_configs(schema: str) -> list[dict[str, Any]]:
     return found
 
 
-def puzzletron(folder: Path, schema: str = "asdict") -> Any:
-    """Save BLOCKS as Puzzletron does: block_configs, and a file for every block in a folder of their own.
-
-    The typed schema, which is the newest one, comes with the keys of AnyModel.
-    """
+def puzzletron(folder: Path) -> Any:
+    """Save BLOCKS as Puzzletron does: its newest block_configs with the keys of AnyModel, a file for every block in a
+    folder of their own."""
     model, parts, weight_map = of_blocks(), dict[str, dict[str, torch.Tensor]](), dict[str, str]()
-    keys: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "block_configs": block_configs(schema)}
-    if schema == "typed":
-        keys |= {"architectures": ["AnyModel"], "base_architecture": "LlamaForCausalLM", "anymodel_arch_info": {},
-                 "per_layer_config": _per_layer_config()}  # fmt: skip
-    _write_config(folder, **keys)
+    _write_config(
+        folder, architectures=["AnyModel"], base_architecture="LlamaForCausalLM", anymodel_arch_info={},
+        block_configs=block_configs("typed"), per_layer_config=_per_layer_config(),
+    )  # fmt: skip
     for name, tensor in model.state_dict().items():
         words = name.split(".")
         part = f"block_{words[2]}_{'attention' if 'attn' in name else 'ffn'}" if words[1] == "layers" else words[-2]
@@ -172,22 +168,6 @@ def puzzletron(folder: Path, schema: str = "asdict") -> Any:
     return model
 
 
-def nemotron_nas(folder: Path) -> Any:
-    """Save BLOCKS as Nemotron-NAS has them: sizes in `block_configs` alone, and a type that transformers lacks."""
-    blocks = [
-        {"attention": {"no_op": not kv_heads, "replace_with_linear": False, "n_heads_in_group": 12 // (kv_heads or 12)},
-         "ffn": {"no_op": not width, "replace_with_linear": False, "intermediate_size": width or None}}
-        for _, kv_heads, width in BLOCKS
-    ]  # fmt: skip
-    model = of_blocks()
-    _write_config(
-        folder, model_type="nemotron-nas", architectures=["DeciLMForCausalLM"], block_configs=blocks,
-        num_key_value_heads=None, intermediate_size=None, auto_map={"AutoConfig": "configuration_decilm.DeciLMConfig"},
-    )  # fmt: skip
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / WEIGHTS)
-    return model
-
-
 def _per_layer_config() -> dict[str, dict[str, Any]]:
     """Return BLOCKS as AnyModel reads them: only layers and fields that differ."""
     layers: dict[str, dict[str, Any]] = {}
@@ -197,18 +177,6 @@ def _per_layer_config() -> dict[str, dict[str, Any]]:
         skip = [*["attention"] * (not kv_heads), *["mlp"] * (not width)]
         layers[str(index)] = {**own, **({"skip": skip} if skip else {})}
     return {index: own for index, own in layers.items() if own}
-
-
-def anymodel(folder: Path) -> Any:
-    """Save BLOCKS as AnyModel reads them: the layers that differ in `per_layer_config`; norms of all blocks remain."""
-    model = of_blocks()
-    _write_config(
-        folder, architectures=["AnyModel"], base_architecture="LlamaForCausalLM",
-        per_layer_config=_per_layer_config(),
-    )  # fmt: skip
-    norms = {name: torch.ones(48) for name in LlamaForCausalLM(LlamaConfig(**SIZES)).state_dict() if "norm" in name}
-    save_file({**norms, **{name: each.contiguous() for name, each in model.state_dict().items()}}, folder / WEIGHTS)
-    return model
 
 
 def llm_drop(folder: Path) -> Any:
@@ -239,8 +207,5 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "Torch-Pruning": torch_pruning,
     "FLAP": of_flap,
     "Puzzletron": puzzletron,
-    "Puzzletron, typed": partial(puzzletron, schema="typed"),
-    "Nemotron-NAS": nemotron_nas,
-    "AnyModel": anymodel,
     "LLM-Drop": llm_drop,
 }

@@ -43,8 +43,8 @@ def quantize(folder: Path, scheme: str, output: Path) -> Result:
 def test_what_no_kernel_takes_is_refused_before_anything_runs(tmp_path: Path) -> None:
     """It names layers, one projection and the cure, if there is one."""
     make_checkpoint(tmp_path / "ragged", "Llama", RAGGED_LAYERS, hidden_size=96)
-    words = "layers 1, 4, 5: mlp.gate_proj of layer 1 is 17 × 96, and both must be multiples of 32; run ddp-vllm apply"
-    assert_refused(quantize(tmp_path / "ragged", "W4A16", tmp_path / "out"), 2, words)
+    words = "layers 1, 4, 5: mlp.gate_proj of layer 1 is 17 × 96, and both must be multiples of 32; prune the dense"
+    assert_refused(quantize(tmp_path / "ragged", "W4A16", tmp_path / "out"), 2, words, "again with --align 32")
     make_checkpoint(tmp_path / "heads", "Llama", ALIGNED_LAYERS, hidden_size=96, head_dim=16)
     assert_refused(
         quantize(tmp_path / "heads", "W4A16", tmp_path / "out"), 2, "--align does not change the size of heads"

@@ -22,7 +22,7 @@ from ddp_vllm.checkpoint import read_config
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import is_pruned
-from ddp_vllm.pages.metrics import gather
+from ddp_vllm.pages.report import draw
 from ddp_vllm.pages.summary import footprint, units
 
 BY_DAY = ("llama", "qwen2", "granite", "gemma2", "phi3")  # biases, scales, norms around blocks, fused projections
@@ -234,7 +234,7 @@ def test_a_layer_may_lose_all_its_experts(dense: Callable[[str], Path], tmp_path
         masked = logits(model.model, TOKENS)
     torch.testing.assert_close(logits(read_again(tmp_path / "out"), TOKENS), masked, atol=2e-5, rtol=0)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| 1 | 0/8 |" in card and "| 2 | 2/8 |" in card
+    assert "| 1 | – | – | 0% |" in card and "| 2 | 2 | 74 | 14% |" in card
 
 
 def test_a_published_deepseek_config_loads_without_its_code(dense: Callable[[str], Path], tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_whole_experts_leave_a_stock_checkpoint_that_equals_the_dense_model_rout
     assert flops[1] - flops[2] == 2 * source.sizes.hidden_size * (num_dense - num_left)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "stock checkpoint with fewer experts" in card and "trust" not in card
-    gather(checkpoint)  # for the report
+    assert "experts" in [picture.name for picture in draw(checkpoint)]
     for words, said in (
         (["quantize", "--scheme", "FP8_DYNAMIC"], f"is a stock {family} checkpoint, so let vLLM quantize it"),
         (["export"], f"is a stock {family} checkpoint, which llama.cpp's own convert_hf_to_gguf.py converts"),

@@ -276,7 +276,6 @@ def test_a_tensor_in_two_files_is_refused(verb: str, tiny_model: Path, tiny_text
     refused(folder, "model.safetensors", "remove")
     stray = Path(shutil.copytree(tiny_model, tmp_path / "stray"))
     shutil.copyfile(stray / "model.safetensors", stray / "model_00001-of-00001.safetensors")
-    if verb == "prune":
-        refused(stray, "model.safetensors", "remove the wrong one")
-        (stray / "model_00001-of-00001.safetensors").rename(stray / "consolidated.safetensors")
-        assert seams.weight_files(open_source(str(stray)).folder) == [stray / "model.safetensors"]
+    refused(stray, "model.safetensors and model_00001-of-00001.safetensors; remove one")
+    (stray / "model_00001-of-00001.safetensors").rename(stray / "consolidated.safetensors")
+    assert seams.weight_files(open_source(str(stray)).folder) == [stray / "model.safetensors"]

@@ -73,6 +73,11 @@ class Learned:
     """`experts`: int64 [L, E], how often each expert was chosen in training; empty for a dense
     model."""
 
+    def scores(self) -> Masks:
+        """Return z and saliency by names such as `mlp.z`."""
+        named = {"z": self.z, "saliency": self.saliency}
+        return {f"{kind}.{name}": values for name, masks in named.items() for kind, values in masks.items()}
+
     def routing(self, routed_layers: tuple[int, ...]) -> dict[str, Any]:
         """Return `routed` as plain data, layer number -> counts; {} for a dense model."""
         counts = {kind: values.tolist() for kind, values in self.routed.items()}

@@ -277,16 +277,3 @@ def rank_open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Te
         scale = 0.5 * lowest_open.min() / closed.max().clamp_min(lowest_open.min())
         importance = torch.where(is_open, importance, importance * scale)
     return importance
-
-
-def round_to_blocks(gates: torch.Tensor, saliency: torch.Tensor, align: int) -> torch.Tensor:
-    """Return learned gates [..., U] with a multiple of `align` open in every row, and no more in
-    total than before.
-
-    Rows are rounded to whole blocks by saliency, as a run with `align` rounds them before its
-    polish; reopened gates have scale 1. This costs no perplexity on SmolLM2-135M.
-    """
-    is_open = gates > 0
-    importance_RU = rank_open_first(saliency, is_open).flatten(0, -2)
-    (support,) = best_support([cut_rows(importance_RU, block=align)], is_open.sum()[None])
-    return torch.where(is_open, gates, 1.0) * support.view_as(gates)

@@ -18,10 +18,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ddp_prune.core.decoder import auto_class, decoder_layers, decoder_of
 from ddp_prune.core.loss import OutputHead, final_hidden
-from ddp_prune.models.source import AGAIN, Source, weight_files
+from ddp_prune.models.source import AGAIN, Source
 from ddp_prune.settings import TrainingSettings
 from ddp_vllm import machine
 from ddp_vllm.errors import ModelError, SettingError, reading
+from ddp_vllm.remote_code.files import weight_files
 
 
 def check_sharding(recipe: TrainingSettings, num_processes: int) -> None:

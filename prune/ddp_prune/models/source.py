@@ -4,7 +4,7 @@ of a hub name.
 The model is dense or, for recovery, a pruned one.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,7 @@ from ddp_vllm.families import FAMILIES, check_dense, check_known, register_prune
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
-from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
+from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, checked_tensors, short, weight_files
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import Widths, states_widths
 
@@ -153,7 +153,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
         check_dense(config)
         if is_family:
             check_known(config)
-    tensors = _tensors(_headers(folder) if is_local or load else _hub_headers(model))
+        tensors = _stored(folder) if is_local or load else _on_hub(model)
     if config.get("tie_word_embeddings"):  # the output head is the embedding, which some checkpoints store twice
         tensors.pop("lm_head.weight", None)
     if is_family:
@@ -163,17 +163,17 @@ def read_source(model: str, *, load: bool = True) -> Source:
 
         register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
         with _naming(model):
-            structure = find_structure(folder, {name: shape for name, (shape, *_) in tensors.items()})
+            structure = find_structure(folder, {name: shape for name, (shape, _) in tensors.items()})
         config = structure.describe(config)
     sizes, shapes = dimensions_of(config), dict[str, list[int]]()
     if sizes.num_experts:  # MLPs of the first layers are a small part of a mixture
         sizes = replace(sizes, blocks=("experts",))
     source = Source(folder=folder, config=config, sizes=sizes, shapes=shapes, structure=structure)
-    for name, (shape, dtype, path) in tensors.items():
+    for name, (shape, dtype) in tensors.items():
         singles = structure.unstacked(name, shape) if structure else {name: shape}
         if dtype not in FORMATS and (is_family or any(map(source.widths.find, singles))):
             raise ModelError(
-                f"{path}: tensor {short(name)} is {dtype}, but only {', '.join(FORMATS)} are supported; prune the "
+                f"{folder}: tensor {short(name)} is {dtype}, but only {', '.join(FORMATS)} are supported; prune the "
                 "unquantized checkpoint"
             )
         shapes |= singles
@@ -231,81 +231,21 @@ def check_index(folder: Path) -> None:
         )
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a dense checkpoint that transformers reads.
-    Raises: ModelError.
-
-    They are those of the index, or model.safetensors; without either, all files are returned.
-    """
-    index, single = _index_of(folder), folder / "model.safetensors"
-    if single.is_file() and {*index.values()} - {single.name}:
-        raise ModelError(
-            f"{folder} holds model.safetensors and {INDEX_FILE}, which names other files; transformers reads the one "
-            "and vLLM the others: remove the wrong one"
-        )
-    if index:
-        return [folder / name for name in sorted(set(index.values()))]
-    if single.is_file():
-        return [single]
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
-
-
-def _index_of(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, {} without an index. Raises: ModelError."""
+def _stored(folder: Path) -> dict[str, tuple[list[int], str]]:
+    """Return shape and dtype of every tensor of a folder. Raises: ModelError."""
     try:
-        return index_map(folder / INDEX_FILE)
-    except WidthsError as error:
+        return {name: (shape, dtype) for name, shape, dtype in checked_tensors(folder)}
+    except (WidthsError, OSError) as error:
         raise ModelError(str(error)) from error
 
 
-# a file, and the name, shape and dtype of its tensors
-Header = tuple[Path | str, list[tuple[str, list[int], str]]]
-
-
-def _headers(folder: Path) -> Iterator[Header]:
-    """Yield the header of every weight file. Raises: ModelError if one cannot be read, or if there
-    is none."""
-    files, index = weight_files(folder), _index_of(folder)
-    if not files:
-        raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
-    # without an index vLLM reads every file, except those in Mistral's own format
-    strays = set() if index else {*folder.glob("*.safetensors")} - {*files, *folder.glob("consolidated*")}
-    names = set[str]()
-    for path in (*files, *sorted(strays)):
-        try:
-            header = list(file_tensors(path))
-        except (WidthsError, OSError) as error:
-            raise ModelError(f"{path} cannot be read ({error}); download the model again") from error
-        if path not in strays:
-            names |= {name for name, _, _ in header}
-            yield path, header
-        elif twice := names & {name for name, _, _ in header}:
-            raise ModelError(
-                f"{path} holds {short(min(twice))} too, which transformers reads from {files[-1].name} and vLLM from "
-                "the last file; remove the wrong one"
-            )
-
-
-def _hub_headers(model: str) -> Iterator[Header]:
-    """Yield the header of every weight file of a hub model, without the weights.
-    Raises: ModelError."""
+def _on_hub(model: str) -> dict[str, tuple[list[int], str]]:
+    """Return shape and dtype of every tensor of a hub model, without its weights. Raises: ModelError."""
     from huggingface_hub import get_safetensors_metadata
 
     with _downloading(model):
-        files = get_safetensors_metadata(model).files_metadata
-    for name, file in files.items():
-        yield f"{model}/{name}", [(name, header.shape, header.dtype) for name, header in file.tensors.items()]
-
-
-def _tensors(headers: Iterable[Header]) -> dict[str, tuple[list[int], str, Path | str]]:
-    """Return shape, dtype and file of every tensor. Raises: ModelError if one is in two files."""
-    tensors = dict[str, tuple[list[int], str, Path | str]]()
-    for path, header in headers:
-        for name, shape, dtype in header:
-            if name in tensors:
-                raise ModelError(f"{path}: tensor {short(name)} is in another file too; download the model again")
-            tensors[name] = shape, dtype, path
-    return tensors
+        files = get_safetensors_metadata(model).files_metadata.values()
+    return {name: (header.shape, header.dtype) for file in files for name, header in file.tensors.items()}
 
 
 def _check_names(folder: Path, names: Collection[str]) -> None:
