@@ -28,7 +28,7 @@ from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.tensors import FAMILIES, LAYERS, dense_type
-from ddp_vllm.remote_code.widths import HEAD, LayerWidths, Widths, states_widths
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, states_widths
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
 BLOCK = 32
@@ -121,8 +121,6 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
         lacks = f"the activation {activation}"
     elif rope["rope_type"] not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
         lacks = f"rotary positions of type {rope['rope_type']}"
-    elif not config.get("tie_word_embeddings") and HEAD not in checkpoint.shapes:
-        return "it has no lm_head.weight, and its embeddings are not tied; copy the whole folder again"
     return lacks and f"its graph for layers of different widths has no place for {lacks}; serve the model with vLLM"
 
 
