@@ -202,7 +202,8 @@ def _widths_on_disk(
     stock: Stock, shapes: Shapes, on_disk: Mapping[str, str]
 ) -> tuple[dict[Form, dict[int, dict[int, Width]]], dict[str, list[int]]]:
     """Return the widths of all MLPs and experts, and the shape that each tensor must have with
-    them; an expert without tensors has width 0."""
+    them; an expert without tensors has width 0. Raises: ModelError for more channels than
+    config.json has."""
     required = {name: tensor.shape for name, tensor in stock.tensors.items()}
     rows: dict[Form, dict[int, dict[int, Width]]] = defaultdict(lambda: defaultdict(dict))
     removed: list[Module] = []

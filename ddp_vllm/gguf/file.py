@@ -48,8 +48,7 @@ class _Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        block, size = gguf.GGML_QUANT_SIZES[self.type]
-        return math.prod(self.shape) // block * size
+        return math.prod(gguf.quant_shape_to_byte_shape(self.shape, self.type))
 
 
 def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = False) -> list[str]:
@@ -222,15 +221,10 @@ def _arrays(
 
 
 def _read(tensor: LocalTensor) -> np.ndarray:
-    """Return a tensor in float32; bfloat16 is the upper half of a float32."""
-    raw = tensor.mmap_bytes()
-    if tensor.dtype == "BF16":
-        array = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    elif tensor.dtype in ("F16", "F32"):
-        array = raw.view({"F16": np.float16, "F32": np.float32}[tensor.dtype]).astype(np.float32)
-    else:
+    """Return a tensor in float32."""
+    if tensor.dtype not in ("BF16", "F16", "F32"):
         raise ModelError(f"weights are {tensor.dtype}; exported are bfloat16, float16 and float32")
-    return array.reshape(tensor.shape)
+    return gguf.dequantize(tensor.mmap_bytes(), gguf.GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape)
 
 
 def _positions(name: str, before: Widths, after: Widths) -> Any:
