@@ -19,19 +19,16 @@ from ddp_vllm.errors import TextError
 MAX_NAMES = 6  # in a printed note
 EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
-CALLS = ("function_call", "tool_call", "functioncall", "tool_calls")
-"""Speakers whose words are calls, packed as JSON."""
 _NAMES = {
     "user": "user human prompter customer instruction",
-    "assistant": "assistant gpt chatgpt bing bard model ai bot chatbot agent llm claude gemini llama output",
+    "assistant": "assistant gpt chatgpt bing bard model ai bot chatbot agent llm claude gemini llama output "
+    "function_call tool_call functioncall tool_calls",
     "system": "system developer system_prompt",
     "tool": "tool observation function ipython environment tool_response tool_result tool_output "
     "function_response function_result function_output",
 }
-SPEAKERS = dict.fromkeys(CALLS, "assistant")
+SPEAKERS = {speaker: role for role, speakers in _NAMES.items() for speaker in speakers.split()}
 """The role of each speaker, in lower case."""
-for _role, _speakers in _NAMES.items():
-    SPEAKERS |= dict.fromkeys(_speakers.split(), _role)
 WEIGHTS = ("weight", "train")
 """Keys with which an author excludes a message from the loss: OpenAI's and Axolotl's."""
 IS_INCLUDED = dict.fromkeys(("none", "", "1", "1.0", "true"), True) | dict.fromkeys(("0", "0.0", "false"), False)
@@ -133,7 +130,7 @@ class TurnReader:
         calls = self._calls(turn[key]) if key else []
         if calls is None:
             raise TextError(f"{kind_of(turn[key])} under {key}; write calls with name and arguments")
-        is_call = name in CALLS and "tool_calls" in self.template.source
+        is_call = "call" in name and "tool_calls" in self.template.source
         if is_call and not calls and (calls := self._calls("".join(texts))):
             texts.clear()
         thoughts = next((turn[key] for key in THOUGHTS if turn.get(key) is not None), None)
