@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.text.conversations import Conversation, RowParser
-from ddp_prune.text.messages import EXAMPLE, Notes, at, words_of
+from ddp_prune.text.messages import EXAMPLE, Notes, at
 from ddp_prune.text.rows import open_rows, reading_text
-from ddp_prune.text.templates import ChatTemplate
+from ddp_prune.text.templates import ChatTemplate, words_of
 from ddp_vllm.errors import TextError, reading
 
 SHARE_GPT = ("anon8231489123/ShareGPT_Vicuna_unfiltered", "ShareGPT_V3_unfiltered_cleaned_split.json")

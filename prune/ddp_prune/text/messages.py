@@ -114,8 +114,9 @@ class TurnReader:
         if not isinstance(content, str | list | None):
             raise TextError(f"the content is {kind_of(content)}; write it as a string")
         for part in [content] if isinstance(content, str) else content or []:
-            kind = str(part.get("type", "unnamed")) if isinstance(part, dict) else kind_of(part)
-            text = part.get(kind if kind in ("refusal", "thinking") else "text") if isinstance(part, dict) else part
+            named = part if isinstance(part, dict) else {"type": kind_of(part), "text": part}
+            kind = str(named.get("type", "unnamed"))
+            text = named.get(kind if kind in ("refusal", "thinking") else "text")
             if isinstance(text, str):
                 yield text
             else:
@@ -162,17 +163,6 @@ def _is_excluded(turn: Message) -> bool:
         return not all(IS_INCLUDED[str(turn.get(key)).lower()] for key in WEIGHTS)
     except KeyError as error:
         raise TextError(f"{error} as weight; write 0 or 1") from None
-
-
-def texts_of(message: Message) -> list[str]:
-    """Return the texts of the parts of a message."""
-    content = message["content"]
-    return [part["text"] for part in content] if isinstance(content, list) else [content]
-
-
-def words_of(message: Message) -> str:
-    """Return the text of a message."""
-    return "\n".join(texts_of(message))
 
 
 def first(row: Mapping[str, Any], names: Sequence[str]) -> str:
