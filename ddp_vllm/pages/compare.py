@@ -67,68 +67,46 @@ def headline(model: Model, comparison: Comparison) -> str:
 def comparison_table(comparison: Comparison) -> Table:
     """Return everything that is known, one column per model; rows without any value are left
     out."""
-    rows = [
-        [heading, *(cell or "–" for cell in cells)]
-        for heading, cells in (*_facts(comparison), *_speeds(comparison), *_qualities(comparison))
-        if any(cells)
-    ]
-    return Table(headings=["", *(model.name for model in comparison.models)], rows=rows)
+    dense, models, pruned = comparison.dense, comparison.models, comparison.pruned
+    rows = list[list[str]]()
 
+    def add(heading: str, write: Callable[[Any], str], values: Iterable[Any], *before: str) -> None:
+        cells = ["" if value is None else write(value) for value in values]
+        if any(cells):
+            rows.append([heading, *before, *(cell or "–" for cell in cells)])
 
-Row = tuple[str, list[str]]
-"""A heading and a cell for each model, "" where it is unknown."""
+    def add_ratios(heading: str, bounds: Iterable[Any]) -> None:
+        """Add ratios of each pruned model to the dense model, which is 1."""
+        add(heading, lambda ratio: with_interval(*ratio), bounds, *["1"] * bool(dense))
 
-
-def _row(heading: str, write: Callable[[Any], str], values: Iterable[Any]) -> Row:
-    return heading, ["" if value is None else write(value) for value in values]
-
-
-def _ratios(comparison: Comparison, heading: str, bounds: Iterable[Any]) -> Row:
-    """Return a row of ratios of each pruned model to the dense model, which is 1."""
-    heading, cells = _row(heading, lambda ratio: with_interval(*ratio), bounds)
-    return heading, ["1"] * bool(comparison.dense) + cells if any(cells) else []
-
-
-def _facts(comparison: Comparison) -> Iterator[Row]:
-    """Yield the rows of sizes and memory."""
-    models = comparison.models
-    yield _row("parameters", _millions, (model.facts.parameters for model in models))
-    yield _row("KV-cache bytes per token", "{:,}".format, (model.facts.kv_bytes_per_token for model in models))
-
-
-def _speeds(comparison: Comparison) -> Iterator[Row]:
-    """Yield a row per load and metric, and the predicted speed."""
-    by_model = [{speed.verdict.load: speed.verdict for speed in model.speeds} for model in comparison.pruned]
-    for load in dict.fromkeys(load for verdicts in by_model for load in verdicts):
-        metrics = [verdicts[load].metrics if load in verdicts else {} for verdicts in by_model]
+    add("parameters", _millions, (model.facts.parameters for model in models))
+    add("KV-cache bytes per token", "{:,}".format, (model.facts.kv_bytes_per_token for model in models))
+    by_model = [{speed.verdict.load: speed.verdict.metrics for speed in model.speeds} for model in pruned]
+    for load in dict.fromkeys(load for loads in by_model for load in loads):
+        metrics = [loads.get(load, {}) for loads in by_model]
         for metric in dict.fromkeys(metric for of_model in metrics for metric in of_model):
             if metric == main_metric(load) or metric.startswith("p"):  # a percentile of a latency
                 name = metric.removesuffix("_ms").replace("_", " ")
-                bounds = (of_model[metric].bounds if metric in of_model else None for of_model in metrics)
-                yield _ratios(comparison, f"{name}, {load}", bounds)
-    yield _ratios(comparison, "speed of a step, predicted", (model.predicted for model in comparison.pruned))
-
-
-def _qualities(comparison: Comparison) -> Iterator[Row]:
-    """Yield the rows of held-out text, tasks and texts."""
-    dense, models, pruned = comparison.dense, comparison.models, comparison.pruned
-    yield _ratios(comparison, "held-out perplexity, × dense", (model.heldout for model in pruned))
+                verdicts = (of_model.get(metric) for of_model in metrics)
+                add_ratios(f"{name}, {load}", (verdict and verdict.bounds for verdict in verdicts))
+    add_ratios("speed of a step, predicted", (model.predicted for model in pruned))
+    add_ratios("held-out perplexity, × dense", (model.heldout for model in pruned))
     mean_of = lambda mean: f"{_score(100, (mean['value'], mean['stderr']))} ({len(mean['tasks'])} tasks)"  # noqa: E731
-    yield _row("mean accuracy", mean_of, (model.accuracy for model in models))
+    add("mean accuracy", mean_of, (model.accuracy for model in models))
     changes = (difference(model, dense) for model in models)
-    yield _row("points, same questions, 95 %", lambda change: points(*change), changes)
+    add("points, same questions, 95 %", lambda change: points(*change), changes)
     for name, task in TASKS.items():
-        scores = [model.evaluation.score(name) if model.evaluation else None for model in models]
+        scores = (model.evaluation and model.evaluation.score(name) for model in models)
         heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
-        yield _row(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
+        add(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
     for text in dict.fromkeys(text for model in models for text in model.texts):
-        ratios = (perplexity_ratio(model.texts[text]) if text in model.texts else None for model in pruned)
-        yield _ratios(comparison, f"perplexity on {text}, × dense", ratios)
-        near = [
-            model.texts[text].get("agreement", {}).get("pruned") if text in model.texts else None for model in models
-        ]
-        yield _row(f"KL on {text}, nats", lambda agreement: f"{agreement['kl']:.3f}", near)
-        yield _row(f"top-1 agreement on {text}", lambda agreement: f"{agreement['top1']:.1%}", near)
+        qualities: list[Any] = [model.texts.get(text) or {} for model in pruned]
+        add_ratios(f"perplexity on {text}, × dense", map(perplexity_ratio, qualities))
+        near = [quality.get("agreement", {}).get("pruned") for quality in qualities]
+        unknown = ["–"] * bool(dense)
+        add(f"KL on {text}, nats", lambda agreement: f"{agreement['kl']:.3f}", near, *unknown)
+        add(f"top-1 agreement on {text}", lambda agreement: f"{agreement['top1']:.1%}", near, *unknown)
+    return Table(headings=["", *(model.name for model in models)], rows=rows)
 
 
 def _score(scale: int, score: Score) -> str:
