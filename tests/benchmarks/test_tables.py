@@ -9,7 +9,7 @@ from ddp_benchmarks.tables import print_report
 from ddp_vllm.results import Bench, verdicts
 
 RATE = "0.25 requests/s"
-LABELS = ("dense", "[/b] $x^$ :x:")
+LABELS = ("dense", "[/b] $x^$ :x: \x1b]0;evil")
 
 
 def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,4 +31,4 @@ def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) ->
     bench = msgspec.convert(found | {"verdicts": verdicts(found)}, Bench)
     print_report(bench)
     printed = capsys.readouterr().out
-    assert f"Incomplete: {reason}" in printed and f"{LABELS[1]}, {RATE}: time" in printed
+    assert f"Incomplete: {reason}" in printed and f"[/b] $x^$ :x: \\x1b]0;evil, {RATE}: time" in printed

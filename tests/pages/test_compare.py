@@ -205,6 +205,7 @@ def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
         assert "accuracy: −20.0 ± 5.8 points" in text and "same questions, 95 %" in text
         assert "50.0 % less KV cache per token" in text
         assert "30.00" in text  # the perplexity
+    assert "| requests per second, offline | 1 | 1.50× [1.45, 1.55] |" in pages(comparison)[1]
     reader = PageReader(page := pages(comparison)[0])
     assert reader.loaded == reader.links == [] and not re.search(r"url\((?!#)", page) and "<svg" in page
 
