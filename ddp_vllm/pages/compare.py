@@ -32,7 +32,7 @@ def write_comparison(comparison: Comparison, html: Path, markdown: Path, toleran
 def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
     """Return the page: a sentence per model, pictures if there are two points, the table, and the
     conditions."""
-    take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
+    take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance)[1])]
     pictures = [*draw(comparison)]
     shown = [Section(heading="", pictures=pictures)] if pictures else []
     conditions = [_speed_measured(speed.bench) for model in comparison.pruned for speed in model.speeds]
@@ -149,29 +149,23 @@ def _percent(model: Model) -> Interval | None:
     return percent, percent - reach, percent + reach
 
 
-def choice(comparison: Comparison, tolerance: float) -> str:
-    """Return the fastest model whose held-out perplexity is at most this many times the dense
-    model's, in words."""
-    best = fastest(comparison, tolerance)
-    if best is None:
-        return f"none has a known held-out perplexity of at most {tolerance:g} times the dense model's"
-    assert best.heldout
-    gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
-    return f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
-
-
-def fastest(comparison: Comparison, tolerance: float) -> Model | None:
-    """Return the fastest model within a tolerance, by its measured or else its predicted speed;
-    None without any."""
+def choice(comparison: Comparison, tolerance: float) -> tuple[Model | None, str]:
+    """Return the fastest model, by its measured or else its predicted speed, whose held-out perplexity
+    is at most this many times the dense model's, and the same in words; None if there is none."""
     within = [model for model in comparison.pruned if model.heldout and model.heldout[0] <= tolerance]
     by_speed = lambda model: ((model.speedup or (0.0,))[0], -float(model.facts.parameters or 0))  # noqa: E731
-    return max(within, key=by_speed, default=None)
+    best = max(within, key=by_speed, default=None)
+    if best is None:
+        return None, f"none has a known held-out perplexity of at most {tolerance:g} times the dense model's"
+    assert best.heldout
+    gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
+    return best, f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
 
 
 def records(comparison: Comparison, tolerance: float | None) -> dict[str, Any]:
     """Return what `compare --json` prints: the facts of each model, its two ratios with intervals,
     and the choice."""
-    best = None if tolerance is None else fastest(comparison, tolerance)
+    best = None if tolerance is None else choice(comparison, tolerance)[0]
     models = [
         {"facts": model.facts.to_json(), "heldout_ratio": model.heldout, "speedup": model.speedup}
         for model in comparison.pruned

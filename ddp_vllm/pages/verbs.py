@@ -60,19 +60,20 @@ def report(
 
 def _print_comparison(comparison: "Comparison", values: Mapping[str, Any]) -> None:
     """Raises: LimitError if no model is within the tolerance."""
-    from ddp_vllm.pages.compare import choice, comparison_table, fastest
+    from ddp_vllm.pages.compare import choice, comparison_table
     from ddp_vllm.pages.terminal import SafeConsole, print_table
 
     if not values["as_json"]:
         print_table(comparison_table(comparison), SafeConsole())
     tolerance, page = values["tolerance"], values["output"]
-    if tolerance is not None:
-        echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
     for note in comparison.notes:
         echo(note, err=True)
     echo(f"{page.with_suffix('.html')} and {page.with_suffix('.md')}")
-    if tolerance is not None and not fastest(comparison, tolerance):
-        raise LimitError(f"{choice(comparison, tolerance)}; train for longer with ddp-vllm recover, or remove less")
+    if tolerance is not None:
+        best, sentence = choice(comparison, tolerance)
+        echo(f"within {tolerance:g} times: {sentence}")
+        if best is None:
+            raise LimitError(f"{sentence}; train for longer with ddp-vllm recover, or remove less")
 
 
 def _records(comparison: "Comparison", values: Mapping[str, Any]) -> dict[str, Any]:
