@@ -3,14 +3,12 @@ was measured."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, perplexity_ratio, points
 from ddp_vllm.intervals import with_interval
-from ddp_vllm.output import write_text
 from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
-from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
+from ddp_vllm.pages.page import Page, Picture, Section, Table
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import Bench, main_metric
 
@@ -22,16 +20,9 @@ REMARK = (
 )
 
 
-def write_comparison(comparison: Comparison, html: Path, markdown: Path, tolerance: float | None = None) -> None:
-    """Write the page in both formats; `tolerance` as in `choice`. Raises: OutputError."""
-    page = page_of(comparison, tolerance)
-    write_text(to_markdown(page), markdown)
-    write_text(to_html(page), html)
-
-
 def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
     """Return the page: a sentence per model, pictures if there are two points, the table, and the
-    conditions."""
+    conditions; `tolerance` as in `choice`."""
     take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance)[1])]
     pictures = [*draw(comparison)]
     shown = [Section(heading="", pictures=pictures)] if pictures else []
@@ -160,17 +151,6 @@ def choice(comparison: Comparison, tolerance: float) -> tuple[Model | None, str]
     assert best.heldout
     gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
     return best, f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
-
-
-def records(comparison: Comparison, tolerance: float | None) -> dict[str, Any]:
-    """Return what `compare --json` prints: the facts of each model, its two ratios with intervals,
-    and the choice."""
-    best = None if tolerance is None else choice(comparison, tolerance)[0]
-    models = [
-        {"facts": model.facts.to_json(), "heldout_ratio": model.heldout, "speedup": model.speedup}
-        for model in comparison.pruned
-    ]
-    return {"models": models, "chosen": best.name if best else None, "notes": comparison.notes}
 
 
 def _speed_measured(bench: Bench) -> str:
