@@ -118,7 +118,7 @@ def _parameter(name: str, annotation: Any, default: Any, option: Option) -> clic
     it."""
     kind, is_required = kind_of(annotation), default is inspect.Parameter.empty
     part = kind_of(part_of(kind))
-    of: Any = click.Choice(option.choices) if option.choices else part or kind
+    of: Any = click.Choice(option.choices) if option.choices else option.of or part or kind
     of = click.Path(path_type=Path) if of is Path else of
     if option.is_argument:
         return click.Argument([name], type=of, nargs=-1 if part else 1, required=is_required)
@@ -134,7 +134,8 @@ def _parameter(name: str, annotation: Any, default: Any, option: Option) -> clic
             default = [",".join("none" if value is None else str(value) for value in parts)]
         known |= {"multiple": True, "callback": lambda _context, _option, lists: join([*itertools.chain(*lists)])}
         of = Several(option.of or part or kind)
-    default = None if option.shown or default in ("", MISSING, inspect.Parameter.empty) else default
+    is_none = default in ("", MISSING, inspect.Parameter.empty) or (type(default) is float and not default)
+    default = None if option.shown or is_none else default
     known |= {"type": of, "metavar": option.metavar, "required": is_required, "default": default}
     names = [*filter(None, [option.spelling]), f"--{flag}", name]
     return click.Option(names, show_default=option.shown or True, **known)

@@ -134,6 +134,13 @@ def pruned_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
     return head | rest | {"ddp_layers": widths.to_json()}
 
 
+def config_of_copy(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
+    """Return the config of a checkpoint for a new copy of it; the only code that it names is ours."""
+    if not widths.is_family:
+        return dict(config)
+    return pruned_config({**config, "model_type": dense_type(config)}, widths)
+
+
 def code_of(config: Mapping[str, Any]) -> list[Path]:
     """Return the files of `remote_code/` that a checkpoint with this config contains."""
     names: tuple[str, ...] = FAMILY_CODE if "ddp_layers" in config else STOCK_CODE if states_widths(config) else ()

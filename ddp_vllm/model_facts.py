@@ -16,6 +16,7 @@ from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, is_leftover, opened_in_place
+from ddp_vllm.model_files import TOKENIZERS
 from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
 from ddp_vllm.remote_code.widths import Widths, head_dim, stated_widths
 from ddp_vllm.schema import Count
@@ -24,8 +25,8 @@ from ddp_vllm.schema import Count
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", f"{SUBBLOCKS}/*.safetensors")
 _TEXTS = (  # names by which transformers and vLLM find them
     *("config.json", "generation_config.json", "hf_quant_config.json", "*.index.json"),
-    *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "tekken.json", "vocab*", "merges*"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
+    *("tokenizer*", *TOKENIZERS, "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "additional_chat_templates/*"),
 )
 
 

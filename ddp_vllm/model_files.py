@@ -1,19 +1,21 @@
-"""Copies and writes the files of a model's folder other than its weights: config, tokenizer, code.
+"""Writes a model's folder: config, tokenizer, code, and weights in shards.
 
+Tensors are read and written one by one, so memory holds about one shard, however large the model is.
 Importing it does not import torch.
 """
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ddp_vllm.families import code_of
-from ddp_vllm.remote_code.files import INDEX_FILE
+from ddp_vllm.remote_code.files import INDEX_FILE, weight_files
 
+MAX_SHARD_BYTES = 4_000_000_000
 LARGEST = 200_000_000  # bytes of a file that is copied along; tokenizers take up to 40 MB
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 # neither copied along with a model nor downloaded, unlike all other files of its folder
@@ -78,12 +80,44 @@ def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) 
         raise OSError(str(error)) from error
 
 
-def finish_shards(folder: Path, shards: Sequence[tuple[Path, Iterable[str]]]) -> None:
-    """Give the weight files of a folder their names, and write their index.
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield every tensor of a checkpoint, of torch, with its name on disk."""
+    from safetensors import safe_open
 
-    shards: each file with the names of its tensors. Even a single file gets an index: without it
-    vLLM loads every safetensors file, the masks among them.
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                yield name, file.get_tensor(name)
+
+
+def write_model(folder: Path, source: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Any]]) -> None:
+    """Write weights and config, and copy the tokenizer and other data files of `source`. A pruned
+    model also gets the code that loads it."""
+    write_model_files(folder, source, config)
+    write_weights(tensors, folder)
+
+
+def write_weights(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:
+    """Write named tensors of torch into files of at most MAX_SHARD_BYTES, one in memory at a time,
+    and their index.
+
+    Even a single file gets an index: without it vLLM loads every safetensors file, the masks among
+    them. Raises: OSError, also where safetensors raises an error of its own.
     """
+    shards: list[tuple[Path, list[str]]] = []
+    held: dict[str, Any] = {}
+
+    def flush() -> None:
+        path = folder / f"shard-{len(shards)}.tmp"
+        save_tensors(held, path, {"format": "pt"})
+        shards.append((path, list(held)))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(tensor.nbytes for tensor in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
+            flush()
+        held[name] = tensor
+    flush()
     total, weight_map = 0, dict[str, str]()
     for number, (path, names) in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"

@@ -1,7 +1,8 @@
-"""The tensor-parallel sizes of a model: one rule, and one error message that names the valid
-sizes."""
+"""The tensor-parallel sizes of a model, and the widths that devices can share: one rule, and one
+error message that names the valid sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddp_vllm.dimensions import dimensions_of
@@ -60,7 +61,7 @@ def _reason(num_ranks: int, config: Mapping[str, Any], layers: Layers, expert_pa
     if experts and not expert_parallel and sizes.expert_intermediate_size % num_ranks:
         return f"does not divide the {sizes.expert_intermediate_size:,} channels of a dense expert, as vLLM requires"
     for index, layer in enumerate(layers(num_ranks) if callable(layers) else layers):
-        if not splits(layer, num_ranks):
+        if num_ranks > 1 and fit(layer, num_ranks) != layer:
             return (
                 f"does not split layer {index} without padding ({layer.num_kv_heads} KV heads for "
                 f"{list(layer.query_heads_per_kv_head)} query heads, {layer.intermediate_size:,} channels)"
@@ -68,18 +69,25 @@ def _reason(num_ranks: int, config: Mapping[str, Any], layers: Layers, expert_pa
     return None
 
 
-def splits(widths: LayerWidths, num_ranks: int) -> bool:
-    """Return whether a layer requires no padding on `num_ranks` devices.
+def fit(widths: LayerWidths, num_ranks: int, block: int = 1) -> LayerWidths:
+    """Return the smallest widths, at least `widths`, that vLLM can divide among `num_ranks` ranks.
 
-    Then every device has the same number of channels and of whole KV heads, each with the same
-    number of query heads; or devices share one KV head and divide its query heads. Experts may have
-    any width. One device supports all widths.
+    Every KV head then serves equally many query heads. Experts may have any width. block: each
+    rank's number of channels is a multiple of it.
     """
-    if num_ranks == 1 or widths.num_kv_heads == 0:
-        return widths.intermediate_size % num_ranks == 0
-    queries, copies = widths.query_heads_per_kv_head[0], num_ranks // widths.num_kv_heads
-    if widths.num_kv_heads >= num_ranks:
-        split = widths.num_kv_heads % num_ranks == 0
-    else:
-        split = num_ranks % widths.num_kv_heads == 0 and queries % copies == 0
-    return split and len(set(widths.query_heads_per_kv_head)) == 1 and widths.intermediate_size % num_ranks == 0
+    num_kv_heads, queries_per_kv = widths.num_kv_heads, max(widths.query_heads_per_kv_head, default=0)
+    if num_kv_heads >= num_ranks:
+        num_kv_heads = round_up(num_kv_heads, num_ranks)
+    elif num_kv_heads:  # ranks that share a KV head hold a copy each and divide its query heads
+        num_kv_heads = next(n for n in range(num_kv_heads, num_ranks + 1) if num_ranks % n == 0)
+        queries_per_kv = round_up(queries_per_kv, num_ranks // num_kv_heads)
+    return replace(
+        widths,
+        query_heads_per_kv_head=(queries_per_kv,) * num_kv_heads,
+        intermediate_size=round_up(widths.intermediate_size, num_ranks * block),
+    )
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `number`."""
+    return -(-number // multiple) * multiple

@@ -108,8 +108,8 @@ def recipe_fields(command: click.Command) -> str:
     options = [option for option in command.params if isinstance(option, click.Option)]
     others = [f"`{option.opts[-1]}`" for option in options if option.name not in fields]
     return (
-        "A recipe is a TOML file. Its fields are named like these options, with underscores; `target` holds "
-        f"`--target-…`. Not fields: {', '.join(name for name in others if 'target' not in name)}."
+        "A recipe is a TOML file. Its fields are named like these options, with underscores. Not fields: "
+        f"{', '.join(others)}."
     )
 
 

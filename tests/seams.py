@@ -51,7 +51,6 @@ from ddp_prune.export import apply_masks, export, read_masks, read_scores
 from ddp_prune.fidelity import open_model
 from ddp_prune.fit import MODES, Devices, Fit, Mode, choose, held_bytes
 from ddp_prune.models import evaluation as evaluation_module
-from ddp_prune.models import writing
 from ddp_prune.models.evaluation import bos_warning
 from ddp_prune.models.loading import check_head, load_model, load_sharded
 from ddp_prune.models.source import Source, open_source
@@ -75,6 +74,7 @@ from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import Rows, open_rows, sources_of
 from ddp_prune.text.templates import ChatTemplate
 from ddp_prune.text.tokens import Tokens, load_tokenizer, tokenize
+from ddp_vllm import model_files
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.dimensions import unit_shapes
 from ddp_vllm.remote_code.files import weight_files

@@ -160,6 +160,10 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # fold
     "tensor of a removed block": (
         "folder", _zeros("model.layers.1.mlp.up_proj.weight", 3, 16), ["layers.1.mlp.up_proj", "removes"]
     ),
+    "a norm of a removed block": (
+        "folder", _zeros("model.layers.1.input_layernorm.weight", 16), ["layers.1.input_layernorm", "removes"]
+    ),
+    "an axis too many": ("folder", _zeros("model.norm.weight", 16, 1), ["model.norm.weight has", "require 1 axes"]),
     "missing o_proj": ("folder", _drop(O_PROJ), ["layer 0", "o_proj"]),
     "an unknown family": ("folder", _edit(lambda c: c.update(model_type="ddp_newlm")), ["'ddp_newlm'", "unknown"]),
     "a tensor of no model": ("folder", _zeros("model.extra", 1), ["'model.extra'", "unknown in"]),
@@ -167,6 +171,9 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # fold
     "a name that writes to the terminal": ("folder", _zeros("\x1b]0;evil\x07", 1), ["\\x1b]0;evil\\x07"]),
     "index outside the folder": (
         "folder", _index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "its folder"]
+    ),
+    "index of another folder": (
+        "folder", _index({O_PROJ: "model.safetensors"}), ["index.json and the files contradict each other"]
     ),
     "no weights": ("folder", lambda f: (f / "model.safetensors").unlink(), ["has no model*.safetensors"]),
     "weights a pipe": ("folder", lambda f: _pipe(f / "model.safetensors"), ["model.safetensors is not a file"]),
@@ -252,6 +259,9 @@ def test_widths_are_written_as_they_were_read_and_give_the_dense_shapes(stock: P
 def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) -> None:
     """bitsandbytes keeps two numbers a byte in one column, NVFP4 two along each row."""
     _edit(lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))(folder)
+    _zeros(DOWN_PROJ, 16, 6, dtype=np.int8)(folder)  # one number a byte
+    with pytest.raises(CheckpointError, match="require 12 along axis 1"):
+        read_checkpoint(folder)
     packed = {O_PROJ: np.zeros((16 * 12 // 2, 1), np.uint8), DOWN_PROJ: np.zeros((16, 12 // 2), np.uint8)}
     _weights(lambda w: w.update(packed))(folder)
     assert read_checkpoint(folder).shapes[O_PROJ] == [96, 1]

@@ -110,7 +110,7 @@ def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
 WRONG = {  # words of a command -> exit code, and a part of the message
     "prnue x": (2, "there is no command 'prnue'; did you mean prune?"),
     "prune a/b --sparsity 1.2 -o o": (2, "--sparsity is 1.2; it must lie"),
-    "prune a/b --target-params 5X -o o": (2, "'5X' is not a size; give a number such as 5.5B"),
+    "prune a/b --target 5X -o o": (2, "'5X' is not a size; give a number such as 5.5B"),
     "prune a/b --recipe wrong.toml -o o": (2, "sets 'sparsty', which is unknown; did you mean spar"),
     "prune ./gone --sparsity 0.2 -o o": (3, "neither a folder nor a hub name"),
     "prune dense --sparsity 0.2 --data gone.jsonl -o o": (4, "is not a file"),

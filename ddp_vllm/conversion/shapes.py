@@ -48,7 +48,7 @@ def read_layers(
     size = head_dim(dense) if sizes_known or dense.get("head_dim") else _head_size(dense, table, layers)
     widths = []
     for index, tensors in enumerate(layers):
-        units = _units(index, tensors, table, size)
+        units = _units(tensors, table, size)
         heads, kv_heads = (units.get(kind, 0) for kind in ("query_head", "kv_head"))
         queries = groups(heads, kv_heads, f"layer {index}") if heads or kv_heads else ()
         widths.append(LayerWidths(query_heads_per_kv_head=queries, intermediate_size=units.get("channel", 0)))
@@ -71,20 +71,15 @@ def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Sh
     return size
 
 
-def _units(index: int, layer: Shapes, table: TensorTable, size: int) -> dict[str, int]:
-    """Return how many units of each kind a layer has, by the first projection that has them; none
-    of a removed block. Raises: ModelError."""
+def _units(layer: Shapes, table: TensorTable, size: int) -> dict[str, int]:
+    """Return how many whole units of each kind a layer has, by the first projection that has them;
+    none of a removed block. `Widths.check` compares all projections with them."""
     units: dict[str, int] = {}
     for part in sorted(table.projections, key=lambda part: -part.axis):  # those with units of one kind first
         unknown = [kind for kind in part.units if kind not in units]
         if unknown and (length := _length(layer, part)):
-            unit = part.unit_size(size)
-            known = unit * sum(units.get(kind, 0) for kind in part.units)
-            count, rest = divmod(length - known, unit * len(unknown))
-            if rest or count < 1:
-                fault = f"{part.name} has a length of {length}, no whole number of heads of {unit}"
-                raise ModelError(f"layer {index}: {fault}; {AGAIN}")
-            units |= dict.fromkeys(unknown, count)
+            number = length // part.unit_size(size) - sum(units.get(kind, 0) for kind in part.units)
+            units |= dict.fromkeys(unknown, number // len(unknown))
     return units
 
 
@@ -119,8 +114,7 @@ def _with_biases(
     added = [module for module in pruned.biased - stated if module.partition(".")[0] in parts]
     zeros: dict[str, str] = {}
     for index, (layer, modules, kept) in enumerate(zip(layers, biased, widths, strict=True)):
-        counts = {"attn": kept.num_kv_heads, "mlp": kept.intermediate_size}
-        removed = {pruned.table.output(block).name for block in pruned.table.norms if not counts[block]}
+        removed = {pruned.table.output(block).name for block in kept.removed_blocks}
         if constants := [module for module in removed & modules if any(layer[f"{module}.bias"])]:
             raise ModelError(
                 f"layer {index} has {constants[0]}.bias, but no unit of that block: a constant that no supported class "

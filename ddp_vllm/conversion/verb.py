@@ -7,7 +7,7 @@ written, one file at a time.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -31,7 +31,7 @@ from ddp_vllm.formats import (
 )
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import known_folder
-from ddp_vllm.model_files import finish_shards, has_tokenizer, save_tensors, state_tokenizer_class, write_model_files
+from ddp_vllm.model_files import has_tokenizer, state_tokenizer_class, write_model_files, write_weights
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import write_provenance
@@ -119,7 +119,7 @@ def convert(
     with atomic_folder(target, overwrite=overwrite) as writing:
         for place in sources:
             write_model_files(writing, place, plan.config)
-        write_weights(writing, plan)
+        write_weights(_planned(plan), writing)
         if "ddp_layers" in plan.config:
             state_tokenizer_class(sources[0], writing)
         write_provenance(writing / MASKS_FILE, provenance | ({"applied_to": str(dense)} if dense else {}))
@@ -240,20 +240,16 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return {name: Stored(path, shape, dtype) for path, name, shape, dtype in tensors if 0 not in shape}
 
 
-def write_weights(folder: Path, plan: Plan) -> None:
-    """Write one file for each file of the source that keeps a tensor, and their index."""
+def _planned(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a plan, file by file, with the biases of zeros."""
     from safetensors import safe_open
 
-    shards: dict[Path, list[str]] = {}
+    names = dict[Path, list[str]]()
     for name, tensor in plan.tensors.items():
-        shards.setdefault(tensor.file, []).append(name)
-    written: list[tuple[Path, Sequence[str]]] = []
-    for source, names in shards.items():
-        path = folder / f"shard-{len(written)}.tmp"
+        names.setdefault(tensor.file, []).append(name)
+    for source in names:
         with safe_open(source, framework="pt") as file:  # maps the file: memory holds pages of it
-            content = {name: file.get_tensor(name) for name in names}
-            zeros = {bias: content[weight] for bias, weight in plan.zeros.items() if weight in content}
-            content |= {bias: weight.new_zeros(len(weight)) for bias, weight in zeros.items()}
-            save_tensors(content, path, {"format": "pt"})
-        written.append((path, [*content]))
-    finish_shards(folder, written)
+            for name in names[source]:
+                tensor = file.get_tensor(name)
+                yield name, tensor
+                yield from ((bias, tensor.new_zeros(len(tensor))) for bias, of in plan.zeros.items() if of == name)

@@ -51,12 +51,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> lis
         loaded = _load(folder)
         loaded.save_pretrained(saved)
         shutil.copyfile(folder / "config.json", Path(saved) / "config.json")
-        tokenizer = read_json(Path(saved) / "tokenizer.json")
-        special = gguf.SpecialVocab(saved, load_merges=not tokenizer["model"].get("byte_fallback"), n_vocab=vocab_size)
-    model, notes = tokenizer["model"], []
-    if model["type"] != "BPE":
-        raise _refusal(folder, f"is of type {short(model['type'])}")
-    tokens, kinds = _tokens(folder, tokenizer, vocab_size)
+        tokenizer, notes = read_json(Path(saved) / "tokenizer.json"), list[str]()
+        if (model := tokenizer["model"])["type"] != "BPE":
+            raise _refusal(folder, f"is of type {short(model['type'])}")
+        tokens, kinds = _tokens(folder, tokenizer, vocab_size)
+        special = gguf.SpecialVocab(saved, load_merges=not model.get("byte_fallback"), n_vocab=vocab_size)
     if odd := [token["content"] for token in tokenizer.get("added_tokens") or () if any(map(token.get, _FLAGS))]:
         raise _refusal(folder, f"strips spaces around {short(odd[0])}, or requires a word's end there")
     if model.get("byte_fallback"):

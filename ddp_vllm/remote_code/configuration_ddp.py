@@ -12,7 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from .tensors import FAMILIES, MODEL_TYPE_PREFIX
-from .widths import LayerWidths, Widths
+from .widths import Widths
 
 if int(transformers.__version__.partition(".")[0]) < 5:  # older configurations are not dataclasses
     raise ImportError(f"a pruned checkpoint requires transformers 5.16 or newer; this is {transformers.__version__}")
@@ -29,10 +29,11 @@ class NonUniformConfig:
     """The widths of every layer; None for the dense model."""
 
     @property
-    def layer_widths(self) -> tuple[LayerWidths, ...]:
-        """The parsed widths. Raises: WidthsError."""
+    def widths(self) -> Widths:
+        """The parsed widths, without regard to quantization, which may be applied to plain weights
+        while they load. Raises: WidthsError."""
         model_type = type(self).model_type  # type: ignore[attr-defined]
-        return Widths.of(vars(self) | {"model_type": model_type}).layers
+        return Widths.of(vars(self) | {"model_type": model_type, "quantization_config": None})
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -41,7 +42,7 @@ class NonUniformConfig:
         if fields.get("head_dim") is None:
             self.head_dim = fields["hidden_size"] // fields["num_attention_heads"]
         if fields.get("ddp_layers") is not None:
-            _ = self.layer_widths
+            _ = self.widths
 
     # vLLM's Transformers backend serves pruned models without ddp-vllm. It reads the heads of each
     # layer from a config with is_heterogeneous. For transformers itself the fields keep the values
@@ -59,7 +60,7 @@ class NonUniformConfig:
         if not self.is_heterogeneous:
             return super().per_layer_config  # type: ignore[misc]
         configs = []
-        for layer in self.layer_widths:
+        for layer in self.widths.layers:
             own = copy.copy(self)
             own.ddp_layers = None
             own.num_key_value_heads = max(1, layer.num_kv_heads)  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
     GenerationMixin,
-    PreTrainedConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -103,20 +102,18 @@ def narrow_layer(layer: Any, widths: Widths, layer_idx: int) -> None:
     """Replace the projections of one stock decoder layer by narrower ones, and removed blocks with
     their norms."""
     own = widths.layers[layer_idx]
-    kept = {"attn": own.num_kv_heads, "mlp": own.intermediate_size}
-    config = layer.self_attn.config
-    if not own.num_kv_heads:
+    removed, config = own.removed_blocks, layer.self_attn.config
+    if "attn" in removed:
         idle = is_in_vllm(config)
         layer.self_attn = IdleAttention(config, layer_idx, widths.head_dim) if idle else RemovedAttention(layer_idx)
-    if not own.intermediate_size:
+    if "mlp" in removed:
         layer.mlp = RemovedMLP()
-    for block, norms in widths.table.norms.items():
-        for norm in norms if not kept[block] else ():
-            setattr(layer, norm, nn.Identity())
+    for norm in (norm for block in removed for norm in widths.table.norms[block]):
+        setattr(layer, norm, nn.Identity())
     for projection in widths.table.projections:
-        if kept[projection.block]:
+        if projection.block not in removed:
             narrow_projection(layer, projection, own, widths.head_dim)
-    if own.num_kv_heads:
+    if "attn" not in removed:
         group_heads(layer.self_attn, own)
 
 
@@ -153,14 +150,14 @@ class NonUniform:
     not installed.
     """
 
-    config: PreTrainedConfig
+    config: Any
     layers: Any
     model: Any
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         if config.ddp_layers is not None:
-            widths = _widths(config)
+            widths = config.widths
             if is_in_vllm(config):
                 register_layerwise_attention()
                 if config.name_or_path:
@@ -191,7 +188,7 @@ class NonUniform:
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse layers that differ in KV heads: transformers' paged cache supports one number.
         Raises: WidthsError."""
-        counts = {layer.num_kv_heads for layer in _widths(self.config).layers}
+        counts = {layer.num_kv_heads for layer in self.config.widths.layers}
         if len(counts) > 1:
             raise WidthsError("continuous batching requires equal KV heads in all layers; use generate() or vLLM")
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
@@ -205,14 +202,8 @@ def check_folder(folder: Path, config: Any) -> None:
     """Check the tensors of a local folder, if any, against the widths. Raises: WidthsError."""
     if any(folder.glob(WEIGHTS)):
         saved = getattr(config, "quantization_config", None)
-        widths = replace(_widths(config), is_quantized=saved is not None)
+        widths = replace(config.widths, is_quantized=saved is not None)
         widths.check(checked_tensors(folder))
-
-
-def _widths(config: Any) -> Widths:
-    """Return the widths of a config, ignoring quantization: it may be applied to plain weights
-    while they load."""
-    return Widths.of(vars(config) | {"model_type": config.model_type, "quantization_config": None})
 
 
 # SDPA omits the cap on attention scores, which vLLM applies

@@ -71,6 +71,11 @@ class LayerWidths:
     def num_kv_heads(self) -> int:
         return len(self.query_heads_per_kv_head)
 
+    @property
+    def removed_blocks(self) -> tuple[str, ...]:
+        """The blocks of a family that have no units."""
+        return ("attn",) * (not self.num_kv_heads) + ("mlp",) * (not self.intermediate_size)
+
     def num_units(self, unit: str, expert: int = 0) -> int:
         """Return the number of kept units of a kind (key of `tensors.BLOCK_OF`); of channels of
         experts those of one."""
@@ -411,10 +416,10 @@ class Widths:
     def removed(self, layer: LayerWidths) -> tuple[str, ...]:
         """Return how the names of modules begin that a layer of these widths lacks, a dot at the
         end of each: blocks without units, and their norms."""
-        kept = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
-        norms = [(block, norm) for block, norms in self.table.norms.items() if not kept[block] for norm in norms]
-        blocks = {self.table.output(block).name.partition(".")[0] for block, _ in norms}
-        return tuple(f"{module}." for module in (*sorted(blocks), *(norm for _, norm in norms)))
+        names = list[str]()
+        for block in layer.removed_blocks if self.is_family else ():
+            names += [self.table.output(block).name.partition(".")[0], *self.table.norms[block]]
+        return tuple(f"{name}." for name in names)
 
 
 def stated_widths(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

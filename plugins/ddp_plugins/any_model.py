@@ -28,11 +28,12 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
 from ddp_plugins.limits import check_adapters, warn_of_new_vllm
-from ddp_plugins.padding import channel_block, round_up
+from ddp_plugins.padding import channel_block
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASK
 from ddp_vllm.remote_code.files import WEIGHTS, checked_tensors
 from ddp_vllm.remote_code.widths import METHOD, Widths
+from ddp_vllm.tensor_parallel import round_up
 
 Loader = Callable[..., None]
 logger = init_logger("vllm.ddp_plugins.any_model")  # vLLM prints only its own loggers' records

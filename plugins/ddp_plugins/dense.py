@@ -31,10 +31,11 @@ from vllm.platforms import current_platform
 
 from ddp_plugins.limits import check_adapters, plain_config
 from ddp_plugins.loading import CheckedLoading
-from ddp_plugins.padding import channel_block, fit
+from ddp_plugins.padding import channel_block
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.tensors import TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
+from ddp_vllm.tensor_parallel import fit
 
 # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
 ONLINE = "online"
@@ -95,7 +96,7 @@ class UnevenHeads(Attention):
 
 def build_layer(layer_type: type[nn.Module], vllm_config: VllmConfig, widths: Widths, block: int, prefix: str) -> Any:
     """Build one decoder layer of the stock `layer_type` with its own widths. block: as in
-    `padding.fit`."""
+    `tensor_parallel.fit`."""
     config, num_ranks = vllm_config.model_config.hf_config, get_tensor_model_parallel_world_size()
     kept = widths.layers[extract_layer_index(prefix)]
     fitted = fit(kept, num_ranks, block)
@@ -146,9 +147,7 @@ def keep_projections_compact(attention: Any, widths: LayerWidths, vllm_config: V
 
 def remove_blocks(layer: Any, widths: LayerWidths, table: TensorTable, vllm_config: VllmConfig) -> None:
     """Replace a layer's removed blocks and their norms, and allocate no KV cache for them."""
-    for block, num_units in (("attn", widths.num_kv_heads), ("mlp", widths.intermediate_size)):
-        if num_units:
-            continue
+    for block in widths.removed_blocks:
         name = table.output(block).name.partition(".")[0]
         for module in getattr(layer, name).modules():
             if isinstance(module, Attention):

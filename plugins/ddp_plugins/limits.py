@@ -16,10 +16,9 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.platforms import current_platform
 from vllm.version import __version__, __version_tuple__
 
-from ddp_plugins.padding import fit
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads
-from ddp_vllm.tensor_parallel import check_tensor_parallel
+from ddp_vllm.tensor_parallel import check_tensor_parallel, fit
 
 TESTED = (0, 32)  # the newest version of vLLM that the tests ran on
 

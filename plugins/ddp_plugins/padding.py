@@ -16,6 +16,7 @@ import torch
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
+from ddp_vllm.tensor_parallel import fit
 
 CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
 # oneDNN compiles a kernel per width and batch size, so fewer widths shorten the first batches
@@ -41,29 +42,6 @@ def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool, o
     elif type(block) is not int or block < 1:
         raise SettingError(f"ddp_pad_channels_to is {block!r}; it must be a positive integer, 1 for no padding")
     return block if can_pad else 1
-
-
-def fit(widths: LayerWidths, num_ranks: int, block: int = 1) -> LayerWidths:
-    """Return the smallest widths, at least `widths`, that vLLM can divide among `num_ranks` ranks.
-
-    Every KV head then serves equally many query heads. block: each rank's number of channels is a
-    multiple of it.
-    """
-    num_kv_heads, queries_per_kv = widths.num_kv_heads, max(widths.query_heads_per_kv_head, default=0)
-    if num_kv_heads >= num_ranks:
-        num_kv_heads = round_up(num_kv_heads, num_ranks)
-    elif num_kv_heads:  # ranks that share a KV head hold a copy each and divide its query heads
-        num_kv_heads = next(n for n in range(num_kv_heads, num_ranks + 1) if num_ranks % n == 0)
-        queries_per_kv = round_up(queries_per_kv, num_ranks // num_kv_heads)
-    return LayerWidths(
-        query_heads_per_kv_head=(queries_per_kv,) * num_kv_heads,
-        intermediate_size=round_up(widths.intermediate_size, num_ranks * block),
-    )
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least `number`."""
-    return -(-number // multiple) * multiple
 
 
 def pad(name: str, tensor: torch.Tensor, widths: Widths, num_ranks: int, block: int = 1) -> torch.Tensor:

@@ -15,14 +15,13 @@ import torch
 from ddp_prune.core.gates import Masks
 from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.models.source import Source, open_source
-from ddp_prune.models.writing import stored_tensors, write_model
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.families import fewer_experts, pruned_config
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
-from ddp_vllm.model_files import save_tensors, state_tokenizer_class
+from ddp_vllm.model_files import save_tensors, state_tokenizer_class, stored_tensors, write_model
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import local_provenance, published, remember

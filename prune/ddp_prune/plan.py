@@ -175,7 +175,7 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
     )
     target = (1.0 - recipe.sparsity) * model_cost
     if recipe.sparsity and target > model_cost - total:
-        line += f"; to remove {recipe.sparsity:.0%} of the model: --target-params {short(target)}"
+        line += f"; to remove {recipe.sparsity:.0%} of the model: --target {short(target)}"
     return removed / model_cost, [line]
 
 

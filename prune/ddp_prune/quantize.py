@@ -17,12 +17,12 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from ddp_prune.models.source import open_source
-from ddp_prune.models.writing import config_of, stored_tensors, write_model
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, DdpError, SettingError
-from ddp_vllm.families import register_pruned
+from ddp_vllm.families import config_of_copy, register_pruned
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.model_facts import is_pruned
+from ddp_vllm.model_files import stored_tensors, write_model
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import write_provenance
@@ -172,7 +172,7 @@ def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path) -> No
     files."""
     source = checkpoint.folder
     pruned = is_pruned(source)
-    config = config_of(checkpoint) if pruned else read_json(source / "config.json")
+    config = config_of_copy(checkpoint.config, checkpoint.widths) if pruned else read_json(source / "config.json")
     quantized = {"quantization_config": read_json(work / "config.json")["quantization_config"]}
     write_model(folder, source, config | quantized, stored_tensors(work))
     write_provenance(folder / MASKS_FILE, {})

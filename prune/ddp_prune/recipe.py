@@ -32,6 +32,17 @@ WITH_WHOLE_EXPERTS = {
 }  # fmt: skip
 
 
+def parse_amount(text: str) -> float:
+    """Read a number such as 5.5B, 120M, 8G or 1e9; suffixes are powers of 1,000.
+    Raises: SettingError."""
+    suffixes = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+    scale = suffixes.get(text[-1:].upper())
+    try:
+        return float(text if scale is None else text[:-1]) * (scale or 1.0)
+    except ValueError:
+        raise SettingError(f"{text!r} is not a size; give a number such as 5.5B, 120M or 1e9") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlmSettings(Settings):
     """The paper's search, `controller = "alm"`; in a recipe file the table `[alm]`."""
@@ -82,9 +93,11 @@ class Recipe(TrainingSettings):
     )
     target: float = setting(
         0.0,
-        """Size of the whole model after pruning, embeddings included, in the unit of `budget`. Replaces
-        `sparsity`.""",
-        heading="",
+        """Size of the whole model after pruning, such as 5.5B, in the unit of `budget`, by default
+        `params`. Embeddings are included. Replaces `sparsity`.""",
+        metavar="N",
+        heading="Budget",
+        of=parse_amount,
     )
     speedup: float = setting(
         0.0,
@@ -203,8 +216,8 @@ class Recipe(TrainingSettings):
     )
 
     def __post_init__(self) -> None:
-        if self.speedup and self.budget == "units":
-            object.__setattr__(self, "budget", "latency")
+        if self.budget == "units" and (self.speedup or self.target):
+            object.__setattr__(self, "budget", "latency" if self.speedup else "params")
         super().__post_init__()
         self._check_size()
         for name in ("profile", "other_machine") if self.budget != "latency" else ():
@@ -246,13 +259,8 @@ class Recipe(TrainingSettings):
                 f"is {self.budget!r}, but a speedup is a budget in latency; take budget out of the command or "
                 "the recipe, or give a target or a sparsity instead of the speedup",
             )
-        if self.target:
-            if self.target < 0:
-                raise SettingError("target", f"is {self.target:g}; it must be above 0, for example 5.5B")
-            if self.budget == "units":
-                raise SettingError(
-                    "target", "requires a budget of params, flops or kv-bytes; with units, give a sparsity"
-                )
+        if self.target < 0:
+            raise SettingError("target", f"is {self.target:g}; it must be above 0, for example 5.5B")
         if not (self.speedup or self.target or 0.0 < self.sparsity < 1.0):
             raise SettingError("sparsity", f"is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
 
@@ -271,7 +279,7 @@ class Recipe(TrainingSettings):
         """Return the settings that differ from their defaults, as a recipe file would state
         them."""
         values = self.to_dict()
-        implied = {"budget"} if self.speedup else set()
+        implied = {"budget"} if self.budget == ("latency" if self.speedup else "params") else set()
         changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
         return {name: values[name] for name in changed if name not in implied}
 
@@ -320,21 +328,9 @@ def load_recipe(path: Path | Mapping[str, Any] | None, settings: Mapping[str, An
     if not {"sparsity", "target", "speedup"} & values.keys():
         raise SettingError(
             "sparsity",
-            "is missing; give it, or --speedup, or a target such as --target-params 5.5B, on the command line or in "
-            "the recipe",
+            "is missing; give it, or --speedup, or a --target such as 5.5B, on the command line or in the recipe",
         )
     return Recipe(**values)
-
-
-def parse_amount(text: str) -> float:
-    """Read a number such as 5.5B, 120M, 8G or 1e9; suffixes are powers of 1,000.
-    Raises: SettingError."""
-    suffixes = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-    scale = suffixes.get(text[-1:].upper())
-    try:
-        return float(text if scale is None else text[:-1]) * (scale or 1.0)
-    except ValueError:
-        raise SettingError(f"{text!r} is not a size; give a number such as 5.5B, 120M or 1e9") from None
 
 
 def check_suits(recipe: Recipe, source: "Source") -> None:

@@ -27,7 +27,6 @@ from ddp_prune.jobs import begin_job, read_text
 from ddp_prune.models.evaluation import Evaluation, bos_warning
 from ddp_prune.models.loading import load
 from ddp_prune.models.source import Source, check_index, open_pruned, open_source
-from ddp_prune.models.writing import config_of, stored_tensors, write_model
 from ddp_prune.resolve import resolve_training_mode, too_large
 from ddp_prune.run_folder import RunFolder
 from ddp_prune.settings import RecoveryRecipe
@@ -35,7 +34,9 @@ from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.families import config_of_copy
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
+from ddp_vllm.model_files import stored_tensors, write_model
 from ddp_vllm.names import identity_of
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.progress import StepProgress
@@ -193,7 +194,7 @@ def _write(
     head_unit = str(provenance.get("head_unit", "kv-group"))
     provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
     with atomic_folder(run.output, overwrite=run.record["overwrite"]) as folder:
-        write_model(folder, source, config_of(checkpoint), tensors)
+        write_model(folder, source, config_of_copy(checkpoint.config, checkpoint.widths), tensors)
         transform.check_complete()
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
         if (source / METRICS_FILE).exists():

@@ -57,26 +57,6 @@ def _prune(
     model: str | Path,
     *,
     output: Annotated[Path | None, Option("Folder to write the model to.", "-o", heading="Basic")] = None,
-    target_params: Annotated[
-        str | None,
-        Option(
-            "Parameters of the whole model after pruning, for example 5.5B; replaces --sparsity.",
-            metavar="N", heading="Budget",
-        ),
-    ] = None,
-    target_flops: Annotated[
-        str | None,
-        Option(
-            "FLOPs per token of the whole model after pruning, at --context-length; replaces --sparsity.",
-            metavar="N", heading="Budget",
-        ),
-    ] = None,
-    target_kv_bytes: Annotated[
-        str | None,
-        Option(
-            "Bytes of KV cache per token after pruning, at 16 bits; replaces --sparsity.", metavar="N", heading="Budget"
-        ),
-    ] = None,
     recipe: File = None,
     tracker: Tracker = None,
     overwrite: Overwrite = False,
@@ -99,12 +79,6 @@ def _prune(
     0.1,0.2,0.3, come from one search and are written to one folder each. After an interruption, the
     same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
     """
-    targets = {"params": target_params, "flops": target_flops, "kv-bytes": target_kv_bytes}
-    for budget, target in targets.items():
-        if target is not None:
-            if (other := settings.setdefault("budget", budget)) != budget:
-                raise SettingError(f"a target in {budget} and a budget in {other} are given; give one of them")
-            settings["target"] = target
     if dry_run:
         return plan(model, output=output or "pruned", recipe=recipe, on=on, verbose=verbose, **settings)
     if on:

@@ -2,8 +2,8 @@
 
 The script prunes, recovers and measures tiny models. Each seed then changes one file: bytes, a value in its JSON, the
 header of its tensors, or the file itself. The commands and functions that read it run in this process, with two seconds
-of a core. Each must fail with one line, or go on with the weights that are on disk; a damaged state of a run, or
-damaged cached tokens, must be ignored. Another plausible value (`rope_theta`, a seed, a result) is accepted.
+of a core. Each must fail with one line, or go on with the weights that are on disk; a damaged state of a run
+must be ignored. Another plausible value (`rope_theta`, a seed, a result) is accepted.
 
     python tests/nightly/fuzz.py --first 0 --last 20000
 """
@@ -28,7 +28,6 @@ from typing import Any
 if __name__ == "__main__":  # tests that import this keep their own
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from click.testing import CliRunner
@@ -41,8 +40,6 @@ from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import open_pruned, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_folder import RunFolder
-from ddp_prune.text.blocks import save_blocks, saved_blocks
-from ddp_prune.text.tokens import Tokens
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import DdpError
@@ -62,7 +59,6 @@ TARGETS = {  # target -> files to damage
     "pruned": (*OF_A_MODEL, "model.safetensors.index.json", "ddp_*"),
     "dense": OF_A_MODEL,
     "run": ("out.run/run.json", "out.run/metrics.jsonl", "out.run/state-0-4/*"),
-    "tokens": ("blocks.tokens",),
 }
 NASTY: tuple[Any, ...] = (
     None, True, -1, 0, 1, 7, 2**31, 2**63, 10**30, 0.5, 1e308, float("inf"), float("nan"), "", "x", "-1", "../x",
@@ -190,9 +186,6 @@ class Fuzz:
             run.begin({}, {}, shared_by=1)
             run.save(4, {"mlp.z": torch.rand(2, 48)}, {"loss": [1.0, 0.5]})
             run.log({"step": 4, "loss": 0.5})
-        (self.intact / "tokens").mkdir()
-        ids = np.arange(320, dtype=np.int32).reshape(20, 16)
-        save_blocks(self.intact / "tokens" / "blocks.tokens", Tokens(ids, np.ones(ids.shape, bool)))
 
     def readers(self, target: str) -> dict[str, Callable[[], Any]]:
         """Return what reads a target's files, by name."""
@@ -212,7 +205,7 @@ class Fuzz:
                 "prune": lambda: command("prune", folder, *dry),
                 "load": lambda: self.load(open_source(str(folder))),
             }
-        return {"resume": self.resume} if target == "run" else {"tokens": self.cached_tokens}
+        return {"resume": self.resume}
 
     def load(self, source: Any) -> None:
         """Load a model, and compare each weight with its file."""
@@ -232,11 +225,6 @@ class Fuzz:
         run = RunFolder(folder / "out", Accelerator(cpu=True))
         with run.open([RECIPE], overwrite=False):
             return run
-
-    def cached_tokens(self) -> None:
-        if (blocks := saved_blocks(self.folder / "blocks.tokens")) is not None:
-            expected = saved_blocks(self.intact / "tokens" / "blocks.tokens")
-            assert expected is not None and np.array_equal(blocks[0].ids, expected[0].ids), "other tokens"
 
     def case(self, seed: int) -> tuple[str, list[str], int]:
         """Damage one file at random and let every reader read it.

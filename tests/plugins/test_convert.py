@@ -338,7 +338,7 @@ def test_without_a_statement_only_the_bias_of_the_output_counts(tmp_path: Path) 
 
     def edit(found: dict[str, torch.Tensor]) -> None:
         for name in [name for name in found if ".1.self_attn." in name and not name.endswith("_proj.bias")]:
-            del found[name]
+            cut(name, 0)(found)  # as some tools write what they emptied
         found.pop("model.layers.1.self_attn.o_proj.bias")
 
     edit_weights(tmp_path / "model", edit)

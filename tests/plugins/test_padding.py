@@ -1,12 +1,10 @@
 """Widths that several ranks can share; that padding adds nothing is tested by what vLLM computes (test_dense.py)."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ddp_plugins.padding import fit, share_channels
+from ddp_plugins.padding import share_channels
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.tensor_parallel import splits
+from ddp_vllm.tensor_parallel import fit
 
 
 def widths(*query_heads_per_kv_head: int, intermediate_size: int = 17) -> LayerWidths:
@@ -28,13 +26,6 @@ def test_fitted_widths_divide(kept: tuple[int, ...], num_ranks: int, expected: t
     fitted = fit(widths(*kept), num_ranks)
     assert (fitted.query_heads_per_kv_head, fitted.intermediate_size) == expected
     assert fitted.num_query_heads % num_ranks == 0
-
-
-@given(st.lists(st.integers(1, 6), max_size=8), st.integers(0, 40), st.integers(1, 12))
-def test_what_splits_evenly_is_what_needs_no_padding(kept: list[int], channels: int, num_ranks: int) -> None:
-    """The rule that `prune --tp` and the card go by, against the widths that are really built."""
-    layer = widths(*kept, intermediate_size=channels)
-    assert splits(layer, num_ranks) == (fit(layer, num_ranks) == layer or num_ranks == 1)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])

@@ -103,7 +103,7 @@ def test_masks_alone_cut_the_same_checkpoint(
     """Also the scores that aligning needs. A model that is stored in shards is written in shards, if they are small."""
     dense = tiny_model
     if stored != "one file":
-        monkeypatch.setattr(seams.writing, "MAX_SHARD_BYTES", 30_000)
+        monkeypatch.setattr(seams.model_files, "MAX_SHARD_BYTES", 30_000)
         dense = tmp_path / "dense"
         LlamaForCausalLM.from_pretrained(tiny_model).save_pretrained(dense, max_shard_size="50KB")
         assert len(list(dense.glob("*.safetensors"))) > 2
@@ -135,7 +135,7 @@ MEASURE = """
 import sys, threading, time
 from pathlib import Path
 
-from seams import export_whole, open_source, writing
+from seams import export_whole, model_files, open_source
 
 def own():  # bytes of this process's own memory; of the mapped files only pages in use are in memory, and can go
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
@@ -145,7 +145,7 @@ def watch():
         most[0] = max(most[0], own())
         time.sleep(0.001)
 
-writing.MAX_SHARD_BYTES = int(sys.argv[4])
+model_files.MAX_SHARD_BYTES = int(sys.argv[4])
 export_whole(open_source(sys.argv[1]), Path(sys.argv[3] + "-tiny"))  # imports what it needs
 began, done = own(), threading.Event()
 most = [began]

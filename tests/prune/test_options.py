@@ -30,17 +30,15 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     settings = {"model": "m", "data": "t", "scope": "layer", "polish": 0.0, "shard": True, "align": 128, "tp": 4}
     settings |= {"heldout_blocks": 3, "steps": 6, "budget": "units"}
     assert {name: getattr(seen[0], name) for name in settings} == settings and seen[0].alm.mu_end == 0.1
-    targets = {"params": "70K", "flops": "1.5G", "kv-bytes": "3e3"}
-    for budget, amount in targets.items():
-        result = prune("m", "t", tmp_path / "out", f"--target-{budget}", amount, "--sparsity", "0")
-        assert_refused(result, 2, "enough")
+    for budget, amount in ((), "70K"), (("--budget", "flops"), "1.5G"), (("--budget", "kv-bytes"), "3e3"):
+        assert_refused(prune("m", "t", tmp_path / "out", "--target", amount, *budget, "--sparsity", "0"), 2, "enough")
     assert [(recipe.budget, recipe.target) for recipe in seen[1:]] == [
         ("params", 70_000.0), ("flops", 1.5e9), ("kv-bytes", 3000.0),
     ]  # fmt: skip
 
 
 SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, words of the refusal; limits: test_recipe, test_pools
-    "two sizes": (["--target-params", "many"], ["sparsity and target are given"]),
+    "two sizes": (["--target", "70K"], ["--sparsity and --target are given"]),
     "sequences too long": (["--seq-len", "2049"], ["--seq-len is 2049", "takes 2,048", "lower --seq-len"]),
     "a budget in every expert": (["--scope", "expert"], ["scope is 'expert'", "not a mixture of experts"]),
     "whole experts of a dense model": (["--whole-experts"], ["not a mixture of experts", "no whole experts"]),
@@ -59,8 +57,8 @@ MEASURED = ["--profile", "PROFILE", "--other-machine", "--context-length", "1024
 PREFILL = [*MEASURED, "--phase", "prefill", "--concurrency", "1"]
 DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
     "units": (["--sparsity", "30%"], r"31.2% of the prunable parameters = 25.5% of the model: 113.1K → 84.29K; "
-              r"to remove 30% of the model: --target-params 79.16K"),
-    "parameters": (["--target-params", "79.16K"], r"= 30.0% of the model: 113.1K → 79.16K$"),
+              r"to remove 30% of the model: --target 79.16K"),
+    "parameters": (["--target", "79.16K"], r"= 30.0% of the model: 113.1K → 79.16K$"),
     "KV cache": (["--budget", "kv-bytes", "--sparsity", "0.5"], r"= 50.0% of the model: 384 → 192 per token"),
     "MLPs only": (["--sparsity", "30%", "--prune", "mlp"],
                   r"^budget: keep 202 of 288 mlp units \(70.1%\)\nremoved: 29.9% .* = 14.6% of the model"),

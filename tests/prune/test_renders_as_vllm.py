@@ -10,40 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import QWEN3
+from chat_templates import PARTS, QWEN3, STRICT
 from seams import document
 
-STRICT = (  # Mistral-Nemo: roles alternate, calls with their identities instead of words
-    "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}"
-    "{%- set rest = messages[1:] %}"
-    "{%- else %}{%- set rest = messages %}{%- endif %}{%- set ns = namespace(n=0) %}"
-    "{%- for m in rest %}"
-    "{%- if m.role in ['user', 'assistant'] and (m.role == 'user' or m.tool_calls is undefined) %}"
-    "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must alternate') }}"
-    "{%- endif %}"
-    "{%- set ns.n = ns.n + 1 %}{%- endif %}{%- endfor %}{{- '<s>' }}"
-    "{%- for m in rest %}{%- if m.role == 'user' %}"
-    "{%- if tools is not none and loop.last %}"
-    "{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
-    "{{- '[INST]' }}{%- if loop.first and system is defined %}{{- system + '\n\n' }}{%- endif %}"
-    "{{- m.content + '[/INST]' }}"
-    "{%- elif m.tool_calls is defined and m.tool_calls is not none %}{{- '[TOOL_CALLS][' }}"
-    "{%- for call in m.tool_calls %}{%- set out = call.function | tojson %}{{- out[:-1] }}"
-    """{{- ', "id": "' + call.id + '"}' }}{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}"""
-    """{{- ']</s>' }}"""
-    "{%- elif m.role == 'assistant' %}{{- m.content + '</s>' }}"
-    """{%- elif m.role == 'tool' %}"""
-    """{{- '[TOOL_RESULTS]{"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}' }}"""
-    "{%- else %}{{- raise_exception('Only user, assistant and tool roles') }}{%- endif %}{%- endfor %}"
-)
-PARTS = (  # Kimi, Qwen3-VL: parts, each with its kind; words that stand alone are treated otherwise
-    "{%- if tools %}{{- tools | tojson }}{%- endif %}{%- for m in messages %}{{- '<|im_' + m.role + '|>' }}"
-    "{%- if m['content'] is string %}{{- m['content'].split('</think>')[-1] }}{%- else %}"
-    "{%- for part in m['content'] %}{{- '<' + part['type'] + '>' + part['text'] }}{%- endfor %}{%- endif %}"
-    "{%- if m.tool_calls %}{%- for call in m['tool_calls'] %}{{- '<|call|>' + (call | tojson) }}"
-    "{%- endfor %}{%- endif %}"
-    "{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
-)
 TEMPLATES = {"last thoughts": QWEN3, "strict": STRICT, "parts": PARTS}
 
 ARGUMENTS = {"city": 'Ålesund "north"', "days": 2, "deep": {"a": [1, None, True], "b": 1.5}}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import seams
 import torch
-from chat_templates import PUBLISHED, tokenizer_of
+from chat_templates import PARTS, PUBLISHED, STRICT, tokenizer_of
 from runs import small_files
 from seams import Blocks, ChatTemplate, Notes, document, open_rows, read_documents
 
@@ -37,23 +37,12 @@ GEMMA = (  # Gemma-2-it
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
     "{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
 )
-ONE_CALL = (  # in the manner of Mistral-Nemo: a call stands instead of the turn's words, so the roles still alternate
-    "{%- set ns = namespace(index=0) %}{%- for m in messages %}"
-    "{%- if m.role != 'tool' and not m.tool_calls %}"
-    "{%- if (m.role == 'user') != (ns.index % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
-    "{%- set ns.index = ns.index + 1 %}{%- endif %}"
-    "{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}"
-    "{%- elif m.role == 'tool' %}{{- '[RESULT]' + m.content }}"
-    "{%- elif m.tool_calls %}{{- '[CALL] ' + m.tool_calls[0].function.name + '</s>' }}"
-    "{%- else %}{{- ' ' + m.content + '</s>' }}{%- endif %}{%- endfor %}"
-)
 AGENT = (  # in the manner of Qwen3: thoughts and calls of an assistant
     "{%- for m in messages %}{{- '<' + m.role + '>' }}"
     "{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}"
     "{{- m.content or '' }}{%- for call in m.tool_calls or [] %}{{- '[' + call.function.name + ' ' }}"
     "{{- call.function.arguments | tojson + ']' }}{%- endfor %}{%- endfor %}"
 )
-PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
 SPOKEN_ONLY = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }}{% endif %}{% endfor %}"
 TWICE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.content }}{% endfor %}"
 A = {"role": "user", "content": "a"}
@@ -66,18 +55,13 @@ ASKED = [
     {"role": "tool", "tool_call_id": "1", "content": "21"}, {**B, "reasoning_content": "ah"},
 ]  # fmt: skip
 UNREAD = "columns that are not read, with their rows: {}"
-REJECTED = "conversations read as plain text, because the chat template rejects them: {} (2)"
-STRICT = "Conversation roles must alternate user/assistant/user/assistant/..."
-MISTRALS, GEMMAS = (
-    f"conversations rearranged so that user and assistant alternate: {reason} (2)"
-    for reason in (STRICT, "Roles must alternate")
-)
+PLAIN = "conversations read as plain text: {} (2)"
+REARRANGED = "conversations rearranged so that user and assistant alternate: {} (2)"
 LEFT_OUT = "parts of conversations that the chat template leaves out or changes: {}"
 UNLOCATED = (
     "answers that are not in the loss of assistants, because: they cannot be located where the chat template "
     "repeats or hides words (2)"
 )
-PLAIN = "2 conversations read as plain text, because {}"
 
 
 def said(*turns: tuple[str, str]) -> dict[str, Any]:
@@ -98,21 +82,22 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
                          ["unknown speakers, read as the user, with their turns: alice (2)"]),
     "dolly": (LENIENT, {"instruction": "a", "context": "c", "response": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
     "alpaca": (LENIENT, {"instruction": "a", "input": "c", "output": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
-    "completion": (LENIENT, {"prompt": "a", "completion": "b"}, "<user>a<assistant>b", "|b", []),
     "openorca": (LENIENT, {"id": 1, "system_prompt": "s", "question": "a", "response": "b"},
                  "<system>s<user>a<assistant>b", "|b", [UNREAD.format("id (2)")]),
     "system beside turns": (LENIENT, said(("human", "a")) | {"system": "s"}, "<system>s<user>a", None, []),
     "trl": (LENIENT, {"prompt": [A], "completion": [B]}, "<user>a<assistant>b", "|b", []),
-    "text beside messages": (LENIENT, turns(A, text="fox"), "fox", None, [UNREAD.format("messages (2)")]),
-    "text beside empty columns": (LENIENT, {"text": "fox", "url": "a", "id": 1, "messages": []}, "fox", None, []),
-    "two forms": (LENIENT, turns(A, conversations=[A], input="c"), "<user>a", None,
-                  [UNREAD.format("conversations (2), input (2)")]),
+    "text beside messages": (LENIENT, turns(A, text="fox", id=1, input=""), "fox", None,
+                             [UNREAD.format("messages (2)")]),
+    "two forms": (LENIENT, turns(SYSTEM, A, conversations=[A], input="c", system="x"), "<system>s<user>a", None,
+                  [UNREAD.format("conversations (2), input (2), system (2)")]),
     "parts of a turn": (  # joined as vLLM joins them; those that are no text are dropped
         LENIENT, turns({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"},
                                                     {"type": "text", "text": "b"}]}), "<user>a\nb", None,
         ["parts of turns that are no text, which are dropped: image_url (2)"]),
-    "parts rendered apart": (PARTS, turns({"role": "user", "content": [{"type": "text", "text": "a"}]}), "<a>", None,
-                             []),
+    "parts rendered apart": (PARTS, turns({"role": "user", "content": [{"type": "text", "text": "a"}]}),
+                             "<|im_user|><text>a<|im_end|>", None, []),
+    "parts not rendered apart": ("{{ messages[0].content | tojson }}", turns({"role": "user", "content": ["a"]}),
+                                 '"a"', None, []),
     "what is not read": (
         LENIENT, turns(A, {**B, "reasoning_content": "d", "name": "e"}, {"role": "user", "content": ""}, tools=TOOLS),
         "<user>a<assistant>b", "|b",
@@ -125,20 +110,23 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
                          '<user>a<assistant><think>hm</think>[look {"city": "Oslo"}]<tool>21'
                          "<assistant><think>ah</think>b",
                          '|<think>hm</think>[look {"city": "Oslo"}]|<think>ah</think>b', []),
-    "a call that later turns depend on": (ONE_CALL, turns(*ASKED), "[INST] a[/INST][CALL] look</s>[RESULT]21 b</s>",
-                                          "|[CALL] look| b|", [LEFT_OUT.format("reasoning (4)")]),
-    "weight 0": (LENIENT, turns(A, {**B, "weight": 0}, A, {**B, "weight": "1", "train": True}),
-                 "<user>a<assistant>b<user>a<assistant>b", "|b", []),
-    "not trained on": (LENIENT, turns(A, {**B, "train": "False"}, A, B), "<user>a<assistant>b<user>a<assistant>b", "|b",
-                       []),
-    "assistant first": (MISTRAL, said(("gpt", "x"), ("human", "a"), ("gpt", "b")), "<s>[INST] a [/INST]b</s>", "|b|",
-                        [MISTRALS, LEFT_OUT.format("assistant (2)")]),
-    "neighbors": (GEMMA, said(("human", "a"), ("human", "b"), ("gpt", "c"), ("gpt", "d")),
-                  "<user>a\n\nb\n<assistant>c\n\nd\n", "|c\n\nd\n", [GEMMAS]),
+    "a call that later turns depend on": (
+        STRICT, turns(*ASKED), '<s>[INST]a[/INST][TOOL_CALLS][{"arguments": {"city": "Oslo"}, "name": "look", '
+        '"id": "1"}]</s>[TOOL_RESULTS]{"content": 21, "call_id": "1"}b</s>',
+        '|[TOOL_CALLS][{"arguments": {"city": "Oslo"}, "name": "look", "id": "1"}]|b|',
+        [LEFT_OUT.format("reasoning (4)")]),
+    "weights": (LENIENT, turns(A, {**B, "weight": 0}, {**B, "weight": "1", "train": True}, {**B, "train": "False"}),
+                "<user>a<assistant>b<assistant>b<assistant>b", "|b|", []),
+    "assistant first": (
+        MISTRAL, said(("gpt", "x"), ("human", "a"), ("gpt", "b"), ("tool", "21")),
+        "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]", "|b|",
+        [REARRANGED.format("Conversation roles must alternate user/assistant/user/assistant/..."),
+         LEFT_OUT.format("assistant (2)")]),
+    "neighbors": (GEMMA, turns(A, A, B, B, A, {**B, "weight": 0}, B),
+                  "<user>a\n\na\n<assistant>b\n\nb\n<user>a\n<assistant>b\n\nb\n", "|b\n\nb\n|",
+                  [REARRANGED.format("Roles must alternate")]),
     "system refused": (GEMMA, turns(SYSTEM, A, B), "s\n\na\n\nb", None,
-                       [REJECTED.format("System role not supported")]),
-    "rearranged": (MISTRAL, turns(A, B, {"role": "tool", "content": "21"}), "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]",
-                   "|b|", [MISTRALS]),
+                       [PLAIN.format("System role not supported")]),
     "system left out": (SPOKEN_ONLY, turns(SYSTEM, A, B), "ab", "|b",
                         [LEFT_OUT.format("system (2)")]),
     "no template": (None, turns(A, B), "a\n\nb", None,
@@ -186,22 +174,15 @@ GENERATED = {  # family: text in the loss without the token that ends a turn, fo
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(family: str, tmp_path: Path) -> None:
+def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(family: str) -> None:
     """R1 drops the thoughts of every turn, Qwen3 those of earlier turns: no server generates these answers. Other
-    templates keep or strip the words. A Parquet file, which fills every message with the keys of all others, is the
-    same text."""
-    import pyarrow
-    import pyarrow.parquet
-
+    templates keep or strip the words."""
     tokenizer = tokenizer_of(family)
     *expected, end = GENERATED[family]
     for spoken, answers in zip((REASONED, ANSWERED), expected, strict=True):
         messages = [{"role": role, "content": words} for role, words in spoken]
-        named = [*messages[:3], messages[3] | {"name": "bot"}]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": named}]), tmp_path / "a.parquet")
-        (read,) = read_documents(open_rows(str(tmp_path / "a.parquet")), ChatTemplate(tokenizer), Notes())
+        read = document(turns(*messages), tokenizer)
         assert read.text == tokenizer.apply_chat_template(messages, tokenize=False)
-        assert read.text == document(turns(*messages), tokenizer).text
         (tokens,) = seams.tokenize([read], tokenizer)
         assert not tokens.loss_mask[-1]  # the EOS between documents
         names = tokenizer.convert_ids_to_tokens(tokens.ids.tolist())
@@ -211,6 +192,21 @@ def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(f
         if end == "</s>":  # such a tokenizer begins parts with a blank
             generated = re.sub("(\n|</?think>) ", r"\1", generated)
         assert [run for run in generated.split("\0") if run] == [answer + end for answer in answers]
+
+
+def test_a_table_adds_no_keys(tokenizer: Any, tmp_path: Path) -> None:
+    """A Parquet file fills every message and every argument of a call with the keys of all others."""
+    import pyarrow
+    import pyarrow.parquet
+
+    tokenizer.chat_template = AGENT
+    call = {"type": "function", "function": {"name": "look", "arguments": {"days": 2}}}
+    chats = [ASKED, [A, {"role": "assistant", "content": "", "tool_calls": [call]}]]
+    table = pyarrow.Table.from_pylist([{"text": "no", "chat": chat} for chat in chats])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = open_rows(str(tmp_path / "a.parquet"), "chat")
+    found = [read.text for read in read_documents(rows, ChatTemplate(tokenizer), Notes(), column="chat")]
+    assert found == [document(turns(*chat), tokenizer).text for chat in chats]
 
 
 def talk(number: int) -> list[dict[str, str]]:
@@ -236,6 +232,7 @@ def test_json_of_every_shape_is_read(shape: str, load: Load, tokenizer: Any, tmp
 
 WRONG: dict[str, tuple[Any, str]] = {  # a row, words of the line
     "number": (turns(A, {"role": "assistant", "content": 17}), ": messages: turn 2: the content is a number"),
+    "no turns": ({"messages": "a"}, "messages: a string, not a list of messages"),
     "no role": ({"messages": [{"content": "a"}]}, "turn 1: no role"),
     "weight": (turns({**B, "weight": 0.5}), "turn 1: '0.5' as weight; write 0 or 1"),
     "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),
@@ -341,14 +338,18 @@ def test_an_unwritable_cache_is_not_blamed_on_the_text(load: Load, tmp_path: Pat
         place.unlink()
 
 
-def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_template(load: Load, tmp_path: Path) -> None:
-    rows: list[Any] = [{"text": f"a fox and {number} clouds"} for number in range(60)]
-    rows += [{"messages": [*talk(number), A]} for number in range(60)]
-    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    blocks, lines = load(tmp_path / "mixed.jsonl"), list[str]()
+def test_the_loss_is_on_all_of_other_text_and_of_conversations_without_a_template(
+    load: Load, tokenizer: Any, tmp_path: Path
+) -> None:
+    """With a template under which no answer is located there is nothing to learn from."""
+    mixed, chats, lines = tmp_path / "mixed.jsonl", tmp_path / "chats.jsonl", list[str]()
+    chats.write_text("".join(json.dumps({"messages": [*talk(number), A]}) + "\n" for number in range(60)))
+    mixed.write_text(write(tmp_path / "text.jsonl", DOCUMENTS).read_text() + "\n" + chats.read_text())
+    blocks = load(mixed)
     assert blocks.loss_mask.all()
     assert seams.select_loss_mask(blocks, "assistant", "mixed.jsonl", lines.append) is None
-    assert "60 conversations read as plain text, because the tokenizer has no chat template" in lines[0]
-    assert lines[1] == (
-        "conversations of mixed.jsonl were read as plain text (see above), so the loss covers all tokens"
-    )
+    assert lines[0].endswith("model's folder (60)"), "rows are read twice, and counted once"
+    assert lines[1].startswith("no turns of an assistant were found in mixed.jsonl, so the loss covers all tokens")
+    tokenizer.chat_template = TWICE
+    with pytest.raises(TextError, match=r"chats\.jsonl holds no words of an assistant; try --learn-from all"):
+        seams.select_loss_mask(load(chats), "assistant", "chats.jsonl", lines.append)

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
-from ddp_prune.text.documents import AS_PLAIN_TEXT, Document, hash_of, read_documents
+from ddp_prune.text.documents import Document, hash_of, read_documents
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import open_rows, reading_text, sources_of
 from ddp_prune.text.templates import ChatTemplate
@@ -30,10 +32,8 @@ from ddp_prune.text.tokens import Tokens, leading_bos, pack
 from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
-from ddp_vllm.remote_code.files import read_bytes
 
-LARGEST_CACHE = 1 << 36  # bytes
-VERSION = 8  # of cached blocks; raised when the same text gives other blocks
+VERSION = 9  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
 # a source shorter than this many times the held-out text is split into its excerpts
@@ -107,21 +107,24 @@ def load_blocks(
                 f"{data} holds {num_tokens:,} tokens, but one step and the held-out text require {required:,}; "
                 "give more text or lower --batch-size or --seq-len" + "".join(f"; {note}" for note in notes)
             )
-        ids, loss_mask, hashes = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
-        is_trained = np.repeat(np.arange(2, dtype=np.uint64), [len(heldout.hashes), len(train.hashes)])
-        ids, loss_mask = _cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width)
-        blocks = Tokens(ids, loss_mask, np.stack([hashes, is_trained]))
-        saved = blocks, tuple(notes)
+        arrays = {
+            "train": _cut_blocks(train.ids, bos, width),
+            "loss_mask": _cut_blocks(train.loss_mask, [True] * len(bos), width),
+            "heldout": _cut_blocks(heldout.ids, bos, width),
+            "train_hashes": train.hashes,
+            "heldout_hashes": heldout.hashes,
+        }
+        saved = arrays, notes
         save_blocks(path, *saved)
-    tokens, (hashes, is_trained) = torch.from_numpy(saved[0].ids).long(), saved[0].hashes
+    arrays, notes = saved
     return Blocks(
-        train=tokens[heldout_blocks:],
-        loss_mask=torch.from_numpy(saved[0].loss_mask)[heldout_blocks:],
-        heldout=tokens[:heldout_blocks],
-        num_tokens=tokens.numel(),
-        train_hashes=frozenset(hashes[is_trained == 1].tolist()),
-        heldout_hashes=frozenset(hashes[is_trained == 0].tolist()),
-        notes=saved[1],
+        train=torch.from_numpy(arrays["train"]).long(),
+        loss_mask=torch.from_numpy(arrays["loss_mask"]),
+        heldout=torch.from_numpy(arrays["heldout"]).long(),
+        num_tokens=arrays["train"].size + arrays["heldout"].size,
+        train_hashes=frozenset(arrays["train_hashes"].tolist()),
+        heldout_hashes=frozenset(arrays["heldout_hashes"].tolist()),
+        notes=tuple(notes),
     )
 
 
@@ -130,22 +133,21 @@ def _read(
 ) -> tuple[Tokens, Tokens, list[str]]:
     """Return held-out tokens, training tokens and notes. excerpt_size: in characters."""
     names = sources_of(data)
-    turns = {name: names.count(name) for name in names}
+    turns = Counter(names)
     notes = {name: Notes() for name in turns}
     candidates, shuffled = dict[str, Iterable[Document]](), dict[str, Iterable[Document]]()
     template = ChatTemplate(tokenizer)
-    with reading_text(data):
-        for name, count in turns.items():
-            heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
-            rows = open_rows(name, text_column)
-            read = partial(read_documents, rows, template, column=text_column)
-            candidates[name], shuffled[name] = _open(rows.num_rows, read, notes[name], seed, excerpt_size, heldout_size)
-        heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
-        heldout = heldout._replace(hashes=np.asarray([*map(hash_of, hidden)], np.uint64))
-        excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
-        if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
-            excerpts = {name: _not_empty(name, stream) for name, stream in excerpts.items()}
-        train = pack(take_turns(excerpts, turns), tokenizer, train_tokens)
+    for name, count in turns.items():
+        heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
+        rows = open_rows(name, text_column)
+        read = partial(read_documents, rows, template, column=text_column)
+        candidates[name], shuffled[name] = _open(rows.num_rows, read, notes[name], seed, excerpt_size, heldout_size)
+    heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
+    heldout = heldout._replace(hashes=np.asarray([*hidden], np.uint64))
+    excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
+    if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
+        excerpts = {name: _not_empty(name, stream) for name, stream in excerpts.items()}
+    train = pack(take_turns(excerpts, turns), tokenizer, train_tokens)
     return heldout, train, [line for name in turns for line in notes[name].lines(name)]
 
 
@@ -166,28 +168,23 @@ def _open(
     num_rows, read: of the source; None: a stream. notes: of what is read first, which is all of a
     file. excerpt_size, heldout_size: characters per excerpt, and characters to hold out.
     """
-    documents = read(notes)
+    documents, again = read(notes), partial(read, Notes())
     first, size = list[Document](), 0
     for document in documents:
         first.append(document)
         size += min(len(document.text), excerpt_size)
         if size >= heldout_size * (SHORT_SOURCE if num_rows else STREAMED_CANDIDATES):
             break
-    if size < SHORT_SOURCE * heldout_size:
-        parts = [excerpt for document in first for excerpt in cut(document, excerpt_size)]
-        order = np.random.default_rng(seed).permutation(len(parts))
-        return _by_hash(parts), [parts[index] for index in order]
-    if not num_rows:
-        return _by_hash(first), read(Notes(), order=[seed])
-    row_of = {hash_of(document.text): row for row, document in enumerate(itertools.chain(first, documents))}
-    by_hash = [row_of[number] for number in sorted(row_of)]
-    again = partial(read, Notes())
-    return again(order=by_hash), again(order=np.random.default_rng(seed).permutation(num_rows).tolist())
-
-
-def _by_hash(documents: list[Document]) -> list[Document]:
-    by_hash = {hash_of(document.text): document for document in documents}
-    return [by_hash[number] for number in sorted(by_hash)]
+    rng, is_short = np.random.default_rng(seed), size < SHORT_SOURCE * heldout_size
+    if num_rows and not is_short:
+        row_of = {hash_of(document.text): row for row, document in enumerate(itertools.chain(first, documents))}
+        by_hash = [row_of[number] for number in sorted(row_of)]
+        return again(order=by_hash), again(order=rng.permutation(num_rows).tolist())
+    if is_short:
+        first = [excerpt for document in first for excerpt in cut(document, excerpt_size)]
+    candidate_of = {hash_of(document.text): document for document in first}
+    candidates = [candidate_of[number] for number in sorted(candidate_of)]
+    return candidates, [first[index] for index in rng.permutation(len(first))] if is_short else again(order=[seed])
 
 
 def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, int]) -> Iterator[Document]:
@@ -203,22 +200,23 @@ def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, in
 
 def hold_out(
     candidates: Iterable[Document], tokenizer: Any, excerpt_size: int, num_tokens: int
-) -> tuple[Tokens, set[str]]:
-    """Return up to `num_tokens` tokens of one excerpt per document, and all their excerpts."""
-    hidden = set[str]()
+) -> tuple[Tokens, set[int]]:
+    """Return up to `num_tokens` tokens of one excerpt per document, and the hashes of all their
+    excerpts."""
+    hidden = set[int]()
 
     def chosen() -> Iterator[Document]:
         for document in candidates:
             excerpts = cut(document, excerpt_size)
-            texts = {excerpt.text for excerpt in excerpts}
-            if not hidden >= texts:  # otherwise it is a copy of a document in another source
-                hidden.update(texts)
+            hashes = {hash_of(excerpt.text) for excerpt in excerpts}
+            if not hidden >= hashes:  # otherwise it is a copy of a document in another source
+                hidden.update(hashes)
                 yield excerpts[hash_of(document.text) % len(excerpts)]
 
     return pack(chosen(), tokenizer, num_tokens, texts_per_batch=1), hidden
 
 
-def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hidden: set[str]) -> Iterator[Document]:
+def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hidden: set[int]) -> Iterator[Document]:
     """Yield an excerpt of every document, then another of every longer one, and so on, without
     hidden excerpts.
 
@@ -233,7 +231,7 @@ def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hid
             start = (hash_of(document.text) + seed) % max(1, len(excerpts))
             columns.append(excerpts[start:] + excerpts[:start])
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*columns))
-        yield from (excerpt for excerpt in in_turn if excerpt and excerpt.text not in hidden)
+        yield from (excerpt for excerpt in in_turn if excerpt and hash_of(excerpt.text) not in hidden)
 
 
 def _not_empty(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
@@ -259,9 +257,10 @@ def cut(document: Document, size: int) -> list[Document]:
 
 
 def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:
-    """Return [num_blocks, len(first) + width]: the blocks of a stream, each after `first`."""
+    """Return [num_blocks, len(first) + width]: the blocks of a stream, each after `first`, which has
+    at most one value."""
     rows = stream[: len(stream) // width * width].reshape(-1, width)
-    return np.hstack([np.tile(np.asarray(first, stream.dtype), (len(rows), 1)), rows])
+    return np.insert(rows, 0, first, axis=1) if first else rows
 
 
 def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
@@ -275,28 +274,22 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
     return hashlib.sha256((json.dumps(settings) + vocabulary).encode()).hexdigest()[:32]
 
 
-def saved_blocks(path: Path) -> tuple[Tokens, tuple[str, ...]] | None:
-    """Return what `save_blocks` wrote; None if there is no such file or it is damaged."""
+def saved_blocks(path: Path) -> tuple[dict[str, np.ndarray], list[str]] | None:
+    """Return what `save_blocks` wrote; None if there is no such file or it is cut off."""
     try:
-        digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
-    except OSError:
+        with safe_open(path, "np") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return arrays, json.loads(file.metadata()["notes"])
+    except (OSError, SafetensorError):
         return None
-    if hashlib.sha256(content).digest() != digest:
-        return None
-    arrays = load(content)
-    notes = json.loads(arrays.pop("notes").tobytes())
-    return Tokens(**arrays), tuple(notes)
 
 
-def save_blocks(path: Path, blocks: Tokens, notes: Sequence[str] = ()) -> None:
-    """Write blocks and notes with a checksum. Raises: OutputError."""
+def save_blocks(path: Path, arrays: dict[str, np.ndarray], notes: Sequence[str]) -> None:
+    """Write the arrays and notes of blocks. Raises: OutputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = np.frombuffer(json.dumps(list(notes)).encode(), np.uint8)
-        content = save(blocks._asdict() | {"notes": written})
-        with atomic_file(path, private=True) as temporary, open(temporary, "wb") as file:
-            file.write(hashlib.sha256(content).digest())
-            file.write(content)
+        with atomic_file(path, private=True) as temporary:
+            temporary.write_bytes(save(arrays, {"notes": json.dumps(notes)}))
     except OSError as error:
         raise unwritable_cache(cache_folder(), error) from error
 
@@ -316,10 +309,10 @@ def select_loss_mask(
     if learn_from != "assistant":
         return None
     if blocks.loss_mask.all():
-        line = f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations to it"
-        if any(AS_PLAIN_TEXT in note for note in blocks.notes):
-            line = f"conversations of {data} were read as plain text (see above), so the loss covers all tokens"
-        print_line(line)
+        print_line(
+            f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations, and a "
+            "chat template to the tokenizer"
+        )
         return None
     if not blocks.loss_mask[:, 1:].any():
         raise TextError(f"{data} holds no words of an assistant; try --learn-from all")

@@ -5,7 +5,6 @@ table of formats. Whatever is dropped, unknown or changed is counted in `Notes`.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ddp_prune.text.messages import EXAMPLE, Message, Notes, TurnReader, are_turns, at, first, is_empty, kind_of, parsed
@@ -38,10 +37,6 @@ class RowParser:
     template: ChatTemplate
     column: str = ""
     """The column to read; "" finds it by its name."""
-
-    @cached_property
-    def turns(self) -> TurnReader:
-        return TurnReader(self.notes, self.template)
 
     def parse(self, row: Any) -> str | Conversation:
         """Return the text or conversation of a row; "" if it holds none.
@@ -109,8 +104,9 @@ class RowParser:
         value = _unpacked(row.get(name))
         if is_empty(value):
             return []
+        turns = [{"role": role, "content": value}] if role and not are_turns(value) else value
         with at(name):
-            return self.turns.read([{"role": role, "content": value}] if role and not are_turns(value) else value)
+            return TurnReader(self.notes, self.template).read(turns)
 
 
 def _listed(row: dict[str, Any]) -> str:

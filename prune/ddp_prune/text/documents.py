@@ -13,9 +13,6 @@ from ddp_prune.text.messages import Message, Notes, at, texts_of, words_of
 from ddp_prune.text.rows import Rows, reading_text
 from ddp_prune.text.templates import ChatTemplate, Rendered
 
-AS_PLAIN_TEXT = "conversations read as plain text, because "
-REARRANGED = "conversations rearranged so that user and assistant alternate"
-
 
 @dataclass(frozen=True)
 class Document:
@@ -61,19 +58,17 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes) ->
     that is rejected too, or without a template, the document is the turns' contents.
     """
     messages, tools = conversation.messages, conversation.tools
-    if not template.source:
-        notes.add(f"{AS_PLAIN_TEXT}the tokenizer has no chat template; put chat_template.jinja into the model's folder")
-    else:
-        rendered = template.render(messages, tools)
-        if isinstance(rendered, TemplateError):
-            reason, alternating = " ".join(str(rendered).split())[:80], _alternating(messages)
-            rendered = template.render(alternating, tools) if alternating else rendered
-            is_rejected = isinstance(rendered, TemplateError)
-            notes.add(f"{AS_PLAIN_TEXT}the chat template rejects them" if is_rejected else REARRANGED, reason)
-        if isinstance(rendered, Rendered):
-            _note_left_out(conversation, rendered, notes)
-            return Document(rendered.text, _loss_mask(rendered))
-    return Document("\n\n".join(filter(None, map(words_of, messages))))
+    rendered = template.render(messages, tools)
+    if isinstance(rendered, TemplateError):
+        reason, alternating = " ".join(str(rendered).split())[:100], _alternating(messages)
+        rendered = template.render(alternating, tools) if alternating else rendered
+        is_plain = isinstance(rendered, TemplateError)
+        change = "read as plain text" if is_plain else "rearranged so that user and assistant alternate"
+        notes.add(f"conversations {change}", reason)
+    if isinstance(rendered, TemplateError):
+        return Document("\n\n".join(filter(None, map(words_of, messages))))
+    _note_left_out(conversation, rendered, notes)
+    return Document(rendered.text, _loss_mask(rendered))
 
 
 def _note_left_out(conversation: Conversation, rendered: Rendered, notes: Notes) -> None:

@@ -6,6 +6,7 @@ does not hand on are left out. The rules are in `vllm/renderers/chat_utils.py`.
 """
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ class TurnReader:
     def read(self, turns: Any) -> list[Message]:
         """Return the messages of a list of turns. Raises: TextError."""
         if not isinstance(turns, list):
-            raise TextError(f"{kind_of(turns)}, not a text or a list of messages; write {EXAMPLE}")
+            raise TextError(f"{kind_of(turns)}, not a list of messages; write {EXAMPLE}")
         messages = []
         for number, turn in enumerate(turns, 1):
             with at(f"turn {number}"):
@@ -94,7 +95,9 @@ class TurnReader:
         if not isinstance(speaker, str):
             raise TextError("no role; name the speaker under role")
         name = speaker.strip().lower()
-        role = name if name == "developer" and self.template.knows(name) else SPEAKERS.get(name, "")
+        role = SPEAKERS.get(name, "")
+        if name == "developer" and re.search("""["']developer["']""", self.template.source):
+            role = name
         texts = list(self._texts(turn.get(first(turn, ("content", "value")) or "content")))
         generated = self._generated(turn, name, texts) if role == "assistant" else {}
         if not any(texts) and not any(generated.values()) and role != "tool":
@@ -105,7 +108,7 @@ class TurnReader:
         message: Message = {"role": role or "user", "content": "\n".join(texts)} | generated
         if role != "tool" and self.template.reads_parts:
             message["content"] = [{"type": "text", "text": text} for text in texts]
-        if role == "assistant" and _is_excluded(turn):
+        if _is_excluded(turn):
             message["weight"] = 0
         return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
 
@@ -130,7 +133,7 @@ class TurnReader:
         calls = self._calls(turn[key]) if key else []
         if calls is None:
             raise TextError(f"{kind_of(turn[key])} under {key}; write calls with name and arguments")
-        is_call = name in CALLS and self.template.reads("tool_calls")
+        is_call = name in CALLS and "tool_calls" in self.template.source
         if is_call and not calls and (calls := self._calls("".join(texts))):
             texts.clear()
         thoughts = next((turn[key] for key in THOUGHTS if turn.get(key) is not None), None)
@@ -201,14 +204,16 @@ def are_turns(value: Any) -> bool:
     )
 
 
+_KINDS = {
+    str: "a string",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    dict: "an object",
+    type(None): "null",
+}
+
+
 def kind_of(value: Any) -> str:
     """Return the type of a JSON value in words."""
-    if isinstance(value, list):
-        kinds = {type(item) for item in value}
-        return f"a list of {_PLURALS.get(kinds.pop(), 'values')}" if len(kinds) == 1 else "a list"
     return _KINDS.get(type(value), f"a {type(value).__name__}")
-
-
-_KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", dict: "an object"}
-_KINDS |= {type(None): "null"}
-_PLURALS = {str: "strings", int: "numbers", float: "numbers", dict: "objects", list: "lists"}

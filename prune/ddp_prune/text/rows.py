@@ -6,11 +6,12 @@ whose table gives every message the keys of all others and changes values of mix
 """
 
 import glob
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +27,8 @@ from ddp_vllm.hub import hub_fault
 from ddp_vllm.names import split_sources
 from ddp_vllm.output import atomic_file
 
-READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-COMPRESSIONS = (".gz", ".xz", ".zst")
-KINDS = f".txt/.jsonl/.json/.parquet (plain or {', '.join(COMPRESSIONS)})"
-ROWS_PER_BATCH = 32  # of a Parquet file or a hub dataset
+FORMATS, COMPRESSIONS = (".txt", ".jsonl", ".json", ".parquet"), (".gz", ".xz", ".zst")
+KINDS = f"{'/'.join(FORMATS)} (plain or {', '.join(COMPRESSIONS)})"
 BOM = b"\xef\xbb\xbf"
 
 
@@ -65,15 +64,15 @@ def open_rows(name: str, column: str = "") -> Rows:
     """
     path = Path(name)
     with reading_text(name):
-        kind = _kind_of_file(path)
-        if kind is None:
+        ending = _format_of(path)
+        if not ending:
             _check_hub(name)
             return _hub_rows(name, column)
         file = _decompressed(path)
-        if kind == "json":
-            return _json_rows(name, file)
-        if kind == "parquet":
+        if ending == ".parquet":
             return _parquet_rows(name, path, file, column)
+        if ending != ".txt":
+            return _json_rows(name, file)
         text = {column or "text": file.read_text(encoding="utf-8")}
         return Rows(name=name, num_rows=1, read=lambda _: iter([(name, text)]))
 
@@ -87,26 +86,23 @@ def check_sources(data: str, column: str = "") -> None:
     """
     for name in dict.fromkeys(sources_of(data)):
         with reading_text(name):
-            kind = _kind_of_file(Path(name))
-            if kind is None and not any((cache_folder() / "tokens").glob("*.tokens")):
+            ending = _format_of(Path(name))
+            if not ending and not any((cache_folder() / "tokens").glob("*.tokens")):
                 _check_hub(name)
-            if kind == "json" and Path(name).suffix == ".jsonl":
+            if ending == ".jsonl":
                 place, first = next(open_rows(name, column).read(None))
                 with at(place):
                     RowParser(Notes(), ChatTemplate(), column).parse(first)
 
 
-def _kind_of_file(path: Path) -> str | None:
-    """Return how a file is read, or None for a dataset of the hub. Raises: TextError."""
-    endings = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
-    kind = READERS.get(endings[-1]) if endings else None
-    if not path.exists() and not kind:
-        return None
-    if not path.is_file():
-        raise TextError(f"{path} is not a file; give a {KINDS} file or a hub dataset")
-    if kind is None:
-        raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {KINDS} file")
-    return kind
+def _format_of(path: Path) -> str:
+    """Return the ending of a file that tells its format; "" for a dataset of the hub. Raises: TextError."""
+    ending = next((suffix for suffix in reversed(path.suffixes) if suffix not in COMPRESSIONS), "")
+    if not path.exists() and ending not in FORMATS:
+        return ""
+    if not path.is_file() or ending not in FORMATS:
+        raise TextError(f"{path} is not a file, or has another ending; give a {KINDS} file or a hub dataset")
+    return ending
 
 
 def _check_hub(name: str) -> None:
@@ -206,8 +202,7 @@ def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:
 
     def read(order: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
         numbers = range(len(table)) if order is None else order
-        for number, row in zip(numbers, _rows_of(table.select(numbers)), strict=True):
-            yield f"{name}, row {number + 1}", row
+        return _rows_of(name, table.select(numbers), numbers)
 
     return Rows(name=name, num_rows=len(table), read=read)
 
@@ -221,9 +216,7 @@ def _hub_rows(name: str, column: str) -> Rows:
         stream = stream.select_columns(_used_columns(columns, column))
 
     def read(seeds: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
-        rows = stream if seeds is None else stream.shuffle(seed=seeds[0])
-        for number, row in enumerate(_rows_of(rows), 1):
-            yield f"{name}, row {number}", row
+        return _rows_of(name, stream if seeds is None else stream.shuffle(seed=seeds[0]), itertools.count())
 
     return Rows(name=name, num_rows=None, read=read)
 
@@ -234,12 +227,11 @@ def _used_columns(columns: Sequence[str], column: str) -> list[str]:
     return used or list(columns)
 
 
-def _rows_of(rows: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows of a table, without the empty fields that fill up its structures."""
-    for columns in rows.iter(batch_size=ROWS_PER_BATCH):
-        for values in zip(*columns.values(), strict=True):
-            row = zip(columns, values, strict=True)
-            yield {name: _without_nulls(value) for name, value in row}
+def _rows_of(name: str, table: Any, numbers: Iterable[int]) -> Iterator[tuple[str, Any]]:
+    """Yield rows of a table with their places, without the empty fields that fill up its
+    structures."""
+    for number, row in zip(numbers, table, strict=False):
+        yield f"{name}, row {number + 1}", {column: _without_nulls(value) for column, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from ddp_vllm.errors import TextError
+from ddp_vllm.errors import TextError, reading
 
 PLACEHOLDER = chr(0x100000)  # a character to which Unicode gives no meaning
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
@@ -43,20 +43,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
-        self.source = ""
-        if tokenizer and tokenizer.chat_template:
-            with suppress(ValueError):  # several templates, none of which is the default
-                self.source = tokenizer.get_chat_template()
-                with suppress(ValueError):  # with tools, transformers may take another
-                    self.source += tokenizer.get_chat_template(tools=[{}])
-
-    def reads(self, key: str) -> bool:
-        """Tell whether the template mentions a key of messages."""
-        return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
-
-    def knows(self, role: str) -> bool:
-        """Tell whether the template mentions a role."""
-        return f"'{role}'" in self.source or f'"{role}"' in self.source
+        self.source = str(getattr(tokenizer, "chat_template", None) or "")  # of all, if there are several
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -95,16 +82,14 @@ class ChatTemplate:
 
         Raises: TextError if the template fails otherwise.
         """
+        if not self.source:
+            return TemplateError("the tokenizer has no chat template; put chat_template.jinja into the model's folder")
+        name, remedy = f"the chat template of {self.tokenizer.name_or_path}", "repair it, or delete it"
         try:
-            text = self.text(messages, tools)
-            return self._rendered(text, messages, tools)
+            with reading(name, TextError, remedy, how=" with this conversation", but=(TemplateError,)):
+                return self._rendered(self.text(messages, tools), messages, tools)
         except TemplateError as error:
             return error
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise TextError(
-                f"the chat template of {self.tokenizer.name_or_path} fails ({reason}); repair it, or delete it"
-            ) from error
 
     def _rendered(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
         """Return where the answers are in the text of a conversation."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddp_prune.text.documents import Document, hash_of
-from ddp_vllm.errors import ModelError, is_of_a_library
+from ddp_vllm.errors import ModelError, reading
 
 TEXTS_PER_BATCH = 64  # texts that are tokenized at a time
 
@@ -28,16 +28,9 @@ def load_tokenizer(model: str) -> Any:
     """Return a model's tokenizer. Raises: ModelError if it has none."""
     from transformers import AutoTokenizer
 
-    try:
+    with reading(f"the tokenizer of {model}", ModelError, "put tokenizer.json into the model's folder"):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         tokenizer("A word, and another.", verbose=False)  # some settings are read only then
-    except BaseException as error:
-        if not is_of_a_library(error):
-            raise
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(
-            f"{model} has no tokenizer that loads ({reason}); put tokenizer.json into the model's folder"
-        ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {model} has no EOS token, which separates documents; set eos_token in it")
     return tokenizer
@@ -75,9 +68,7 @@ def _mask_over_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> 
     offsets: [start, stop) of each token, in characters.
     """
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    # include blanks before the token, which offsets may omit
-    starts = np.minimum(starts, np.append(0, stops)[:-1])
-    starts = np.minimum(starts, np.maximum(stops - 1, 0))
+    starts = np.minimum(starts, np.maximum(stops - 1, 0))  # offsets may omit the blanks that are a token
     padded = np.append(loss_mask, False)  # also for the character before the first one, at -1
     count_before = np.append(0, padded.cumsum())
     return (count_before[stops] > count_before[starts]) | padded[starts - 1]
