@@ -8,7 +8,6 @@ starts.
 """
 
 import hashlib
-import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.text.conversations import Conversation, RowParser
-from ddp_prune.text.messages import EXAMPLE, Notes, at, words_of
+from ddp_prune.text.messages import EXAMPLE, Notes, at
 from ddp_prune.text.rows import open_rows, reading_text
-from ddp_prune.text.templates import ChatTemplate
+from ddp_prune.text.templates import ChatTemplate, words_of
 from ddp_vllm.errors import TextError, reading
 
 SHARE_GPT = ("anon8231489123/ShareGPT_Vicuna_unfiltered", "ShareGPT_V3_unfiltered_cleaned_split.json")
@@ -74,7 +73,7 @@ def read_conversations(path: Path) -> list[dict[str, Any]]:
     reads.
 
     An entry of ShareGPT stays as it is, since vLLM takes its first two turns whoever speaks. Of
-    other conversations the first words of the user become the prompt, and the assistant's next
+    other conversations the first words of the user become the prompt, and the assistant's first
     words the answer.
     Raises: TextError with place and reason if the file is missing, or a row holds no conversation.
     """
@@ -103,11 +102,9 @@ def _as_share_gpt(content: str | Conversation) -> dict[str, Any]:
         if content:
             raise TextError(f"a text, not a conversation; write {EXAMPLE}")
         return {"conversations": []}
-    turns = list[dict[str, str]]()
-    for role, speaker in (("user", "human"), ("assistant", "gpt")):
-        words = (words_of(message) for message in content.messages if message["role"] == role)
-        turns += [{"from": speaker, "value": text} for text in itertools.islice(filter(None, words), 1)]
-    return {"conversations": turns}
+    words = {message["role"]: text for message in reversed(content.messages) if (text := words_of(message))}
+    speakers = {"user": "human", "assistant": "gpt"}
+    return {"conversations": [{"from": speakers[role], "value": words[role]} for role in speakers if role in words]}
 
 
 def draw_sample(

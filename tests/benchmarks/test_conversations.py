@@ -30,6 +30,14 @@ def test_array_and_lines_read_alike(tmp_path: Path, form: str) -> None:
     assert read_conversations(file) == talks
 
 
+def test_other_formats_are_brought_into_share_gpts(tmp_path: Path) -> None:
+    roles = ("system", "assistant", "user", "user", "assistant")
+    messages = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles)]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + '\n{"text": ""}\n')
+    turns = [{"from": "human", "value": "2"}, {"from": "gpt", "value": "1"}]
+    assert read_conversations(tmp_path / "chats.jsonl") == [{"conversations": turns}, {"conversations": []}]
+
+
 @pytest.mark.parametrize(("content", "reason"), [
     (b'[\n{"conversations": []},\n{"conversations"', "line 3.*cut off"),
     (b'{"conversations": [{"from": "human", "value": 1}]}', "line 1: conversations: turn 1: the content is a number"),

@@ -95,26 +95,7 @@ def load_blocks(
     saved = saved_blocks(path)
     if saved is None:
         check_cache()  # otherwise the error of `datasets` would blame the text
-        bos = leading_bos(tokenizer)
-        width = seq_len - len(bos)  # tokens of text in a block
-        heldout, train, notes = _read(
-            data, tokenizer, excerpt_size=CHARACTERS_PER_TOKEN * seq_len, heldout_tokens=heldout_blocks * width,
-            train_tokens=train_blocks * width, seed=seed, text_column=text_column,
-        )  # fmt: skip
-        num_tokens, required = len(heldout.ids) + len(train.ids), (min_train_blocks + heldout_blocks) * width
-        if len(train.ids) < min_train_blocks * width or len(heldout.ids) < heldout_blocks * width:
-            raise TextError(
-                f"{data} holds {num_tokens:,} tokens, but one step and the held-out text require {required:,}; "
-                "give more text or lower --batch-size or --seq-len" + "".join(f"; {note}" for note in notes)
-            )
-        arrays = {
-            "train": _cut_blocks(train.ids, bos, width),
-            "loss_mask": _cut_blocks(train.loss_mask, [True] * len(bos), width),
-            "heldout": _cut_blocks(heldout.ids, bos, width),
-            "train_hashes": train.hashes,
-            "heldout_hashes": heldout.hashes,
-        }
-        saved = arrays, notes
+        saved = _read_blocks(data, tokenizer, *sizes)
         save_blocks(path, *saved)
     arrays, notes = saved
     return Blocks(
@@ -128,27 +109,49 @@ def load_blocks(
     )
 
 
-def _read(
-    data: str, tokenizer: Any, *, excerpt_size: int, heldout_tokens: int, train_tokens: int, seed: int, text_column: str
-) -> tuple[Tokens, Tokens, list[str]]:
-    """Return held-out tokens, training tokens and notes. excerpt_size: in characters."""
-    names = sources_of(data)
-    turns = Counter(names)
+def _read_blocks(
+    data: str,
+    tokenizer: Any,
+    seq_len: int,
+    train_blocks: int,
+    heldout_blocks: int,
+    min_train_blocks: int,
+    seed: int,
+    text_column: str,
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return the arrays of blocks, and notes. Arguments and errors: as `load_blocks`."""
+    bos = leading_bos(tokenizer)
+    width, excerpt_size = seq_len - len(bos), CHARACTERS_PER_TOKEN * seq_len  # tokens of text in a block, characters
+    heldout_tokens, names = heldout_blocks * width, sources_of(data)
+    turns, template = Counter(names), ChatTemplate(tokenizer)
     notes = {name: Notes() for name in turns}
-    candidates, shuffled = dict[str, Iterable[Document]](), dict[str, Iterable[Document]]()
-    template = ChatTemplate(tokenizer)
+    candidates, excerpts = dict[str, Iterable[Document]](), dict[str, Iterable[Document]]()
     for name, count in turns.items():
         heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
         rows = open_rows(name, text_column)
         read = partial(read_documents, rows, template, column=text_column)
-        candidates[name], shuffled[name] = _open(rows.num_rows, read, notes[name], seed, excerpt_size, heldout_size)
+        candidates[name], excerpts[name] = _open(rows.num_rows, read, notes[name], seed, excerpt_size, heldout_size)
     heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
-    heldout = heldout._replace(hashes=np.asarray([*hidden], np.uint64))
-    excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
-    if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
-        excerpts = {name: _not_empty(name, stream) for name, stream in excerpts.items()}
-    train = pack(take_turns(excerpts, turns), tokenizer, train_tokens)
-    return heldout, train, [line for name in turns for line in notes[name].lines(name)]
+    for name, documents in excerpts.items():
+        stream = excerpts_of(documents, excerpt_size, seed, hidden)
+        # a single source is too short, which is told below
+        excerpts[name] = _not_empty(name, stream) if len(excerpts) > 1 else stream
+    train = pack(take_turns(excerpts, turns), tokenizer, train_blocks * width)
+    lines = [line for name in turns for line in notes[name].lines(name)]
+    num_tokens, required = len(heldout.ids) + len(train.ids), (min_train_blocks + heldout_blocks) * width
+    if len(train.ids) < min_train_blocks * width or len(heldout.ids) < heldout_tokens:
+        raise TextError(
+            f"{data} holds {num_tokens:,} tokens, but one step and the held-out text require {required:,}; "
+            "give more text or lower --batch-size or --seq-len" + "".join(f"; {line}" for line in lines)
+        )
+    arrays = {
+        "train": _cut_blocks(train.ids, bos, width),
+        "loss_mask": _cut_blocks(train.loss_mask, [True] * len(bos), width),
+        "heldout": _cut_blocks(heldout.ids, bos, width),
+        "train_hashes": train.hashes,
+        "heldout_hashes": np.asarray([*hidden], np.uint64),
+    }
+    return arrays, lines
 
 
 def _open(

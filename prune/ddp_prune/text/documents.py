@@ -9,9 +9,9 @@ import numpy as np
 from jinja2 import TemplateError
 
 from ddp_prune.text.conversations import Conversation, RowParser
-from ddp_prune.text.messages import Message, Notes, at, texts_of, words_of
+from ddp_prune.text.messages import Message, Notes, at
 from ddp_prune.text.rows import Rows, reading_text
-from ddp_prune.text.templates import ChatTemplate, Rendered
+from ddp_prune.text.templates import ChatTemplate, Rendered, texts_of, words_of
 
 
 @dataclass(frozen=True)

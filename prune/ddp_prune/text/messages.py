@@ -19,19 +19,16 @@ from ddp_vllm.errors import TextError
 MAX_NAMES = 6  # in a printed note
 EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
-CALLS = ("function_call", "tool_call", "functioncall", "tool_calls")
-"""Speakers whose words are calls, packed as JSON."""
 _NAMES = {
     "user": "user human prompter customer instruction",
-    "assistant": "assistant gpt chatgpt bing bard model ai bot chatbot agent llm claude gemini llama output",
+    "assistant": "assistant gpt chatgpt bing bard model ai bot chatbot agent llm claude gemini llama output "
+    "function_call tool_call functioncall tool_calls",
     "system": "system developer system_prompt",
     "tool": "tool observation function ipython environment tool_response tool_result tool_output "
     "function_response function_result function_output",
 }
-SPEAKERS = dict.fromkeys(CALLS, "assistant")
+SPEAKERS = {speaker: role for role, speakers in _NAMES.items() for speaker in speakers.split()}
 """The role of each speaker, in lower case."""
-for _role, _speakers in _NAMES.items():
-    SPEAKERS |= dict.fromkeys(_speakers.split(), _role)
 WEIGHTS = ("weight", "train")
 """Keys with which an author excludes a message from the loss: OpenAI's and Axolotl's."""
 IS_INCLUDED = dict.fromkeys(("none", "", "1", "1.0", "true"), True) | dict.fromkeys(("0", "0.0", "false"), False)
@@ -117,8 +114,9 @@ class TurnReader:
         if not isinstance(content, str | list | None):
             raise TextError(f"the content is {kind_of(content)}; write it as a string")
         for part in [content] if isinstance(content, str) else content or []:
-            kind = str(part.get("type", "unnamed")) if isinstance(part, dict) else kind_of(part)
-            text = part.get(kind if kind in ("refusal", "thinking") else "text") if isinstance(part, dict) else part
+            named = part if isinstance(part, dict) else {"type": kind_of(part), "text": part}
+            kind = str(named.get("type", "unnamed"))
+            text = named.get(kind if kind in ("refusal", "thinking") else "text")
             if isinstance(text, str):
                 yield text
             else:
@@ -133,7 +131,7 @@ class TurnReader:
         calls = self._calls(turn[key]) if key else []
         if calls is None:
             raise TextError(f"{kind_of(turn[key])} under {key}; write calls with name and arguments")
-        is_call = name in CALLS and "tool_calls" in self.template.source
+        is_call = "call" in name and "tool_calls" in self.template.source
         if is_call and not calls and (calls := self._calls("".join(texts))):
             texts.clear()
         thoughts = next((turn[key] for key in THOUGHTS if turn.get(key) is not None), None)
@@ -165,17 +163,6 @@ def _is_excluded(turn: Message) -> bool:
         return not all(IS_INCLUDED[str(turn.get(key)).lower()] for key in WEIGHTS)
     except KeyError as error:
         raise TextError(f"{error} as weight; write 0 or 1") from None
-
-
-def texts_of(message: Message) -> list[str]:
-    """Return the texts of the parts of a message."""
-    content = message["content"]
-    return [part["text"] for part in content] if isinstance(content, list) else [content]
-
-
-def words_of(message: Message) -> str:
-    """Return the text of a message."""
-    return "\n".join(texts_of(message))
 
 
 def first(row: Mapping[str, Any], names: Sequence[str]) -> str:

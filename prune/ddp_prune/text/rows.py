@@ -1,4 +1,4 @@
-"""Files and datasets of the Hugging Face hub in, numbered rows out.
+"""Files and datasets of the Hugging Face hub in, rows with their places out.
 
 Local files may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. Any
 other name is a dataset of the hub, which is streamed. JSON is read here and not by `datasets`,

@@ -150,6 +150,17 @@ class ChatTemplate:
         return start
 
 
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of the parts of a message."""
+    content = message["content"]
+    return [part["text"] for part in content] if isinstance(content, list) else [content]
+
+
+def words_of(message: Message) -> str:
+    """Return the text of a message."""
+    return "\n".join(texts_of(message))
+
+
 def _shared_length(one: str, other: str) -> int:
     """Return how many characters the beginnings of two texts share."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda end: one[: end + 1] != other[: end + 1])
@@ -157,7 +168,5 @@ def _shared_length(one: str, other: str) -> int:
 
 def _thoughts_of(message: Message) -> str:
     """Return the thoughts of an assistant's message; "" if it has none."""
-    content = message.get("content") or ""
-    words = "".join(part["text"] for part in content) if isinstance(content, list) else content
-    thoughts = message.get(THOUGHTS[0]) or words.rpartition("</think>")[0].rpartition("<think>")[2]
+    thoughts = message.get(THOUGHTS[0]) or words_of(message).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(thoughts).strip()
