@@ -71,6 +71,9 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     "speakers of other names": (
         LENIENT, said(("developer", "c"), ("Human", "a"), ("bard", "d"), ("observation", "e")),
         "<system>c<user>a<assistant>d<tool>e", "|d|", []),
+    "a template that knows developers": (  # others read them as the system
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'developer' %}{{ m.content }}{% endif %}{% endfor %}",
+        turns({"role": "developer", "content": "c"}), "<developer>c", None, []),
     "unknown speakers": (LENIENT, turns({"role": "alice", "content": "a"}, B), "<user>a<assistant>b", "|b",
                          ["unknown speakers, read as the user, with their turns: alice (2)"]),
     "dolly": (LENIENT, {"instruction": "a", "context": "c", "response": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
