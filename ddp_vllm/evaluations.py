@@ -224,12 +224,10 @@ def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:
     }
 
 
-def check_min_retained(limit: float | None, tasks: Sequence[str], against: str | None) -> None:
+def check_min_retained(limit: float | None, tasks: Sequence[str]) -> None:
     """Refuse a limit that no evaluation of these tasks can meet or miss. Raises: SettingError."""
     if limit is None:
         return
-    if not against:
-        raise SettingError("--min-retained has no effect without --against; add --against or omit it")
     if not 0 < limit <= 1:
         raise SettingError(f"--min-retained {limit:g} is not a fraction; give a number above 0 and up to 1, as 0.97")
     if all(name in TASKS and not TASKS[name].higher_is_better for name in tasks):

@@ -186,10 +186,8 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
     """A file that `ddp-vllm profile` wrote."""
 
     multiple: Size
-    model: dict[str, Any]
-    """The dense model's `dimensions_in`."""
     config: dict[str, Any]
-    shapes: list[str]
+    """Of the dense model."""
     runs: list[ShapeRun]
     hardware: dict[str, Any]
     versions: dict[str, str]
@@ -198,7 +196,7 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
     def check_fits(self, config: Mapping[str, Any], hardware: Mapping[str, Any]) -> None:
         """Refuse a profile of a model with other dimensions, or of other hardware. Raises:
         SettingError."""
-        stated = {**self.model, **self.hardware}
+        stated = {**dimensions_in(self.config), **self.hardware}
         for name, value in {**dimensions_in(config), **hardware}.items():
             if stated.get(name) != value:
                 served = ", or pass --other-machine if the model will be served there" if name in hardware else ""

@@ -57,17 +57,9 @@ class Measured(msgspec.Struct, kw_only=True):
 
 
 def hardware() -> dict[str, Any]:
-    """Return the CPU's name, the cores available to this process, memory in bytes, GPUs and load
-    average."""
-    facts: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": _gpus(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-    facts["load_average"] = [round(value, 2) for value in os.getloadavg()]
-    return facts
+    """Return the CPU's name, the cores available to this process, and the GPUs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": _cpu_name(), "cores": cores, "gpus": _gpus()}
 
 
 def has_bfloat16() -> bool:

@@ -51,19 +51,12 @@ class Quality(_Perplexities, total=False):
 
 class _Recipe(TypedDict, total=False):
     model: str
-    sparsity: Share | None
     context_length: Annotated[int, Meta(ge=1, le=1 << 40)]
     tokens: Count
-    scope: str
-    budget: str
 
 
 class _Run(TypedDict, total=False):
     train: str
-
-
-class _Fingerprint(TypedDict, total=False):
-    text: str
 
 
 class _Routing(TypedDict, total=False):
@@ -108,7 +101,6 @@ class Provenance(_Training, total=False):
     run: _Run
     run_id: str
     converted: _Converted
-    fingerprint: _Fingerprint
     perplexity: Quality | None
     routing: _Routing
     latency: Latency

@@ -67,13 +67,8 @@ def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] =
         if output.is_symlink() or output.name in ("", "..") or os.path.ismount(output):
             raise OutputError(f"{output} is a link, a mount point or no name, so a finished folder cannot replace it")
         parent = next(folder for folder in output.absolute().parents if folder.exists())
-        try:
-            # os.access trusts root, whom some mounts refuse
-            tempfile.TemporaryFile(dir=parent).close()
-        except OSError:
-            raise OutputError(
-                f"{output} cannot be written: {parent} is not a folder you may write to; choose another one"
-            ) from None
+        # os.access trusts root, whom some mounts refuse
+        tempfile.TemporaryFile(dir=parent).close()
         if output.exists() and not is_ours(output):
             raise OutputError(f"{output} exists, and ddp-vllm did not write it; choose another folder")
         if output.exists() and not overwrite:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.dimensions import widths_of
-from ddp_vllm.latency import FORMAT, dimensions_in, shapes_of
+from ddp_vllm.latency import FORMAT, shapes_of
 from ddp_vllm.remote_code.widths import LayerWidths
 
 CONFIG = {
@@ -57,7 +57,7 @@ def written(
         for name, widths in shapes.items()
     ]
     content = {
-        "format": FORMAT, "complete": True, "multiple": multiple, "model": dimensions_in(config), "config": config,
+        "format": FORMAT, "complete": True, "multiple": multiple, "config": config,
         "shapes": list(shapes), "times": times, "hardware": {"cpu": "a CPU", "cores": 2, "gpus": []}, "versions": {},
     }  # fmt: skip
     path = folder / "machine.json"

@@ -116,7 +116,7 @@ WRONG = {  # words of a command -> exit code, and a part of the message
     "prune dense --sparsity 0.2 --data gone.jsonl -o o": (4, "is not a file"),
     "prune dense --sparsity 0.2 --data bad.jsonl -o o": (4, "line 1: not JSON"),
     "prune dense --sparsity 0.2 --data odd.jsonl -o o": (4, "line 1: no column text, messages or conversations"),
-    "prune dense --sparsity 0.2 --data good.jsonl -o /proc/o": (5, "not a folder you may write to"),
+    "prune dense --sparsity 0.2 --data good.jsonl -o /proc/o": (5, "/proc/o cannot be written"),
     "prune dense --speedup 1.2 --profile p.json --data good.jsonl -o o": (2, "is not a file"),
     "prune x.gguf --sparsity 0.2 -o o": (3, "is a GGUF file, which cannot be pruned"),
     "prune adapter --sparsity 0.2 -o o": (3, "is a LoRA adapter; merge it"),

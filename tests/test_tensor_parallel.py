@@ -1,10 +1,10 @@
-"""The rule for tensor-parallel sizes, and its error message."""
+"""The rule for tensor-parallel sizes, and its error message. Padding adds nothing, as test_dense.py shows."""
 
 import pytest
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.tensor_parallel import check_tensor_parallel, tensor_parallel_sizes
+from ddp_vllm.tensor_parallel import check_tensor_parallel, fit, tensor_parallel_sizes
 
 DENSE = {
     "model_type": "llama", "num_attention_heads": 12, "num_hidden_layers": 1, "hidden_size": 96, "intermediate_size": 32
@@ -25,6 +25,23 @@ def test_the_dense_models_query_heads_divide() -> None:
         check_tensor_parallel(5, DENSE)
     with pytest.raises(SettingError, match="is 0; it must be at least 1"):
         check_tensor_parallel(0, DENSE)
+
+
+@pytest.mark.parametrize(
+    ("kept", "num_ranks", "expected"),
+    [
+        ((3, 2, 1), 1, ((3, 3, 3), 17)),  # one rank: query heads are evened out for the kernel only
+        ((3, 2, 1), 2, ((3, 3, 3, 3), 18)),  # three KV heads over two ranks: one is added
+        ((3,), 2, ((4,), 18)),  # one KV head on both ranks, its query heads split in halves
+        ((1, 1, 1), 4, ((1, 1, 1, 1), 20)),  # fewer KV heads than ranks, and 3 does not divide 4
+        ((2, 2), 8, ((4, 4), 24)),  # two KV heads, four ranks each
+        ((), 4, ((), 20)),  # no attention: none is added
+    ],
+)
+def test_fitted_widths_divide(kept: tuple[int, ...], num_ranks: int, expected: tuple[tuple[int, ...], int]) -> None:
+    fitted = fit(layer(*kept, intermediate_size=17), num_ranks)
+    assert (fitted.query_heads_per_kv_head, fitted.intermediate_size) == expected
+    assert fitted.num_query_heads % num_ranks == 0
 
 
 def test_where_nothing_may_be_padded_the_first_layer_that_does_not_split_is_named() -> None:

@@ -39,7 +39,6 @@ _LOG_PREFIX = re.compile(r"\(\w+ pid=\d+\)")
 _FACTS = {  # numbers that vLLM logs
     "kv_cache_tokens": re.compile(r"KV cache size: ([\d,]+) tokens"),
     "weights_gib": re.compile(r"Model loading took ([\d.]+) GiB"),
-    "load_seconds": re.compile(r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds"),
     "weights_load_seconds": re.compile(r"Loading weights took ([\d.]+) seconds"),
     "init_engine_seconds": re.compile(r"init engine \(.*?\) took ([\d.]+) s"),
 }

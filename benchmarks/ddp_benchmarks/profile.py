@@ -21,7 +21,7 @@ from ddp_vllm.checkpoint import read_config
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.families import check_known, code_of, pruned_config
-from ddp_vllm.latency import FORMAT, dimensions_in, read_profile, shapes_of
+from ddp_vllm.latency import FORMAT, read_profile, shapes_of
 from ddp_vllm.machine import Workload
 from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
@@ -107,12 +107,12 @@ def _resumed(
     """Return an unfinished profile of the same settings on this machine, or a new one. Raises:
     OutputError."""
     new = new_results(FORMAT, asdict(settings))
-    new |= {"complete": False, "multiple": 1, "model": dimensions_in(config), "config": dict(config), "times": []}
+    new |= {"complete": False, "multiple": 1, "config": dict(config), "times": []}
     new["shapes"] = list(shapes)
     new = json.loads(json.dumps(new))
     try:
         saved = json.loads(output.read_text(encoding="utf-8"))
-        same = all(saved[key] == new[key] for key in ("format", "settings", "model", "versions", "shapes"))
+        same = all(saved[key] == new[key] for key in ("format", "settings", "config", "versions", "shapes"))
         if same and not saved["complete"] and saved["hardware"]["cpu"] == new["hardware"]["cpu"]:
             return dict(saved)
     except (OSError, ValueError, KeyError, TypeError):

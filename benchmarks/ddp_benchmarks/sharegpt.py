@@ -8,7 +8,6 @@ discarded. All models answer the same prompts with the same number of tokens, co
 model's tokenizer.
 """
 
-import itertools
 import json
 import math
 import shutil
@@ -17,8 +16,9 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import product, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import convert
 
@@ -49,8 +49,7 @@ PERCENTILES = (50, 99)
 _LATENCY_METRICS = [f"p{percentile}_{latency}_ms" for latency in LATENCIES for percentile in PERCENTILES]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """The arrival of requests at a server."""
 
     request_rate: float
@@ -60,12 +59,8 @@ class Load:
 
     @property
     def label(self) -> str:
-        rate = "all at once" if self.request_rate == float("inf") else f"{self.request_rate:g} requests/s"
+        rate = "all at once" if self.request_rate == math.inf else f"{self.request_rate:g} requests/s"
         return rate if self.max_concurrency is None else f"{rate}, {self.max_concurrency} in flight"
-
-
-def _limit(text: str) -> int | None:
-    return None if text == "none" else int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +82,7 @@ class BenchSettings(Settings):
     request_rate: tuple[float, ...] = setting(
         (math.inf,), "Requests/s. Infinity sends all at once.", may_be_infinite=True, least=0.001
     )
-    max_concurrency: tuple[int | None, ...] = setting((None,), "Requests in flight.", of=_limit, metavar="N,…", least=1)
+    max_concurrency: tuple[int, ...] = setting((), "Requests in flight.", least=1, shown="no limit")
     warmups: int = setting(2, "Requests before an engine is measured.", "--num-warmups", least=0)
     warmup_round: bool = setting(True, "Skip the discarded round before the pairs.")
     engine_arguments: tuple[str, ...] = setting((), "Passed to every vLLM engine.", is_argument=True)
@@ -99,9 +94,8 @@ class BenchSettings(Settings):
             raise SettingError("there is no pruned model to compare; pass --pruned DIR")
 
     @property
-    def loads(self) -> tuple[Load, ...]:
-        pairs = itertools.product(self.request_rate, self.max_concurrency)
-        return tuple(Load(request_rate=rate, max_concurrency=limit) for rate, limit in pairs)
+    def loads(self) -> list[Load]:
+        return list(starmap(Load, product(self.request_rate, self.max_concurrency or (None,))))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as results state them; JSON has no infinity."""

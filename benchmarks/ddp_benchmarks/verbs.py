@@ -276,7 +276,9 @@ def _eval(
         return {"text": results, "tasks": []}
     _refuse(given, ("tokens", "max_ratio"), "without --text")
     names = choose_tasks(tasks or "paper")
-    check_min_retained(min_retained, names, against)
+    if not against:
+        _refuse(given, ("min_retained",), "without --against")
+    check_min_retained(min_retained, names)
     models = []
     for evaluated in filter(None, (against, model)):
         chosen = output if output is None or evaluated == model else against_output(evaluated, output)

@@ -9,7 +9,7 @@ narrower. Every other tensor must have the shape that the class has.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -195,19 +195,15 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
                 "config.json, and of this architecture only MLPs and experts may be narrower; prune these alone, and "
                 + DENSE
             )
-    widths = {form: {width for row in layers.values() for width in row.values()} for form, layers in rows.items()}
-    if grown := [(form.output, *width) for form in widths for width in widths[form] if width.kept > width.dense]:
-        name, kept, dense = max(grown)
-        raise ModelError(f"{name} has {kept} channels on disk and {dense} by config.json; {DENSE}")
-    narrow = {form: rows[form] for form in widths if any(width.kept < width.dense for width in widths[form])}
-    return {"architectures": [stock.name], **config}, _described(stock, narrow)
+    return {"architectures": [stock.name], **config}, _described(stock, rows)
 
 
 def _widths_on_disk(
     stock: Stock, shapes: Shapes, on_disk: Mapping[str, str]
 ) -> tuple[dict[Form, dict[int, dict[int, Width]]], dict[str, list[int]]]:
     """Return the widths of all MLPs and experts, and the shape that each tensor must have with
-    them; an expert without tensors has width 0."""
+    them; an expert without tensors has width 0. Raises: ModelError for more channels than
+    config.json has."""
     required = {name: tensor.shape for name, tensor in stock.tensors.items()}
     rows: dict[Form, dict[int, dict[int, Width]]] = defaultdict(lambda: defaultdict(dict))
     removed: list[Module] = []
@@ -219,6 +215,8 @@ def _widths_on_disk(
         if not all(name in on_disk for name in names):
             continue
         kept = shapes[on_disk[module.output]][-1]
+        if kept > dense:
+            raise ModelError(f"{module.output} has {kept} channels on disk and {dense} by config.json; {DENSE}")
         for name in module.names:
             length = kept * (1 if name == module.output else module.factor)
             axis = stock.tensors[name].axis
@@ -239,35 +237,38 @@ def _widths_on_disk(
     return rows, required
 
 
-def _described(stock: Stock, narrow: Mapping[Form, Rows]) -> Widths:
+def _described(stock: Stock, forms: Mapping[Form, Rows]) -> Widths:
     """Return the description of the blocks that are narrower. Raises: ModelError if there are too
     many kinds of them."""
-    projections, unpruned = list[Projection](), LayerWidths()
-    layers = [LayerWidths() for _ in range(stock.num_layers)]
-    for form, rows in sorted(narrow.items(), key=lambda pair: pair[0].is_expert):  # MLPs first
-        block = "experts" if form.is_expert else "mlp"
-        # all experts, because transformers stacks them in every layer or in none
-        cut = {index: row for index, row in rows.items() if form.is_expert or any(k < d for k, d in row.values())}
-        sizes = {(width.dense, len(row)) for row in cut.values() for width in row.values()}
-        if any(part.block == block for part in projections) or len(sizes) > 1:
-            kinds = " and ".join(sorted(other.output for other in narrow if other.is_expert == form.is_expert))
-            widths = f" with {' and '.join(str(dense) for dense, _ in sorted(sizes))} channels" * (len(sizes) > 1)
-            raise ModelError(f"{kinds}{widths} are narrower, but only one kind per model may be; prune one of them")
-        ((dense, number),) = sizes
-        projections += block_table(block, form.inputs, form.output, fused=form.fused)
-        if form.is_expert:
-            unpruned = replace(unpruned, expert_intermediate_sizes=(dense,) * number)
-        else:
-            unpruned = replace(unpruned, intermediate_size=dense)
-        for index, row in rows.items():
-            kept = tuple(row[expert].kept for expert in sorted(row))
-            if form.is_expert:
-                layers[index] = replace(layers[index], expert_intermediate_sizes=kept)
-            elif row[0].dense == dense:
-                layers[index] = replace(layers[index], intermediate_size=kept[0])
-    if len(modules := {form.layers_module for form in narrow} or {LAYERS}) > 1:
+    widths = [(form, row, width) for form, rows in forms.items() for row in rows.values() for width in row.values()]
+    narrow = {form for form, _, width in widths if width.kept < width.dense}
+    projections, dense = list[Projection](), LayerWidths()
+    layers, modules = [LayerWidths() for _ in range(stock.num_layers)], set[str]()
+    for block, are_experts in (("mlp", False), ("experts", True)):
+        kinds = {
+            (form, width.dense, len(row))
+            for form, row, width in widths
+            # all experts, because transformers stacks them in every layer or in none
+            if form in narrow and form.is_expert == are_experts and (are_experts or width.kept < width.dense)
+        }
+        if len(kinds) > 1:
+            names = " and ".join(sorted(f"{form.output} of {width} channels" for form, width, _ in kinds))
+            raise ModelError(f"{names} are narrower, but only one kind per model may be; prune one of them")
+        for form, width, number in kinds:
+            projections += block_table(block, form.inputs, form.output, fused=form.fused)
+            modules.add(form.layers_module)
+            dense = replace(dense, **_sizes(block, (width,) * number))
+            for index, row in forms[form].items():
+                if row[0].dense == width:
+                    layers[index] = replace(layers[index], **_sizes(block, [row[part].kept for part in sorted(row)]))
+    if len(modules) > 1:
         raise ModelError(
             f"layers are in {short(' and '.join(sorted(modules)))}; only those of one list may be narrower"
         )
-    table = TensorTable(projections=tuple(projections))
-    return Widths(table=table, layers=tuple(layers), dense=unpruned, layers_module=modules.pop(), is_family=False)
+    table, layers_module = TensorTable(projections=tuple(projections)), next(iter(modules), LAYERS)
+    return Widths(table=table, layers=tuple(layers), dense=dense, layers_module=layers_module, is_family=False)
+
+
+def _sizes(block: str, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the field of `LayerWidths` with the sizes of a layer's experts or of its one MLP."""
+    return {"expert_intermediate_sizes": tuple(sizes)} if block == "experts" else {"intermediate_size": sizes[0]}

@@ -28,7 +28,7 @@ from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.tensors import FAMILIES, LAYERS, dense_type
-from ddp_vllm.remote_code.widths import HEAD, LayerWidths, Widths, states_widths
+from ddp_vllm.remote_code.widths import LayerWidths, Widths, states_widths
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
 BLOCK = 32
@@ -48,8 +48,7 @@ class _Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        block, size = gguf.GGML_QUANT_SIZES[self.type]
-        return math.prod(self.shape) // block * size
+        return math.prod(gguf.quant_shape_to_byte_shape(self.shape, self.type))
 
 
 def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = False) -> list[str]:
@@ -121,8 +120,6 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
         lacks = f"the activation {activation}"
     elif rope["rope_type"] not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
         lacks = f"rotary positions of type {rope['rope_type']}"
-    elif not config.get("tie_word_embeddings") and HEAD not in checkpoint.shapes:
-        return "it has no lm_head.weight, and its embeddings are not tied; copy the whole folder again"
     return lacks and f"its graph for layers of different widths has no place for {lacks}; serve the model with vLLM"
 
 
@@ -224,15 +221,10 @@ def _arrays(
 
 
 def _read(tensor: LocalTensor) -> np.ndarray:
-    """Return a tensor in float32; bfloat16 is the upper half of a float32."""
-    raw = tensor.mmap_bytes()
-    if tensor.dtype == "BF16":
-        array = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    elif tensor.dtype in ("F16", "F32"):
-        array = raw.view({"F16": np.float16, "F32": np.float32}[tensor.dtype]).astype(np.float32)
-    else:
+    """Return a tensor in float32."""
+    if tensor.dtype not in ("BF16", "F16", "F32"):
         raise ModelError(f"weights are {tensor.dtype}; exported are bfloat16, float16 and float32")
-    return array.reshape(tensor.shape)
+    return gguf.dequantize(tensor.mmap_bytes(), gguf.GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape)
 
 
 def _positions(name: str, before: Widths, after: Widths) -> Any:

@@ -3,14 +3,12 @@ was measured."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, perplexity_ratio, points
 from ddp_vllm.intervals import with_interval
-from ddp_vllm.output import write_text
 from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
-from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
+from ddp_vllm.pages.page import Page, Picture, Section, Table
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import Bench, main_metric
 
@@ -22,17 +20,10 @@ REMARK = (
 )
 
 
-def write_comparison(comparison: Comparison, html: Path, markdown: Path, tolerance: float | None = None) -> None:
-    """Write the page in both formats; `tolerance` as in `choice`. Raises: OutputError."""
-    page = page_of(comparison, tolerance)
-    write_text(to_markdown(page), markdown)
-    write_text(to_html(page), html)
-
-
 def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
     """Return the page: a sentence per model, pictures if there are two points, the table, and the
-    conditions."""
-    take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
+    conditions; `tolerance` as in `choice`."""
+    take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance)[1])]
     pictures = [*draw(comparison)]
     shown = [Section(heading="", pictures=pictures)] if pictures else []
     conditions = [_speed_measured(speed.bench) for model in comparison.pruned for speed in model.speeds]
@@ -67,68 +58,46 @@ def headline(model: Model, comparison: Comparison) -> str:
 def comparison_table(comparison: Comparison) -> Table:
     """Return everything that is known, one column per model; rows without any value are left
     out."""
-    rows = [
-        [heading, *(cell or "–" for cell in cells)]
-        for heading, cells in (*_facts(comparison), *_speeds(comparison), *_qualities(comparison))
-        if any(cells)
-    ]
-    return Table(headings=["", *(model.name for model in comparison.models)], rows=rows)
+    dense, models, pruned = comparison.dense, comparison.models, comparison.pruned
+    rows = list[list[str]]()
 
+    def add(heading: str, write: Callable[[Any], str], values: Iterable[Any], *before: str) -> None:
+        cells = ["" if value is None else write(value) for value in values]
+        if any(cells):
+            rows.append([heading, *before, *(cell or "–" for cell in cells)])
 
-Row = tuple[str, list[str]]
-"""A heading and a cell for each model, "" where it is unknown."""
+    def add_ratios(heading: str, bounds: Iterable[Any]) -> None:
+        """Add ratios of each pruned model to the dense model, which is 1."""
+        add(heading, lambda ratio: with_interval(*ratio), bounds, *["1"] * bool(dense))
 
-
-def _row(heading: str, write: Callable[[Any], str], values: Iterable[Any]) -> Row:
-    return heading, ["" if value is None else write(value) for value in values]
-
-
-def _ratios(comparison: Comparison, heading: str, bounds: Iterable[Any]) -> Row:
-    """Return a row of ratios of each pruned model to the dense model, which is 1."""
-    heading, cells = _row(heading, lambda ratio: with_interval(*ratio), bounds)
-    return heading, ["1"] * bool(comparison.dense) + cells if any(cells) else []
-
-
-def _facts(comparison: Comparison) -> Iterator[Row]:
-    """Yield the rows of sizes and memory."""
-    models = comparison.models
-    yield _row("parameters", _millions, (model.facts.parameters for model in models))
-    yield _row("KV-cache bytes per token", "{:,}".format, (model.facts.kv_bytes_per_token for model in models))
-
-
-def _speeds(comparison: Comparison) -> Iterator[Row]:
-    """Yield a row per load and metric, and the predicted speed."""
-    by_model = [{speed.verdict.load: speed.verdict for speed in model.speeds} for model in comparison.pruned]
-    for load in dict.fromkeys(load for verdicts in by_model for load in verdicts):
-        metrics = [verdicts[load].metrics if load in verdicts else {} for verdicts in by_model]
+    add("parameters", _millions, (model.facts.parameters for model in models))
+    add("KV-cache bytes per token", "{:,}".format, (model.facts.kv_bytes_per_token for model in models))
+    by_model = [{speed.verdict.load: speed.verdict.metrics for speed in model.speeds} for model in pruned]
+    for load in dict.fromkeys(load for loads in by_model for load in loads):
+        metrics = [loads.get(load, {}) for loads in by_model]
         for metric in dict.fromkeys(metric for of_model in metrics for metric in of_model):
             if metric == main_metric(load) or metric.startswith("p"):  # a percentile of a latency
                 name = metric.removesuffix("_ms").replace("_", " ")
-                bounds = (of_model[metric].bounds if metric in of_model else None for of_model in metrics)
-                yield _ratios(comparison, f"{name}, {load}", bounds)
-    yield _ratios(comparison, "speed of a step, predicted", (model.predicted for model in comparison.pruned))
-
-
-def _qualities(comparison: Comparison) -> Iterator[Row]:
-    """Yield the rows of held-out text, tasks and texts."""
-    dense, models, pruned = comparison.dense, comparison.models, comparison.pruned
-    yield _ratios(comparison, "held-out perplexity, × dense", (model.heldout for model in pruned))
+                verdicts = (of_model.get(metric) for of_model in metrics)
+                add_ratios(f"{name}, {load}", (verdict and verdict.bounds for verdict in verdicts))
+    add_ratios("speed of a step, predicted", (model.predicted for model in pruned))
+    add_ratios("held-out perplexity, × dense", (model.heldout for model in pruned))
     mean_of = lambda mean: f"{_score(100, (mean['value'], mean['stderr']))} ({len(mean['tasks'])} tasks)"  # noqa: E731
-    yield _row("mean accuracy", mean_of, (model.accuracy for model in models))
+    add("mean accuracy", mean_of, (model.accuracy for model in models))
     changes = (difference(model, dense) for model in models)
-    yield _row("points, same questions, 95 %", lambda change: points(*change), changes)
+    add("points, same questions, 95 %", lambda change: points(*change), changes)
     for name, task in TASKS.items():
-        scores = [model.evaluation.score(name) if model.evaluation else None for model in models]
+        scores = (model.evaluation and model.evaluation.score(name) for model in models)
         heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
-        yield _row(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
+        add(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
     for text in dict.fromkeys(text for model in models for text in model.texts):
-        ratios = (perplexity_ratio(model.texts[text]) if text in model.texts else None for model in pruned)
-        yield _ratios(comparison, f"perplexity on {text}, × dense", ratios)
-        near = [
-            model.texts[text].get("agreement", {}).get("pruned") if text in model.texts else None for model in models
-        ]
-        yield _row(f"KL on {text}, nats", lambda agreement: f"{agreement['kl']:.3f}", near)
-        yield _row(f"top-1 agreement on {text}", lambda agreement: f"{agreement['top1']:.1%}", near)
+        qualities: list[Any] = [model.texts.get(text) or {} for model in pruned]
+        add_ratios(f"perplexity on {text}, × dense", map(perplexity_ratio, qualities))
+        near = [quality.get("agreement", {}).get("pruned") for quality in qualities]
+        unknown = ["–"] * bool(dense)
+        add(f"KL on {text}, nats", lambda agreement: f"{agreement['kl']:.3f}", near, *unknown)
+        add(f"top-1 agreement on {text}", lambda agreement: f"{agreement['top1']:.1%}", near, *unknown)
+    return Table(headings=["", *(model.name for model in models)], rows=rows)
 
 
 def _score(scale: int, score: Score) -> str:
@@ -171,34 +140,17 @@ def _percent(model: Model) -> Interval | None:
     return percent, percent - reach, percent + reach
 
 
-def choice(comparison: Comparison, tolerance: float) -> str:
-    """Return the fastest model whose held-out perplexity is at most this many times the dense
-    model's, in words."""
-    best = fastest(comparison, tolerance)
-    if best is None:
-        return f"none has a known held-out perplexity of at most {tolerance:g} times the dense model's"
-    assert best.heldout
-    gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
-    return f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
-
-
-def fastest(comparison: Comparison, tolerance: float) -> Model | None:
-    """Return the fastest model within a tolerance, by its measured or else its predicted speed;
-    None without any."""
+def choice(comparison: Comparison, tolerance: float) -> tuple[Model | None, str]:
+    """Return the fastest model, by its measured or else its predicted speed, whose held-out perplexity
+    is at most this many times the dense model's, and the same in words; None if there is none."""
     within = [model for model in comparison.pruned if model.heldout and model.heldout[0] <= tolerance]
     by_speed = lambda model: ((model.speedup or (0.0,))[0], -float(model.facts.parameters or 0))  # noqa: E731
-    return max(within, key=by_speed, default=None)
-
-
-def records(comparison: Comparison, tolerance: float | None) -> dict[str, Any]:
-    """Return what `compare --json` prints: the facts of each model, its two ratios with intervals,
-    and the choice."""
-    best = None if tolerance is None else fastest(comparison, tolerance)
-    models = [
-        {"facts": model.facts.to_json(), "heldout_ratio": model.heldout, "speedup": model.speedup}
-        for model in comparison.pruned
-    ]
-    return {"models": models, "chosen": best.name if best else None, "notes": comparison.notes}
+    best = max(within, key=by_speed, default=None)
+    if best is None:
+        return None, f"none has a known held-out perplexity of at most {tolerance:g} times the dense model's"
+    assert best.heldout
+    gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
+    return best, f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
 
 
 def _speed_measured(bench: Bench) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 BAR = 12  # characters
-AROUND = 40  # characters of phase, steps, times and the spaces between columns
+AROUND = 64  # characters of phase, bar, steps, times and the spaces between columns
 
 
 class StepProgress:
@@ -47,7 +47,7 @@ class StepProgress:
         phase, details = self.phase(metrics)
         divergence = f"kl {metrics['kl']:.3f} " if "kl" in metrics else ""
         text = f"loss {metrics['loss']:.3f} {divergence}{details}{metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
-        room = max(0, self.console.width - AROUND - BAR - 2 * len(str(self.num_steps)))
+        room = max(0, self.console.width - AROUND)
         self.bar.update(self.task, completed=step, description=phase, text=text[:room])
         if not self.first:  # the clock starts after the first step, which loads kernels
             self.first, self.began = step, time.perf_counter() - metrics["seconds"]

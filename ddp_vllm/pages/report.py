@@ -42,13 +42,10 @@ def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
         if recipe := run.get("recipe"):
             table = Table(headings=["setting", "value"], rows=[*recipe.items()], is_text=True)
             folded.append(Section(heading=heading, table=table, folded=True))
-    dense, version = dense_name(checkpoint), provenance.get("ddp_vllm", "of an unknown version")
-    title = f"{bare_name(dense)}, pruned: {name or checkpoint.folder.resolve().name}"
-    if "converted" not in provenance:
-        dense += f"; masks learned on {provenance.get('recipe', {}).get('model', dense)}"
+    version = provenance.get("ddp_vllm", "of an unknown version")
     page = Page(
-        title=title,
-        lead=[*lead(checkpoint), ("dense model", dense)],
+        title=f"{bare_name(dense_name(checkpoint))}, pruned: {name or checkpoint.folder.resolve().name}",
+        lead=[*lead(checkpoint)],
         sections=[*tables, *folded],
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
     )

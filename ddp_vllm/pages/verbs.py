@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import LimitError, OutputError, echo, line_printer
-from ddp_vllm.output import check_file
+from ddp_vllm.output import check_file, write_text
 from ddp_vllm.settings import Option, command
 
 if TYPE_CHECKING:
@@ -60,25 +60,32 @@ def report(
 
 def _print_comparison(comparison: "Comparison", values: Mapping[str, Any]) -> None:
     """Raises: LimitError if no model is within the tolerance."""
-    from ddp_vllm.pages.compare import choice, comparison_table, fastest
+    from ddp_vllm.pages.compare import choice, comparison_table
     from ddp_vllm.pages.terminal import SafeConsole, print_table
 
     if not values["as_json"]:
         print_table(comparison_table(comparison), SafeConsole())
     tolerance, page = values["tolerance"], values["output"]
-    if tolerance is not None:
-        echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
     for note in comparison.notes:
         echo(note, err=True)
     echo(f"{page.with_suffix('.html')} and {page.with_suffix('.md')}")
-    if tolerance is not None and not fastest(comparison, tolerance):
-        raise LimitError(f"{choice(comparison, tolerance)}; train for longer with ddp-vllm recover, or remove less")
+    if tolerance is not None:
+        best, sentence = choice(comparison, tolerance)
+        echo(f"within {tolerance:g} times: {sentence}")
+        if best is None:
+            raise LimitError(f"{sentence}; train for longer with ddp-vllm recover, or remove less")
 
 
 def _records(comparison: "Comparison", values: Mapping[str, Any]) -> dict[str, Any]:
-    from ddp_vllm.pages.compare import records
+    """Return the facts of each model, its two ratios with intervals, and the choice."""
+    from ddp_vllm.pages.compare import choice
 
-    return records(comparison, values["tolerance"])
+    best = None if values["tolerance"] is None else choice(comparison, values["tolerance"])[0]
+    models = [
+        {"facts": model.facts.to_json(), "heldout_ratio": model.heldout, "speedup": model.speedup}
+        for model in comparison.pruned
+    ]
+    return {"models": models, "chosen": best.name if best else None, "notes": comparison.notes}
 
 
 @command("compare", show=_print_comparison, as_json=_records)
@@ -109,11 +116,14 @@ def compare(
     page, markdown = (Path(output).with_suffix(suffix) for suffix in (".html", ".md"))
     for path in (page, markdown):
         check_file(path, overwrite=overwrite)
-    from ddp_vllm.pages.compare import write_comparison
+    from ddp_vllm.pages.compare import page_of
     from ddp_vllm.pages.measurements import collect
+    from ddp_vllm.pages.page import to_html, to_markdown
 
     comparison = collect([*map(Path, folders)], results=[*map(Path, results)], dense=str(dense) if dense else None)
-    write_comparison(comparison, page, markdown, tolerance)
+    content = page_of(comparison, tolerance)
+    write_text(to_markdown(content), markdown)
+    write_text(to_html(content), page)
     return comparison
 
 

@@ -59,28 +59,25 @@ class WidthsQuantizer(HfQuantizer):
         widths."""
         widths = self.quantization_config.widths
         widths.check(chain.from_iterable(file_tensors(Path(path)) for path in checkpoint_files or ()))
-        rename, present, parts = renaming(model), model.state_dict(), widths.table.projections
+        rename, present, table = renaming(model), model.state_dict(), widths.table
         for index, layer in enumerate(widths.layers):
-            weights = (f"{widths.layers_module}.{index}.{part.name.format(0)}.weight" for part in parts)
-            renamed = [rename(weight) for weight in weights]
-            self.merging |= {source for _, source in renamed if source}
-            names = [name for name, _ in renamed]
-            for part, name in zip(parts, names, strict=True):
+            names = dict[Projection, str]()
+            for part in table.projections:
+                names[part], merged = rename(f"{widths.layers_module}.{index}.{part.name.format(0)}.weight")
+                self.merging |= {merged} if merged else set()
                 if part.block == "mlp" and layer.intermediate_size:
-                    narrow(model, name, part, layer.intermediate_size, widths.dense.intermediate_size)
+                    narrow(model, names[part], part, layer.intermediate_size, widths.dense.intermediate_size)
             if not widths.num_experts:
                 continue
-            rows = len(widths.table.inputs("experts")[0].units)
-            sizes = layer.expert_intermediate_sizes
-            names = [name for part, name in zip(parts, names, strict=True) if part.block == "experts"]
+            parts, sizes = (*table.inputs("experts"), table.output("experts")), layer.expert_intermediate_sizes
             # all experts, because transformers converts the names of all or none
-            if names[-1] in present:
-                module = names[-1].rpartition(".")[0]
-                *inputs, output = (part.name.rpartition(".")[2] for part in parts if part.block == "experts")
+            if (name := names[parts[-1]]) in present:
+                module, rows = name.rpartition(".")[0], len(parts[0].units)
+                *inputs, output = (part.name.rpartition(".")[2] for part in parts)
                 stock, dense = model.get_submodule(module), widths.dense.expert_intermediate_sizes or ()
                 model.set_submodule(module, RaggedExperts(stock, sizes or dense, inputs, output, rows))
             elif sizes is not None:
-                raise WidthsError(f"the model has no routed experts {names[-1]}; is it the config of another model?")
+                raise WidthsError(f"the model has no routed experts {name}; is it the config of another model?")
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:

@@ -179,15 +179,15 @@ class Widths:
             raise WidthsError(f"config.json: model_type {config.get('model_type')!r} is unknown; update ddp-vllm")
         check_sizes(config)
         dense = LayerWidths(query_heads_per_kv_head=dense_heads(config), intermediate_size=config["intermediate_size"])
-        number, stated = config["num_hidden_layers"], config.get("ddp_layers")
-        is_dense = stated is None and dense_type(config) == config["model_type"]
+        number, entries = config["num_hidden_layers"], config.get("ddp_layers")
+        is_dense = entries is None and dense_type(config) == config["model_type"]
         flags = {"attn": config.get("attention_bias"), "mlp": config.get("mlp_bias")}
         biased = {part.name for part in table.projections if flags[part.block]}
         if not config.get("attention_out_bias", True):
             biased -= {table.output("attn").name}
         return cls(
             table=table,
-            layers=(dense,) * number if is_dense else _layers(stated, "ddp_layers", number, dense, is_family=True),
+            layers=(dense,) * number if is_dense else _layers(entries, "ddp_layers", number, dense, is_family=True),
             dense=dense,
             head_dim=head_dim(config),
             hidden_size=config["hidden_size"],

@@ -38,7 +38,7 @@ from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.names import bare_name
-from ddp_vllm.output import check_output, clear
+from ddp_vllm.output import check_output
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.remote_code.files import weight_files
@@ -74,7 +74,6 @@ def begin_job(
             print_line(f"{folder} was written before")
         with raise_on_all_ranks(accelerator):
             for folder in folders[num_written:] if accelerator.is_main_process else ():
-                clear(folder)
                 check_output(folder, overwrite=run.record["overwrite"], reads=reads)
         yield run, range(num_written, len(folders))
         run.remove()

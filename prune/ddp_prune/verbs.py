@@ -23,7 +23,7 @@ from ddp_vllm.evaluations import default_output
 from ddp_vllm.latency import find_profile
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import describe_model
-from ddp_vllm.output import check_output, clear
+from ddp_vllm.output import check_output
 from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.settings import Option, command, documents
@@ -135,7 +135,6 @@ def prune_sizes(
     Each size is written into a folder inside `output`. The arguments are those of `prune`.
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
-    clear(output)
     if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
         check_output(output, overwrite=overwrite, reads=[model])
     _check_model(recipes[0])
@@ -263,7 +262,6 @@ def recover(
     In Python `settings` are any fields of a `RecoveryRecipe`. verbose: print what the command prints.
     """
     folder, output = Path(model), Path(output)
-    clear(output)
     read_checkpoint(folder)
     provenance = local_provenance(folder / MASKS_FILE)
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}

@@ -9,7 +9,7 @@ from ddp_benchmarks.tables import print_report
 from ddp_vllm.results import Bench, verdicts
 
 RATE = "0.25 requests/s"
-LABELS = ("dense", "[/b] $x^$ :x:")
+LABELS = ("dense", "[/b] $x^$ :x: \x1b]0;evil")
 
 
 def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,11 +23,12 @@ def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) ->
         for label in LABELS
     ]
     models = [{"label": label, "model": label, "name": label, "pruned": label != "dense"} for label in LABELS]
-    found: dict[str, Any] = {"complete": False, "reason": reason, "models": models, "started": "2026", "runs": runs}
-    found |= {"hardware": {"cpu": "", "cores": 2, "gpus": []}, "versions": {}}
-    found |= {"settings": {"mode": "serve", "pairs": 3, "seed": 0}}
-    found["sample"] = {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50}
+    found: dict[str, Any] = {
+        "complete": False, "reason": reason, "models": models, "started": "2026", "runs": runs, "versions": {},
+        "hardware": {"cpu": "", "cores": 2, "gpus": []}, "settings": {"mode": "serve", "pairs": 3, "seed": 0},
+        "sample": {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50},
+    }  # fmt: skip
     bench = msgspec.convert(found | {"verdicts": verdicts(found)}, Bench)
     print_report(bench)
     printed = capsys.readouterr().out
-    assert f"Incomplete: {reason}" in printed and f"{LABELS[1]}, {RATE}: time" in printed
+    assert f"Incomplete: {reason}" in printed and f"[/b] $x^$ :x: \\x1b]0;evil, {RATE}: time" in printed

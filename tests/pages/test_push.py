@@ -77,10 +77,10 @@ def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: dict[s
     (pruned / "eval" / "deep").mkdir(parents=True)
     for name in ("eval/deep/results.json", "sharegpt-offline.json"):
         (pruned / name).write_text("{}")
-    done = passed(invoke("push", pruned, "me/tiny", "--private", "--license", "apache-2.0"))
+    done = passed(invoke("push", pruned, "me/tiny", "--private", "--license", "apache-2.0", "--revision", "new"))
     assert done.stdout.startswith("published: ") and "/me/tiny/" in done.stdout
-    created, branch, _ = hub.pop("repository"), hub.pop("branch"), hub.pop("branches")
-    assert branch == "main"
+    created, branch, branches = hub.pop("repository"), hub.pop("branch"), hub.pop("branches")
+    assert branch == "new" and branches == {"main", "old", "new"}
     assert (created["name"], created["organization"], created["visibility"]) == ("tiny", "me", "private")
     here = {str(path.relative_to(pruned)): path.read_bytes() for path in pruned.rglob("*") if path.is_file()}
     for name in ("README.md", "eval/deep/results.json", "sharegpt-offline.json"):
@@ -88,11 +88,6 @@ def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: dict[s
     card = hub.pop("README.md").decode()
     assert hub == here and "config.json" in here
     assert "vllm serve me/tiny\n" in card and "license: apache-2.0" in card and "base_model: owner/tiny" in card
-
-
-def test_a_branch_is_made(pruned: Path, hub: dict[str, Any]) -> None:
-    passed(invoke("push", pruned, "me/tiny", "--revision", "new"))
-    assert hub["branch"] == "new" and hub["branches"] == {"main", "old", "new"}
 
 
 def test_what_cannot_be_published_is_one_line(

@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[str, Edit | dict[str, Any], tuple[str, ...]]] = {  # fa
     ),
     "shared experts and a dense layer": (
         "glm4_moe", lambda weights: (cut("0.mlp.", to=50)(weights), cut("shared_experts", to=40)(weights)),
-        ("mlp.down_proj and mlp.shared_experts.down_proj are narrower",),
+        ("mlp.down_proj of 96 channels and mlp.shared_experts.down_proj of 64 channels are narrower",),
     ),
     "an expert too many": (
         "qwen3_moe", {"num_experts": 6, "num_local_experts": 6}, ("experts.6.", "is none that Qwen3MoeForCausalLM has"),
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[str, Edit | dict[str, Any], tuple[str, ...]]] = {  # fa
     "no expert of a layer": ("qwen3_moe", drop("2.mlp.experts"), ("2.mlp.experts.0.down_proj.weight of shape",)),
     "both widths of Gemma 4": (
         "gemma4_wide", lambda weights: (cut("0.mlp.", to=50)(weights), cut("2.mlp.", to=50)(weights)),
-        ("mlp.down_proj with 96 and 192 channels",),
+        ("mlp.down_proj of 192 channels and mlp.down_proj of 96 channels",),
     ),
     "a derived width that grew": (
         "lfm2", {"intermediate_size": 48, "block_ff_dim": 48}, ("64 channels on disk and 32 by config.json", "--dense"),

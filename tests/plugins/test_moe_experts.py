@@ -11,6 +11,7 @@ from expert_cases import CASES, FORMATS, Case, Problem, draw
 
 from ddp_plugins import moe_cpu_rows
 from ddp_plugins.moe_cpu_rows import HIDDEN_ALIGNMENT, kernel, serves
+from ddp_plugins.padding import share_channels
 
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 ROWS = {name: case for name, case in CASES.items() if case.hidden_size % HIDDEN_ALIGNMENT == 0}
@@ -118,3 +119,14 @@ def test_without_a_compiler_experts_run_otherwise(
     (record,) = caplog.records
     assert "moe_cpu_rows.cpp cannot be used" in record.getMessage()
     assert not list(fresh.rglob("*.so"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_ranks_share_the_channels_of_experts_evenly_and_pad_no_more_than_one_rank(num_ranks: int) -> None:
+    expert_widths = [0, 1, 2, 5, 17, 31, 33, 64, 16, 48, 15, 512, 0]
+    shares = [share_channels(expert_widths, rank, num_ranks, 16) for rank in range(num_ranks)]
+    for expert, width in enumerate(expert_widths):
+        assert sorted(channel for share in shares for channel in share[expert]) == list(range(width))
+    blocks = [sum(-(-len(share) // 16) for share in of_rank) for of_rank in shares]
+    assert sum(blocks) == sum(-(-width // 16) for width in expert_widths)
+    assert max(blocks) - min(blocks) <= 1
