@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -47,19 +47,17 @@ class LoadVerdict(msgspec.Struct, kw_only=True):
     load: str
     pairs: Count
     metrics: dict[str, Verdict]
-    metric: Literal["requests_per_second", "p50_tpot_ms"]
-    """The main one, by `main_metric`."""
     sentence: str
     """The verdict on it; the metric is named unless it is requests/s."""
 
     def __post_init__(self) -> None:
-        if self.metric not in self.metrics:
+        if main_metric(self.load) not in self.metrics:
             raise SchemaError("this verdict lacks its main metric")
 
     @property
     def main(self) -> Verdict:
         """The verdict on the main metric."""
-        return self.metrics[self.metric]
+        return self.metrics[main_metric(self.load)]
 
 
 class Bench(Measured, kw_only=True):
@@ -121,15 +119,12 @@ def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             if main in metrics:
                 sentence = "time per output token: " * main.endswith("_ms") + metrics[main].sentence
                 judged.append(
-                    LoadVerdict(
-                        label=model.label, load=load, pairs=len(rounds), metrics=metrics, metric=main,
-                        sentence=sentence,
-                    )
-                )  # fmt: skip
+                    LoadVerdict(label=model.label, load=load, pairs=len(rounds), metrics=metrics, sentence=sentence)
+                )
     return list(msgspec.to_builtins(judged))
 
 
-def main_metric(load: str) -> Literal["requests_per_second", "p50_tpot_ms"]:
+def main_metric(load: str) -> str:
     """Return the main metric of a load: requests/s, but time per output token if requests arrive at
     a fixed rate.
 

@@ -110,10 +110,10 @@ class EvalSettings(Settings):
 
 
 def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = print) -> dict[str, Any]:
-    """Evaluate a model and return lm-eval's results of all tasks in one dict.
+    """Evaluate a model by checked settings and return lm-eval's results of all tasks in one dict.
 
     The results are also written to `settings.output/results_<date>.json`, with ours under the key
-    `ddp_vllm`. After an interruption, lm-eval reuses the responses that it has cached. `settings` are checked.
+    `ddp_vllm`. After an interruption, lm-eval reuses the responses that it has cached.
     Raises: ModelError, TextError, SettingError; ServingError if vLLM fails.
     """
     print_line(f"{settings.model}: {', '.join(settings.tasks)}")

@@ -24,15 +24,14 @@ def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
     """Return the page: a sentence per model, pictures if there are two points, the table, and the
     conditions; `tolerance` as in `choice`."""
     take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance)[1])]
-    pictures = [*draw(comparison)]
-    shown = [Section(heading="", pictures=pictures)] if pictures else []
+    pictures = Section(heading="", pictures=[*draw(comparison)])
     conditions = [_speed_measured(speed.bench) for model in comparison.pruned for speed in model.speeds]
     conditions += [_quality_measured(model.evaluation) for model in comparison.models if model.evaluation]
     table = Section(heading="Size, speed, quality", table=comparison_table(comparison), remark=REMARK)
     return Page(
         title="Pruned models: quality against speed",
         lead=[*take, *((model.name, headline(model, comparison)) for model in comparison.pruned)],
-        sections=[*shown, table],
+        sections=[pictures, table],
         footer=[*comparison.notes, *dict.fromkeys(conditions)],
     )
 

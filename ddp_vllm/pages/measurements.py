@@ -207,7 +207,7 @@ def _of(kind: type[Kind], files: Iterable[Results]) -> list[Kind]:
 
 def _is_same(model: ModelFacts, facts: ModelFacts, notes: Notes) -> bool:
     """Tell whether results of `model` are of the model with these facts: by their ids, or by name if
-    one has no id."""
+    one has no id. Note a model that has changed."""
     if not (model.id and facts.id):
         return (model.name, model.pruned) == (facts.name, facts.pruned)
     if model.id != facts.id and model.model == facts.model:
