@@ -145,7 +145,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
     is_local = Path(model).is_dir()
     folder = Path(model) if is_local else _download(model, load=load)
     config, structure = read_config(folder), None
-    is_family = config.get("model_type") in FAMILIES
+    is_family = str(config.get("model_type")) in FAMILIES
     with _naming(model):
         # which `check_dense` refuses
         if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):
