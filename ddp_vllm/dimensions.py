@@ -12,6 +12,7 @@ from ddp_vllm.errors import CheckpointError, ModelError, reading
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import TensorTable, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table, check_sizes, dense_heads, stated_widths
+from ddp_vllm.remote_code.widths import text_config as text_config
 
 DEEPSEEK = "deepseek"  # the model type of DeepSeekMoE v1
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -117,13 +118,6 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
         mlp_layers=tuple(index for index, layer in enumerate(layers) if layer.intermediate_size),
         blocks=widths.blocks,
     )
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model: that inside a multimodal model's config, or the
-    config itself."""
-    text = config.get("text_config")
-    return text if isinstance(text, Mapping) else config
 
 
 def choose_head_unit(requested: str, sizes: Dimensions) -> str:

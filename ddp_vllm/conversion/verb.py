@@ -164,7 +164,7 @@ def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
             "no block is narrower than another or than config.json says, so vLLM serves it as it is"
             + f"; but {code}" * bool(code)
         )
-    form = next((key for key in FORMATS if config.get(key)), "tensors") if stated else "tensors"
+    form = next((key for key in FORMATS if stated and config.get(key)), "tensors")
     notes = [
         f"widths of {len(widths.layers)} layers read from the shapes of tensors"
         + f" and from {form} in config.json" * bool(stated),

@@ -117,6 +117,13 @@ def dense_heads(config: Mapping[str, Any]) -> tuple[int, ...]:
     return (heads // kv_heads,) * kv_heads
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model: that inside a multimodal model's config, or the
+    config itself."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
 def head_dim(config: Mapping[str, Any]) -> int:
     """Return the size of one attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
@@ -452,7 +459,7 @@ def check_sizes(config: Mapping[str, Any]) -> None:
 
 def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
     """Read the description of a model's blocks. Raises: WidthsError."""
-    text = text if isinstance(text := config.get("text_config"), Mapping) else config
+    text = text_config(config)
     dense = LayerWidths(query_heads_per_kv_head=dense_heads(text))
     projections = list[Projection]()
     _check_keys(stated, METHOD, {"quant_method", "layers_module", *UNITS, "layers"})

@@ -1,7 +1,6 @@
 """Renders conversations as vLLM's /v1/chat/completions does, without an engine: MODEL JOBS RESULTS.
 
-A job is a chat template with a request, of `LLM.chat` if its `path` says so. A result is the text, or
-null if vLLM rejects the request.
+A job is a chat template with a request. A result is the text, or null if vLLM rejects the request.
 """
 
 import json
@@ -23,10 +22,6 @@ TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 
 def render(template: str, request: dict[str, Any]) -> str:
     """The steps of `OnlineRenderer.render_chat` and `HfRenderer.render_messages`."""
-    path = request.pop("path", "")
-    messages = request["messages"]
-    if path == "LLM.chat":  # which does not check the messages
-        request = {"messages": []}
     asked = ChatCompletionRequest(model="m", **request)
     asked.add_generation_prompt = False
     tools = [tool.model_dump() for tool in asked.tools] if asked.tools else None
@@ -34,7 +29,7 @@ def render(template: str, request: dict[str, Any]) -> str:
     options = params.get_apply_chat_template_kwargs()
     shared = {"chat_template": template, "tools": tools, "tokenizer": TOKENIZER, "model_config": CONFIG}
     content_format = resolve_chat_template_content_format(given_format="auto", **shared)
-    conversation, _, _ = parse_chat_messages(messages if path == "LLM.chat" else asked.messages, CONFIG, content_format)
+    conversation, _, _ = parse_chat_messages(asked.messages, CONFIG, content_format)
     return str(safe_apply_chat_template(CONFIG, TOKENIZER, conversation, **options))
 
 

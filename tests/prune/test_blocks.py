@@ -37,11 +37,8 @@ CHATML = (
 WORDS = ["fox", "crow", "cheese", "river", "cloud", "harbour", "boat", "lantern", "winter", "bread"]
 GOLDEN = {  # data, seed, most training blocks, held-out blocks -> training blocks, loss mask, held-out blocks
     ("plain.jsonl", 0, 40, 4): ("eebbe5874564", "7b9e7b8c3c5f", "716b803246c8"),
-    ("BOS plain.jsonl", 0, 40, 4): (
-        "9cdd5d6ca972",
-        "7b9e7b8c3c5f",
-        "0a33fc5083dd",
-    ),  # a tokenizer that begins every text with BOS, as Llama-3's does
+    # a tokenizer that begins every text with BOS, as Llama-3's does
+    ("BOS plain.jsonl", 0, 40, 4): ("9cdd5d6ca972", "7b9e7b8c3c5f", "0a33fc5083dd"),
     ("plain.jsonl", 3, 40, 4): ("93b0e9278f63", "7b9e7b8c3c5f", "716b803246c8"),
     ("book.txt", 0, 40, 4): ("dcb04a64a444", "7b9e7b8c3c5f", "b97c3aee7a8c"),
     ("chats.jsonl", 0, 40, 4): ("830a086c742d", "50e1dcedfee3", "6396c8b9020f"),

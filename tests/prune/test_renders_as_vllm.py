@@ -35,8 +35,8 @@ def result(content: Any = "21", identity: str = "c00000001", **more: Any) -> dic
     return {"role": "tool", "tool_call_id": identity, "content": content, **more}
 
 
-def parts(*texts: str, kind: str = "text") -> list[dict[str, str]]:
-    return [{"type": kind, "text": text} for text in texts]
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def called(*calls: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
@@ -72,7 +72,6 @@ SAME: dict[str, Any] = {  # the messages of a row are those of the request
     "an agent": AGENT,
 }  # fmt: skip
 ASKED = {"messages": called(call())}
-RESPONSES = [user(parts("a", kind="input_text")), assistant([*parts("b", "c", kind="output_text"), "d"])]
 PACKED = json.dumps({"id": "c00000001", "name": "get_weather", "arguments": ARGUMENTS})
 TEXT_OF_ARGUMENTS = {"id": "c00000001", "name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
 SPOKEN = {"messages": [user(), assistant(None, tool_calls=[call()]), {"role": "tool", "content": "21"}, assistant()]}
@@ -88,7 +87,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {  # a row, and the request of th
     "function_call": ({"messages": [user(), assistant(None, function_call=TEXT_OF_ARGUMENTS), *called()[2:]]}, ASKED),
     "spoken call": (share_gpt(PACKED), SPOKEN),
     "bare calls": ({"messages": called({"id": "c00000001", "name": "get_weather", "parameters": ARGUMENTS})}, ASKED),
-    "parts of responses": ({"messages": RESPONSES}, {"path": "LLM.chat", "messages": RESPONSES}),
     "thinking": ({"messages": [user(), assistant(thinking="Look.")]}, {"messages": SAME["reasoning"]}),
     "tools": ({"messages": AGENT, "tools": TOOLS}, {"messages": AGENT, "tools": TOOLS}),
     "bare tools": ({"messages": AGENT, "tools": json.dumps([TOOL])}, {"messages": AGENT, "tools": TOOLS}),

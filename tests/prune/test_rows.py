@@ -24,13 +24,6 @@ from ddp_vllm.errors import OutputError, TextError
 
 Load = Callable[..., Any]
 LENIENT = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
-MISTRAL = (  # Mixtral-8x7B-Instruct-v0.1, and Llama-2-chat but for its system turn
-    "{{ '<s>' }}{% for m in messages %}"
-    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + '</s>' }}"
-    "{% endif %}{% endfor %}"
-)
 GEMMA = (  # Gemma-2-it
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}"
@@ -56,7 +49,7 @@ ASKED = [
 ]  # fmt: skip
 UNREAD = "columns that are not read, with their rows: {}"
 PLAIN = "conversations read as plain text: {} (2)"
-REARRANGED = "conversations rearranged so that user and assistant alternate: {} (2)"
+REARRANGED = "conversations rearranged so that user and assistant alternate: Roles must alternate (2)"
 LEFT_OUT = "parts of conversations that the chat template leaves out or changes: {}"
 UNLOCATED = (
     "answers that are not in the loss of assistants, because: they cannot be located where the chat template "
@@ -78,10 +71,17 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     "speakers of other names": (
         LENIENT, said(("developer", "c"), ("Human", "a"), ("bard", "d"), ("observation", "e")),
         "<system>c<user>a<assistant>d<tool>e", "|d|", []),
+    "a template that knows developers": (  # others read them as the system
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'developer' %}{{ m.content }}{% endif %}{% endfor %}",
+        turns({"role": "developer", "content": "c"}), "<developer>c", None, []),
     "unknown speakers": (LENIENT, turns({"role": "alice", "content": "a"}, B), "<user>a<assistant>b", "|b",
                          ["unknown speakers, read as the user, with their turns: alice (2)"]),
     "dolly": (LENIENT, {"instruction": "a", "context": "c", "response": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
     "alpaca": (LENIENT, {"instruction": "a", "input": "c", "output": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
+    "history": (
+        LENIENT, {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "<user>c<assistant>d<user>a<assistant>b",
+        "|d|b", [],
+    ),
     "openorca": (LENIENT, {"id": 1, "system_prompt": "s", "question": "a", "response": "b"},
                  "<system>s<user>a<assistant>b", "|b", [UNREAD.format("id (2)")]),
     "system beside turns": (LENIENT, said(("human", "a")) | {"system": "s"}, "<system>s<user>a", None, []),
@@ -118,13 +118,11 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     "weights": (LENIENT, turns(A, {**B, "weight": 0}, {**B, "weight": "1", "train": True}, {**B, "train": "False"}),
                 "<user>a<assistant>b<assistant>b<assistant>b", "|b|", []),
     "assistant first": (
-        MISTRAL, said(("gpt", "x"), ("human", "a"), ("gpt", "b"), ("tool", "21")),
-        "<s>[INST] a [/INST]b</s>[INST] 21 [/INST]", "|b|",
-        [REARRANGED.format("Conversation roles must alternate user/assistant/user/assistant/..."),
-         LEFT_OUT.format("assistant (2)")]),
+        GEMMA, said(("gpt", "x"), ("human", "a"), ("gpt", "b"), ("tool", "21")), "<user>a\n<assistant>b\n<user>21\n",
+        "|b\n|", [REARRANGED, LEFT_OUT.format("assistant (2)")]),
     "neighbors": (GEMMA, turns(A, A, B, B, A, {**B, "weight": 0}, B),
                   "<user>a\n\na\n<assistant>b\n\nb\n<user>a\n<assistant>b\n\nb\n", "|b\n\nb\n|",
-                  [REARRANGED.format("Roles must alternate")]),
+                  [REARRANGED]),
     "system refused": (GEMMA, turns(SYSTEM, A, B), "s\n\na\n\nb", None,
                        [PLAIN.format("System role not supported")]),
     "system left out": (SPOKEN_ONLY, turns(SYSTEM, A, B), "ab", "|b",
@@ -230,41 +228,34 @@ def test_json_of_every_shape_is_read(shape: str, load: Load, tokenizer: Any, tmp
     assert re.search("<user>nine foxes [0-9]+<assistant>jump", tokenizer.decode(blocks.train.flatten()))
 
 
-WRONG: dict[str, tuple[Any, str]] = {  # a row, words of the line
-    "number": (turns(A, {"role": "assistant", "content": 17}), ": messages: turn 2: the content is a number"),
-    "no turns": ({"messages": "a"}, "messages: a string, not a list of messages"),
-    "no role": ({"messages": [{"content": "a"}]}, "turn 1: no role"),
-    "weight": (turns({**B, "weight": 0.5}), "turn 1: '0.5' as weight; write 0 or 1"),
-    "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),
-    "nested too deeply": (None, "line 2: not JSON (maximum recursion"),
-}
+def second_line(row: Any) -> bytes:
+    """A file with a text of brackets, which is text, and then a row."""
+    line = row if isinstance(row, str) else json.dumps(row)
+    return f"{json.dumps({'text': '[' * 500 + ' fox' * 99})}\n{line}\n".encode()
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_value_names_source_row_turn_and_type(case: str, load: Load, tmp_path: Path) -> None:
-    """Brackets in a text are text."""
-    row, words = WRONG[case]
-    line = json.dumps(row) if row else f'{{"text": {"[" * 10**6}{"]" * 10**6}}}'
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "[" * 500 + " fox" * 99}) + f"\n{line}\n")
-    with pytest.raises(TextError, match=r"^[^\n]*a\.jsonl, line 2[^\n]*;[^\n]*$") as caught:
-        load(tmp_path / "a.jsonl")
-    assert words in str(caught.value)
-
-
-BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, words of the line
-    "empty": ("a.txt", b"", ["rows without text"]),
-    "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "plain"}\n' * 999)[:40], ["cannot be read"]),
-    "too short": ("a.jsonl", b'{"text": "a few words"}\n', ["tokens", "require 80", "--seq-len"]),
-}
+BAD: dict[str, tuple[str, bytes, str]] = {  # file name, content, words of the line
+    "number": ("a.jsonl", second_line(turns(A, {"role": "assistant", "content": 17})),
+               "a.jsonl, line 2: messages: turn 2: the content is a number"),
+    "no turns": ("a.jsonl", second_line({"messages": "a"}), "line 2: messages: a string, not a list of messages"),
+    "no role": ("a.jsonl", second_line({"messages": [{"content": "a"}]}), "line 2: messages: turn 1: no role"),
+    "weight": ("a.jsonl", second_line(turns({**B, "weight": 0.5})), "turn 1: '0.5' as weight; write 0 or 1"),
+    "own columns": ("a.jsonl", second_line({"id": 1, "chosen": "a", "rejected": "b"}), "only id, chosen, rejected"),
+    "nested too deeply": ("a.jsonl", second_line(f'{{"text": {"[" * 10**6}{"]" * 10**6}}}'),
+                          "line 2: not JSON (maximum recursion"),
+    "empty": ("a.txt", b"", "a.txt: 1 rows without text"),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "plain"}\n' * 999)[:40], "a.jsonl.gz cannot be read"),
+    "too short": ("a.jsonl", b'{"text": "a few words"}\n', "require 80; give more text or lower --batch-size"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_text_is_one_line(case: str, load: Load, tmp_path: Path, cache: Path) -> None:
+def test_bad_text_is_one_line_with_place_and_remedy(case: str, load: Load, tmp_path: Path, cache: Path) -> None:
     name, content, words = BAD[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TextError, match=r"^[^\n]*;[^\n]*$") as caught:
         load(tmp_path / name)
-    assert all(word in str(caught.value) for word in (name, *words)) and not (cache / "tokens").exists()
+    assert words in str(caught.value) and not (cache / "tokens").exists()
 
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
