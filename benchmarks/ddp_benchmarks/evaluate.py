@@ -39,10 +39,7 @@ OFFLINE = (
 SUITES = {
     # without c4, whose validation split on the Hub has 364,608 documents
     "paper": (*ACCURACY, "wikitext"),
-    "nine": ACCURACY,
     "generative": tuple(name for name, task in TASKS.items() if task.is_generated),
-    # the seven of its LLaMA tables
-    "llama": tuple(name for name in ACCURACY if name not in ("rte", "mathqa")),
 }
 _PER_TASK = (
     *("results", "groups", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "group_subtasks"),

@@ -174,7 +174,7 @@ def evaluate(
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's
     results.
 
-    tasks: lm-eval's names separated by commas, or one of the suites `paper`, `nine`, `llama`, `generative`.
+    tasks: lm-eval's names separated by commas, or one of the suites `paper` and `generative`.
     output: a folder, by default `eval` in the model's. settings: any field of `EvalSettings`
     (`limit`, `include_path`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
@@ -230,7 +230,7 @@ def _eval(
     tasks: Annotated[
         str | None,
         Option(
-            "Tasks of lm-eval, or suites: paper, nine, llama, generative.",
+            "Tasks of lm-eval, or suites: paper, generative.",
             metavar="TASK,…", shown="paper", join=",".join,
         ),
     ] = None,

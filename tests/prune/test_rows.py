@@ -78,6 +78,10 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
                          ["unknown speakers, read as the user, with their turns: alice (2)"]),
     "dolly": (LENIENT, {"instruction": "a", "context": "c", "response": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
     "alpaca": (LENIENT, {"instruction": "a", "input": "c", "output": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
+    "history": (
+        LENIENT, {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "<user>c<assistant>d<user>a<assistant>b",
+        "|d|b", [],
+    ),
     "openorca": (LENIENT, {"id": 1, "system_prompt": "s", "question": "a", "response": "b"},
                  "<system>s<user>a<assistant>b", "|b", [UNREAD.format("id (2)")]),
     "system beside turns": (LENIENT, said(("human", "a")) | {"system": "s"}, "<system>s<user>a", None, []),

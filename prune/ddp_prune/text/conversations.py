@@ -17,7 +17,8 @@ ANSWER = ("response", "output", "completion", "answer")
 CONTEXT = ("context", "input")
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
-COLUMNS = ("text", *TURNS, *QUESTION, *ANSWER, *CONTEXT, *SYSTEM, *TOOLS)
+HISTORY = "history"  # pairs of a question and its answer, which precede the others
+COLUMNS = ("text", *TURNS, *QUESTION, *ANSWER, *CONTEXT, *SYSTEM, *TOOLS, HISTORY)
 """All columns that are read; of each group the first that is not empty."""
 
 
@@ -75,7 +76,8 @@ class RowParser:
             context = first(row, [name for name in CONTEXT if name != question and isinstance(row.get(name), str)])
             if context and isinstance(row[question], str):
                 row = row | {question: f"{row[question]}\n\n{row[context]}"}
-            messages = self._column(row, question, "user") + self._column(row, answer, "assistant")
+            before = self._column(row | {HISTORY: _turns_of(row.get(HISTORY))}, HISTORY)
+            messages = before + self._column(row, question, "user") + self._column(row, answer, "assistant")
         elif row.keys() & {"text", *TURNS} or all(row.keys() & set(names) for names in (QUESTION, ANSWER)):
             return Conversation([])
         else:
@@ -86,7 +88,7 @@ class RowParser:
         system, tools = first(row, SYSTEM), first(row, TOOLS)
         if messages and messages[0]["role"] in ("system", "developer"):
             system = ""
-        self._note_unread(row, *([turns] if turns else [question, context, answer]), system, tools)
+        self._note_unread(row, *([turns] if turns else [question, context, answer, HISTORY]), system, tools)
         before = self._column(row, system, "system") if messages else []
         return Conversation(before + messages, _tools(row[tools], tools) if tools else None)
 
@@ -117,6 +119,14 @@ def _unpacked(value: Any) -> Any:
     """Return the turns that a string holds as JSON; any other value as it is."""
     turns = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
     return turns if turns and are_turns(turns) else value
+
+
+def _turns_of(pairs: Any) -> Any:
+    """Return pairs of a question and its answer as turns; anything else as it is, for `TurnReader`."""
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        return pairs
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def _tools(given: Any, name: str) -> list[Any]:
