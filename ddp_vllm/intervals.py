@@ -9,7 +9,7 @@ normal; the speed of the machine may change between pairs.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log, sqrt
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 from ddp_vllm.schema import AtLeastZero, Positive
 
@@ -78,11 +78,6 @@ def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
     elif low >= 1 - LEVEL and high <= 1 + LEVEL:
         sentence = f"no measurable difference ({value}){few}"
     return Verdict(ratios=ratios, ratio=ratio, low=low, high=high, sentence=sentence)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, lowest and highest of repeated measurements."""
-    return {"median": median(values), "lowest": min(values), "highest": max(values)}
 
 
 def with_interval(ratio: float, low: float | None, high: float | None) -> str:

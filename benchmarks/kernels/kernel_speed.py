@@ -35,7 +35,7 @@ import torch
 
 from ddp_benchmarks.protocol import new_results, result_line, rotated, script_parser
 from ddp_plugins.moe_experts import ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
-from ddp_vllm.intervals import judge, spread
+from ddp_vllm.intervals import judge
 from expert_layers import (
     POPULARITY,
     SHAPES,
@@ -241,7 +241,10 @@ def _judge(
     share = read / dense_read if reading else computed / dense_computed
     ragged = median(seconds["ragged"])
     return {
-        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "seconds": {
+            name: {"median": median(values), "lowest": min(values), "highest": max(values)}
+            for name, values in seconds.items()
+        },
         "speedup_over": {name: asdict(judge(seconds["ragged"], seconds[name])) for name in BASELINES},
         "bound": "bytes" if reading else "operations",
         "share_kept": share,
