@@ -151,10 +151,24 @@ def _many_lists(folder: Path) -> None:
     (folder / "config.json").write_text('{"x": [' + "[]," * 2_000_000 + "[]], " + text[1:])
 
 
+def _header(edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        size = 8 + int.from_bytes(content[:8], "little")
+        header = edit(content[8:size])
+        path.write_bytes(len(header).to_bytes(8, "little") + header + content[size:])
+
+    return run
+
+
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
 CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # folder, what is broken, what the line names
+    "a header that safetensors does not read": (
+        "folder", _header(lambda text: text.replace(b"{", b'{"__metadata__": {"a": NaN}, ', 1)), ["header is not JSON"]
+    ),
     "negative width": ("folder", _first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
     "widths of another checkpoint": ("folder", _first("intermediate_size", 8), ["layers.0.mlp", "7", "require 8"]),
     "tensor of a removed block": (

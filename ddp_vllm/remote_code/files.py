@@ -11,7 +11,7 @@ import os
 import stat
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -56,15 +56,16 @@ def read_bytes(path: Path, most: int) -> bytes:
         return file.read(status.st_size)
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes | str, parse_constant: Callable[[str], Any] = float) -> Any:
     """Parse JSON strictly.
 
+    parse_constant: reads NaN and infinity, which configs of transformers hold.
     Raises: ValueError, also for duplicate names in an object, integers of more than 64 bits, text
         that UTF-8 cannot encode, and objects and lists nested more than `DEEPEST` levels.
     """
     text = content if isinstance(content, str) else content.decode("utf-8")
     try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_int=_whole)
+        found = json.loads(text, object_pairs_hook=_unique, parse_int=_whole, parse_constant=parse_constant)
         _check_depth(found)
         if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is not a character
@@ -121,7 +122,7 @@ def file_tensors(path: Path) -> Iterator[tuple[str, list[int], str]]:
             raise WidthsError(f"{path} is not a safetensors file: its header states {length} bytes; download it again")
         content, size = file.read(length), os.fstat(file.fileno()).st_size - 8 - length
     try:
-        header = parse_json(content)
+        header = parse_json(content, int)  # safetensors reads no NaN
     except ValueError as error:
         raise WidthsError(
             f"{path} is not a safetensors file: its header is not JSON ({error}); download it again"

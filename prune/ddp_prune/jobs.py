@@ -63,8 +63,7 @@ def begin_job(
     Raises: as `RunFolder.open`; OutputError if a folder must not be replaced.
     """
     accelerator = make_accelerator(output, tracker)
-    show = partial(console.print, markup=False, soft_wrap=True)  # a file's name may contain [
-    print_line: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
+    print_line: Callable[[str], None] = console.print if accelerator.is_main_process else lambda _: None
     print_line(describe_device(accelerator))
     check_sharding(recipes[0], accelerator.num_processes)
     run = RunFolder(output, accelerator, print_line)

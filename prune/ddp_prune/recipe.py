@@ -7,7 +7,6 @@ inside the checkpoint, so a result can be reproduced. The options of the command
 texts and defaults are made from these fields.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -335,9 +334,7 @@ def load_recipe(path: Path | Mapping[str, Any] | None, settings: Mapping[str, An
 
 def check_suits(recipe: Recipe, source: "Source") -> None:
     """Refuse settings that do not suit a model. Raises: SettingError."""
-    longest = source.text_config.get("max_position_embeddings") or math.inf
-    if recipe.seq_len > longest:
-        raise SettingError("seq_len", f"is {recipe.seq_len}, but {recipe.model} takes {longest:,}; lower --seq-len")
+    recipe.check_length(recipe.model, source.text_config)
     if recipe.scope == "expert" and source.sizes.blocks != ("experts",):
         raise SettingError(
             "scope", f"is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer"

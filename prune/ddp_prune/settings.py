@@ -158,6 +158,13 @@ class TrainingSettings(Settings):
         if self.seed >= 2**32:
             raise SettingError("seed", f"is {self.seed}; it must be below 2^32, {2**32:,}")
 
+    def check_length(self, model: str, text_config: Mapping[str, Any]) -> None:
+        """Refuse sequences that are longer than a model states, given its config. Raises:
+        SettingError."""
+        longest = text_config.get("max_position_embeddings")
+        if isinstance(longest, int) and 0 < longest < self.seq_len:
+            raise SettingError("seq_len", f"is {self.seq_len}, but {model} takes {longest:,}; lower --seq-len")
+
     def holds_teacher(self, train: str) -> bool:
         """Tell whether a run in this training mode loads the dense model a second time, as the teacher."""
         return train == "weights" and self.distillation > 0
