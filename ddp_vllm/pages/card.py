@@ -4,6 +4,7 @@ it."""
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from huggingface_hub import ModelCardData
 
@@ -34,17 +35,17 @@ ORDINARY = """This is a stock checkpoint with fewer experts. Every program that 
 without ddp-vllm:
 
 ```bash
-vllm serve {place}
+vllm serve {quoted}
 ```"""
 PLUGIN = """In vLLM with ddp-vllm installed, which is the fastest way:
 
 ```bash
-vllm serve {place}
+vllm serve {quoted}
 ```"""
 STOCK = """In vLLM without ddp-vllm (0.32 was tested):
 
 ```bash
-vllm serve {place} --trust-remote-code --model-impl transformers
+vllm serve {quoted} --trust-remote-code --model-impl transformers
 ```"""
 TRANSFORMERS = """In plain transformers, without ddp-vllm:
 `AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)`. Pass the same argument to `AutoTokenizer`: it
@@ -52,8 +53,8 @@ loads the config first, and the config class is part of this folder."""
 LLAMA_CPP = """In llama.cpp, from a file that ddp-vllm makes from the downloaded folder:
 
 ```bash
-ddp-vllm export {place} --outtype q8_0 -o {name}.gguf
-llama-server -m {name}.gguf
+ddp-vllm export {quoted} --outtype q8_0 -o {file}
+llama-server -m {file}
 ```"""
 
 
@@ -79,6 +80,7 @@ def model_card(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation",
         license=license_name, base_model=base,
     )  # fmt: skip
+    place = place or f"./{name}"
     units = " and ".join(_UNITS_OF[block] for block in checkpoint.widths.blocks)
     if checkpoint.is_stock:
         units = "whole experts, equally many of each layer,"
@@ -90,7 +92,7 @@ def model_card(
     text = TEXT.format(
         name=name,
         made=made,
-        loading="\n\n".join(_loading(checkpoint)).format(name=name, place=place or f"./{name}"),
+        loading="\n\n".join(_loading(checkpoint)).format(place=place, quoted=quote(place), file=quote(f"{name}.gguf")),
         statements=to_markdown(page),
     )
     return f"---\n{data.to_yaml()}\n---\n\n{text}"

@@ -3,6 +3,7 @@ afterwards."""
 
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
@@ -30,8 +31,9 @@ def print_written(checkpoint: Checkpoint, dense: str, console: Console) -> None:
     dense: the name of the dense model, as the user gave it.
     """
     output = checkpoint.folder
+    folder = quote(str(output))
     print_checkpoint(checkpoint, console)
     console.print(
-        f"\nwritten: {output}\nlook at it: {output / REPORT_FILE}\nserve it:   vllm serve {output}"
-        f"\nmeasure it: ddp-vllm bench sharegpt --dense {dense} --pruned {output}"
+        f"\nwritten: {output}\nlook at it: {output / REPORT_FILE}\nserve it:   vllm serve {folder}"
+        f"\nmeasure it: ddp-vllm bench sharegpt --dense {quote(dense)} --pruned {folder}"
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from transformers import AutoModelForCausalLM
@@ -85,12 +86,12 @@ def _open(folder: Path) -> Checkpoint:
         raise SettingError(
             f"{folder} has routed experts, which quantize would skip: it quantizes linear layers only. "
             f"It is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "
-            f"vllm serve {folder} --quantization fp8_per_tensor"
+            f"vllm serve {quote(str(folder))} --quantization fp8_per_tensor"
         )
     if states_widths(checkpoint.config):
         raise SettingError(
             f"{folder} has MLPs or experts of different widths in a stock class, which vLLM quantizes when it loads "
-            f"them: vllm serve {folder} --quantization fp8_per_channel"
+            f"them: vllm serve {quote(str(folder))} --quantization fp8_per_channel"
         )
     if checkpoint.config.get("quantization_config"):
         raise CheckpointError(f"{folder} is quantized already; quantize the folder that it was made from")

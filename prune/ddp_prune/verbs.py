@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import ddp_vllm
@@ -210,7 +211,7 @@ def _warn_of_weights(applied: Checkpoint, values: Mapping[str, Any]) -> None:
         when = "together with" if together else "after"
         echo(
             f"warning: weights were trained {when} these masks, which do not hold them; {folder} has the dense model's "
-            f"weights and is worse until ddp-vllm recover {folder} trains them",
+            f"weights and is worse until ddp-vllm recover {quote(str(folder))} trains them",
             err=True,
         )
     echo(f"written: {folder}")

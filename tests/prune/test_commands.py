@@ -31,9 +31,9 @@ RAIN = "Rain fell on the harbour while the boats waited. " * 200
 
 def test_prune_writes_a_model_that_knows_how_it_was_made(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     (other := tmp_path / "other.txt").write_text(RAIN)
-    output = tmp_path / "models" / "pruned"
+    output = tmp_path / "models" / "my model"
     result = passed(prune(tiny_model, tiny_text, output, "--watch", other))
-    assert result.stderr == "" and [path.name for path in output.parent.iterdir()] == ["pruned"]  # nothing temporary
+    assert result.stderr == "" and [path.name for path in output.parent.iterdir()] == ["my model"]  # nothing temporary
     layers, provenance = read_checkpoint(output).layers, read_checkpoint(output).provenance
     assert sum(layer.num_kv_heads for layer in layers) == 7  # round(0.6·3·4)
     assert sum(layer.intermediate_size for layer in layers) == 173  # round(0.6·3·96)
@@ -50,7 +50,9 @@ def test_prune_writes_a_model_that_knows_how_it_was_made(tiny_model: Path, tiny_
     assert re.search(r"text: [\d,]+ tokens of .*held out", text.replace("\n", " "))
     assert "search 1/6" in text and "polish 6/6" in text and "173 of" in text
     assert re.search(r"held-out perplexity\s+dense \d+\.\d+ → pruned \d+\.\d+", text)
-    assert "vllm serve" in text and "ddp-vllm bench sharegpt" in text
+    commands = [f"vllm serve '{output}'", f"ddp-vllm bench sharegpt --dense {tiny_model} --pruned '{output}'"]
+    assert all(f"{command}\n" in text for command in commands)  # as a shell takes them
+    assert "\nvllm serve './my model'\n" in (output / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", pytest.param("olmo2", marks=pytest.mark.nightly)])
