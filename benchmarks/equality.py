@@ -30,11 +30,11 @@ from transformers import LlamaConfig, MixtralConfig
 from transformers.utils import logging
 
 import ddp_vllm
-from ddp_benchmarks.protocol import script_parser
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.latency import FORMAT, dimensions_in, shapes_of
 from ddp_vllm.machine import hardware
 from random_models import SENTENCES, write_models
+from scripts import script_parser
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,

@@ -30,11 +30,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_benchmarks.protocol import script_parser
 from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.provenance import local_provenance
+from scripts import script_parser
 
 HERE = Path(__file__).parent
 PROTOCOL, RESULTS = HERE / "protocol.toml", HERE / "results"

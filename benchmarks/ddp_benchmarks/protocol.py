@@ -1,8 +1,6 @@
-"""Shared parts of all measurements: command lines, rotating order in a round, and the final line of
-JSON."""
+"""Shared parts of all measurements: refused arguments, rotating order in a round, the first fields of
+results."""
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,11 +8,6 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.machine import hardware, today, versions
 
 Variant = TypeVar("Variant")
-
-
-def script_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help is the docstring of a script, with its line breaks."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def check_engine_arguments(words: Sequence[str], *reserved: str) -> None:
@@ -37,28 +30,3 @@ def new_results(form: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first fields of a results file: format, time, settings, hardware and versions."""
     facts = {"format": form, "started": today(), "settings": dict(settings)}
     return facts | {"hardware": hardware(), "versions": versions()}
-
-
-def result_line(
-    question: str | None,
-    settings: Mapping[str, Any],
-    *,
-    seed: int,
-    where: Mapping[str, Any] | None = None,
-    **answers: Any,
-) -> str:
-    """Return one line of JSON: the question, its settings, hardware, versions, seed and the
-    answers.
-
-    question: a docstring, of which the first line is used.
-    where: results with `hardware` and `versions`; None: this machine's.
-    """
-    where = where or {"hardware": hardware(), "versions": versions()}
-    line = {
-        "question": (question or "").partition("\n")[0],
-        "settings": dict(settings),
-        "hardware": where["hardware"],
-        "versions": where["versions"],
-        "seed": seed,
-    }
-    return json.dumps(line | answers, default=str)

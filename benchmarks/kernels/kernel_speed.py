@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from ddp_benchmarks.protocol import new_results, result_line, rotated, script_parser
+from ddp_benchmarks.protocol import new_results, rotated
 from ddp_plugins.moe_experts import ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
 from ddp_vllm.intervals import judge
 from expert_layers import (
@@ -52,6 +52,7 @@ from expert_layers import (
     work,
 )
 from fused_experts import FusedExperts, build_vllm
+from scripts import result_line, script_parser
 
 FORMAT = "ddp-vllm bench kernel 1"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

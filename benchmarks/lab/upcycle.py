@@ -34,7 +34,6 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses, perplexity_of
 from ddp_prune.models.loading import load_model
@@ -44,6 +43,7 @@ from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.dimensions import choose_head_unit
 from ddp_vllm.output import atomic_folder
 from fetch import fetch_conversations, fetch_model
+from scripts import result_line, script_parser
 
 DEALT_BLOCKS, SEQ_LEN = 32, 256  # text that channels are dealt out by
 ROUNDS = 10  # of dealing out channels and tokens in turn

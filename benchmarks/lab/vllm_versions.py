@@ -33,8 +33,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_vllm.cache import cache_folder
+from scripts import result_line, script_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = ("torchvision", "torchaudio", "torchcodec")

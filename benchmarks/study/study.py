@@ -12,8 +12,8 @@ more rows, sparsities, seeds or tables, the same command computes only the missi
 import sys
 from pathlib import Path
 
-from ddp_benchmarks.protocol import script_parser
 from ddp_vllm.errors import DdpError
+from scripts import script_parser
 from tables import TABLES
 
 

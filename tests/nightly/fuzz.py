@@ -35,7 +35,6 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 import ddp_vllm
-from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import open_pruned, open_source
 from ddp_prune.recipe import Recipe
@@ -46,6 +45,7 @@ from ddp_vllm.errors import DdpError
 from ddp_vllm.pages import compare, pictures
 from ddp_vllm.pages.page import Picture
 from random_models import SENTENCES, write_models
+from scripts import result_line, script_parser
 
 RECIPE = Recipe(model="m", sparsity=0.4, steps=9)
 SECONDS = 2.0  # processor time limit per reader

@@ -37,9 +37,9 @@ if __name__ == "__main__":  # tests that import this keep their own
 from fuzz import draw_nothing, write_dense
 from safetensors import SafetensorError, safe_open
 
-from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_vllm.cli import main
 from ddp_vllm.masks import MASKS_FILE
+from scripts import result_line, script_parser
 
 MODULES = (  # what the commands import when they run
     *("ddp_prune.verbs", "ddp_prune.jobs", "ddp_prune.core.alm", "ddp_prune.recover", "ddp_vllm.gguf.file"),
