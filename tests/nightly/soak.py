@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,9 @@ def left_behind(server: Server) -> list[str]:
     deadline, busy = time.monotonic() + 10, ["?"]
     while busy and time.monotonic() < deadline:
         time.sleep(0.1)
-        gauges = server.request("/metrics").decode()
+        with closing(http.client.HTTPConnection(HOST, server.port, timeout=120)) as connection:
+            connection.request("GET", "/metrics")
+            gauges = connection.getresponse().read().decode()
         found = re.findall(r"^vllm:(num_requests_\w+|kv_cache_usage_perc)\{[^}]*\} (\S+)$", gauges, re.MULTILINE)
         busy = [f"{name} is {value} with no client left" for name, value in found if float(value)]
     return busy
