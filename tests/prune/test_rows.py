@@ -69,7 +69,7 @@ def turns(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
 ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     "share-gpt": (LENIENT, said(("human", "a"), ("gpt", "b")), "<user>a<assistant>b", "|b", []),
     "speakers of other names": (
-        LENIENT, said(("developer", "c"), ("Human", "a"), ("bard", "d"), ("observation", "e")),
+        LENIENT, said(("developer", "c"), ("Human", "a"), ("GPT-4o-mini", "d"), ("observation", "e")),
         "<system>c<user>a<assistant>d<tool>e", "|d|", []),
     "a template that knows developers": (  # others read them as the system
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'developer' %}{{ m.content }}{% endif %}{% endfor %}",

@@ -28,7 +28,7 @@ _NAMES = {
     "function_response function_result function_output",
 }
 SPEAKERS = {speaker: role for role, speakers in _NAMES.items() for speaker in speakers.split()}
-"""The role of each speaker, in lower case."""
+"""The role of each speaker, in lower case and without a version: gpt-4o is gpt."""
 WEIGHTS = ("weight", "train")
 """Keys with which an author excludes a message from the loss: OpenAI's and Axolotl's."""
 IS_INCLUDED = dict.fromkeys(("none", "", "1", "1.0", "true"), True) | dict.fromkeys(("0", "0.0", "false"), False)
@@ -92,7 +92,7 @@ class TurnReader:
         if not isinstance(speaker, str):
             raise TextError("no role; name the speaker under role")
         name = speaker.strip().lower()
-        role = SPEAKERS.get(name, "")
+        role = SPEAKERS.get(re.split("[^a-z_]", name)[0], "")
         if name == "developer" and re.search("""["']developer["']""", self.template.source):
             role = name
         texts = list(self._texts(turn.get(first(turn, ("content", "value")) or "content")))
