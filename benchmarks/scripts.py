@@ -1,4 +1,4 @@
-"""What the scripts beside the product share: their command lines, and the line of JSON in which they end."""
+"""The command lines of the scripts beside the product, and the line of JSON that each prints last."""
 
 import argparse
 import json

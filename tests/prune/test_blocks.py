@@ -125,11 +125,15 @@ def test_the_cache_is_keyed_by_content(
     assert sorted(folder.name for folder in cache.iterdir()) == ["tokens"]
 
 
-def test_a_cache_that_is_cut_off_is_written_again(jsonl: Path, load: Load, cache: Path) -> None:
+def test_a_damaged_cache_is_written_again(jsonl: Path, load: Load, cache: Path) -> None:
+    """One that is cut off, and one whose header lacks what it should hold."""
     first = load(jsonl)
     (file,) = (cache / "tokens").iterdir()
-    file.write_bytes(file.read_bytes()[:-1])
-    assert torch.equal(load(jsonl).train, first.train)
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole.replace(b'"notes"', b'"nodes"', 1), whole.replace(b'"train"', b'"trail"', 1)):
+        assert damaged != whole
+        file.write_bytes(damaged)
+        assert torch.equal(load(jsonl).train, first.train)
     assert file.stat().st_mode & 0o777 == 0o600 and blocks_module.saved_blocks(file) is not None
 
 

@@ -33,6 +33,7 @@ from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
 
+ARRAYS = ("train", "loss_mask", "heldout", "train_hashes", "heldout_hashes")  # of cached blocks
 VERSION = 9  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
@@ -278,12 +279,12 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
 
 
 def saved_blocks(path: Path) -> tuple[dict[str, np.ndarray], list[str]] | None:
-    """Return what `save_blocks` wrote; None if there is no such file or it is cut off."""
+    """Return what `save_blocks` wrote; None if there is no such file, it is cut off, or its header
+    is damaged."""
     try:
         with safe_open(path, "np") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return arrays, json.loads(file.metadata()["notes"])
-    except (OSError, SafetensorError):
+            return {name: file.get_tensor(name) for name in ARRAYS}, json.loads(file.metadata()["notes"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
 
 

@@ -228,8 +228,8 @@ def _used_columns(columns: Sequence[str], column: str) -> list[str]:
 
 
 def _rows_of(name: str, table: Any, numbers: Iterable[int]) -> Iterator[tuple[str, Any]]:
-    """Yield rows of a table with their places, without the empty fields that fill up its
-    structures."""
+    """Yield the rows of a table with their places. The empty fields that fill up its structures are
+    left out."""
     for number, row in zip(numbers, table, strict=False):
         yield f"{name}, row {number + 1}", {column: _without_nulls(value) for column, value in row.items()}
 
