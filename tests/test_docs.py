@@ -19,14 +19,7 @@ FILES = [
     *(p for room in ROOMS for p in (ROOT / room).rglob("README.md")),
 ]
 PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in sorted(FILES)}
-WORDS = {  # page for users -> the most words it may have
-    "README.md": 550, "docs/start.md": 450, "docs/8b.md": 1000, "docs/choose.md": 1000, "docs/quality.md": 600,
-    "docs/production.md": 800, "docs/several-gpus.md": 350, "docs/mixtures.md": 800, "docs/quantize.md": 400,
-    "docs/llama-cpp.md": 400, "docs/convert.md": 450, "docs/models.md": 700, "docs/sizing.md": 400,
-    "docs/measured.md": 1450, "docs/help.md": 800, "docs/dev/ARCHITECTURE.md": 1500, "docs/dev/log.md": 6000,
-}  # fmt: skip
 ONCE = {  # what one page states, or two -> these pages
-    r"(?i)no pruned model was timed on a GPU": {"README.md", "docs/measured.md"},
     r"pip install \"\.\[prune,serve,eval\]\"": {"README.md"},
     r"OLMo-2, OLMo-3, GLM-4": {"docs/models.md"},
 }
@@ -68,13 +61,6 @@ def test_the_tables_of_features_and_of_problems_name_tests_that_exist() -> None:
         (path,) = ROOT.glob(f"tests/**/{file}.py")
         code = path.read_text(encoding="utf-8")
         assert f"def {name}(" in code or f'"{name}"' in code, f"{file} has no {name}"
-
-
-def test_pages_keep_to_their_words() -> None:
-    number = {page: len(text.split()) for page, text in PAGES.items()}
-    assert {page: number[page] for page, most in WORDS.items() if number[page] > most} == {}
-    assert sum(number[page] for page in WORDS if page.startswith("docs/") and "dev/" not in page) <= 9000
-    assert sum(number.values()) <= 22000
 
 
 @pytest.mark.parametrize("statement", ONCE)

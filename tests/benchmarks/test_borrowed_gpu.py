@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from commands import VLLM_SETTINGS
+from test_evaluate import CHOICE, TASK
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "benchmarks" / "borrowed_gpu"
@@ -32,6 +33,14 @@ def call(number: int, out: Path, *steps: str) -> dict[str, Any]:
     return run(out, sys.executable, KIT / "run.py", number, "--only", ",".join(steps))
 
 
+def write_tasks(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True)
+    row = {"goal": "melt ice", "sol1": "the sun", "sol2": "down the hill"}
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"label": label}) + "\n" for label in (0, 1)))
+    for name in names:
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=folder / "rows.jsonl", more=CHOICE))
+
+
 def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import run as runner
 
@@ -50,22 +59,28 @@ def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.nightly
 def test_steps_without_vllm(tmp_path: Path, tiny: Path, talks: Path) -> None:
-    steps = call(1, tmp_path / "1", "probe", "kernel", "kernel-tests")
-    assert steps["probe"]["result"]["copy_gb_per_s"] > 0 and steps["kernel"]["result"]["rows"]
-    home = tmp_path / "3/home"
-    (home / "texts").mkdir(parents=True)
-    (home / "texts/talks.jsonl").write_bytes(talks.read_bytes())
-    shutil.copytree(tiny, home / "cache/smollm2-135m")
-    steps = call(3, tmp_path / "3", "table8", "weights", "paper", "joint")
-    for name in ("paper", "joint"):
-        assert (tmp_path / f"3/{name}.masks.safetensors").exists() and steps[name]["result"]["metrics"]
+    home = tmp_path / "home"
+    for folder, text in (("train", "talks"), ("heldout", "others")):
+        (home / folder).mkdir(parents=True)
+        (home / folder / f"{text}.jsonl").write_bytes(talks.read_bytes())
+    shutil.copytree(tiny, home / "smollm2")
+    import quality
+
+    write_tasks(home / "tasks", *(f"{name}_local" for name in quality.TASKS))
+    assert call(1, tmp_path, "probe", "random", "rehearsal")["probe"]["result"]["copy_gb_per_s"] > 0
+    (tmp_path / "1.json").unlink()
+    steps = call(2, tmp_path, "joint", "masks", "quality")
+    for name in ("joint", "masks"):
+        assert (tmp_path / f"{name}.masks.safetensors").exists() and steps[name]["result"]["metrics"]
+    assert len(steps["quality"]["result"]["rows"]) == 5
 
 
 @pytest.mark.nightly
 @pytest.mark.vllm
 def test_steps_with_vllm(tmp_path: Path) -> None:
-    steps = call(1, tmp_path, "configs", "qwen3-30b-a3b")
-    assert steps["qwen3-30b-a3b"]["result"]["verdicts"][0]["prefill"]["ratio"] > 0
+    steps = call(3, tmp_path, "configs", "qwen3-8b", "qwen3-30b-a3b")
+    for name, removed in (("qwen3-8b", {"20", "40"}), ("qwen3-30b-a3b", {"40"})):
+        assert set(steps[name]["result"]["rows"][0]["decode"]) == removed
 
 
 @pytest.mark.nightly
