@@ -68,7 +68,7 @@ def prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
     # two per weight; a query head is also multiplied with each key and each value
     assert budget == "flops"
     flops = {unit: 2.0 * number for unit, number in numbers.items()}
-    flops["expert_channel"] *= _share_of_experts(config, widths)
+    flops["expert_channel"] *= experts_chosen(config)
     return [
         Prices(**flops | {"query_head": flops["query_head"] + 4.0 * size * num_keys})
         for num_keys in (attended(config, context) if size else [0] * len(widths.layers))
@@ -98,7 +98,7 @@ def whole_model(
     heads = [name for name in shapes if name.endswith(("lm_head.weight", "embed_out.weight"))]
     heads = heads or [name for name in shapes if _EMBEDDING.search(name)]
     weights = float(sum(prod(shapes[name]) for name in heads))
-    share = _share_of_experts(config, replace(widths, layers=tuple(layers)))
+    share = experts_chosen(config, replace(widths, layers=tuple(layers)))
     for name, shape in shapes.items():
         if len(shape) >= 2 and (place := widths.split(name)) and place[0] < len(layers):
             weights += prod(shape) * (share if _EXPERT.search(name) else 1.0)
@@ -113,8 +113,8 @@ def whole_model(
     return 2.0 * (weights + size * sum(number * count for number, kind, count in rows if kind in LAYER_TYPES))
 
 
-def _share_of_experts(config: Mapping[str, Any], widths: Widths) -> float:
-    """Return the share of the routed experts of a layer that a token is sent to."""
-    text = text_config(config)
+def experts_chosen(config: Mapping[str, Any], widths: Widths | None = None) -> float:
+    """Return the share of the routed experts of a layer that a token is sent to; 0 without any."""
+    text, widths = text_config(config), widths or widths_of(config)
     number = widths.on_disk.num_experts or count_experts(text)
     return (text.get("num_experts_per_tok") or 1) / number if number else 0.0

@@ -33,6 +33,10 @@ USABLE = 0.8  # of free memory: the needs of a step are estimates, and memory fr
 ACTIVATION_SHARE = 0.5  # of free memory for activations; if they need more, layers are checkpointed
 TRAINING_SHARE = 0.7  # of free memory for weights and their training; the rest is for activations
 UTILIZATION = 0.4  # of the peak; assumed, not measured
+# of a layer in a forward and backward pass, whatever its size: that long a CPU takes to launch the
+# kernels (measured: joint training of SmolLM2, 30 layers, on an H100)
+LAUNCH_SECONDS = 8.4e-3
+LARGEST_PASS = 4  # times the usual tokens of a pass on a GPU, if activations fit: fewer launches per token
 ATTENTION_BACKWARD = 2.5  # products per forward product; flash attention computes the scores again
 
 
@@ -44,13 +48,15 @@ class Card:
     memory: float
     flops: float
     flops_of_float32: float
+    bandwidth: float
+    """Bytes per second of its memory, by the data sheet."""
 
 
 CARDS = {
-    "rtx4090-24gb": Card(23.5 * 2**30, 165e12, 82.6e12),
-    "a100-80gb": Card(79.1 * 2**30, 312e12, 19.5e12),
-    "h100-80gb": Card(79.1 * 2**30, 989e12, 67e12),
-    "h200-141gb": Card(139.8 * 2**30, 989e12, 67e12),
+    "rtx4090-24gb": Card(23.5 * 2**30, 165e12, 82.6e12, 1.01e12),
+    "a100-80gb": Card(79.1 * 2**30, 312e12, 19.5e12, 2.04e12),
+    "h100-80gb": Card(79.1 * 2**30, 989e12, 67e12, 3.35e12),
+    "h200-141gb": Card(139.8 * 2**30, 989e12, 67e12, 4.8e12),
 }
 
 
@@ -182,7 +188,8 @@ def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode) 
 
     With `activation_checkpointing` auto, layers are checkpointed if the activations would fill more
     than ACTIVATION_SHARE of the memory, those of half of the sequences too: two smaller passes take
-    less time than one that computes every layer again. Without `micro_batch_size` the number of
+    less time than one that computes every layer again. On a GPU, up to LARGEST_PASS times the usual
+    sequences are tried first. Without `micro_batch_size` the number of
     sequences is halved until a pass fits, down to 1, which may still not fit.
     """
     sized = SizedModel.of(recipe, source, mode, devices)
@@ -193,6 +200,9 @@ def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode) 
     setting = recipe.activation_checkpointing
     if setting == "auto":
         tried = [number] if recipe.micro_batch_size else [number, number // 2]
+        if devices.type == "cuda" and not recipe.micro_batch_size:
+            share = -(-recipe.batch_size // devices.number)
+            tried = [min(share, LARGEST_PASS * number), min(share, LARGEST_PASS // 2 * number), *tried]
         needed = recipe.seq_len * sized.activation_bytes()  # of one sequence
         fitting = next((count for count in tried if 0 < count * needed <= ACTIVATION_SHARE * left), 0)
         setting, number = ("off", fitting) if fitting else ("on", number)
@@ -320,7 +330,9 @@ def tokens_per_second(recipe: Recipe, source: Source, devices: Devices, fitted: 
     assert devices.card
     is_float32 = loading_options(source, recipe.dtype, None)["dtype"] == torch.float32
     peak = devices.card.flops_of_float32 if is_float32 else devices.card.flops
-    return UTILIZATION * peak * devices.number / flops_per_token(recipe, source, fitted)
+    computing = flops_per_token(recipe, source, fitted) / (UTILIZATION * peak)
+    launching = LAUNCH_SECONDS * source.sizes.num_layers / (fitted.num_sequences * recipe.seq_len)
+    return devices.number / max(computing, launching)
 
 
 def gigabytes(number: float) -> str:

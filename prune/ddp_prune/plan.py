@@ -10,7 +10,18 @@ from ddp_prune.core.budget import Pool
 from ddp_prune.core.processes import broadcast_from_main
 from ddp_prune.core.rate import trial_steps
 from ddp_prune.devices import describe_device, make_accelerator
-from ddp_prune.fit import USABLE, Devices, Fit, allowed_modes, choose, fit, gigabytes, tokens_per_second
+from ddp_prune.fit import (
+    CARDS,
+    USABLE,
+    Devices,
+    Fit,
+    allowed_modes,
+    choose,
+    fit,
+    gigabytes,
+    parse_cards,
+    tokens_per_second,
+)
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
 from ddp_prune.pools import find_model, latency_profile, make_checked_pools
@@ -18,9 +29,10 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import resolve_runs, seconds_a_step
 from ddp_prune.run import Run, schedule
 from ddp_prune.run_folder import find_record
-from ddp_vllm.costs import prices, whole_model
+from ddp_vllm.costs import experts_chosen, prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
+from ddp_vllm.model_facts import dense_kv_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +75,8 @@ def plan(
         removed.append(share)
         lines += described
     if on:
+        if last.budget in ("units", "params"):
+            lines.append(_decode_bound(last, source, pools_of[-1], on))
         return _plan_on_cards(recipes, source, on, lines, removed)
     accelerator = make_accelerator(output, None)
     print_line(describe_device(accelerator))
@@ -117,6 +131,30 @@ def _plan_on_cards(
     return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak, seconds=seconds)
 
 
+def _decode_bound(recipe: Recipe, source: Source, pools: Sequence[Pool], on: str) -> str:
+    """Return a line about how much faster a decode step can be: by the bytes that it reads, weights
+    and KV cache of the recipe's workload."""
+    name, count = parse_cards(on)
+    workload, fixed = recipe.workload, (source.config, source.widths.dense_layers, source.shapes)
+    keep_ratios = {kind: pool.keep_ratio for pool in pools for kind in pool.shapes}
+    read = whole_model("flops", *fixed, 0)  # two per weight that a token reads, and weights have two bytes
+    prunable = {kind: 2 * number for kind, number in prunable_parameters(source, workload.context).items()}
+    chosen = experts_chosen(source.config)
+    if experts := prunable.get("experts", 0.0):  # tokens of a batch choose different ones
+        prunable["experts"] = experts * (1 - (1 - chosen) ** workload.batch)
+        read += prunable["experts"] - experts * chosen
+    cache = (dense_kv_bytes(source.folder, value_bytes=2) or 0) * workload.batch * workload.context
+    removed = sum(number * (1 - keep_ratios.get(kind, 1.0)) for kind, number in prunable.items())
+    kept_cache = cache * (keep_ratios.get("attn", 1.0) if pools[0].queries_per_kv == 1 else 1.0)
+    dense, pruned = read + cache, read - removed + kept_cache
+    return (
+        f"decode on {on}: at most {dense / pruned:.2f}× as fast with {workload.batch} sequences of "
+        f"{workload.context:,} tokens, because a step reads {gigabytes(pruned)} instead of {gigabytes(dense)}, "
+        f"which take {1e3 * pruned / count / CARDS[name].bandwidth:.2g} ms; a bound: an H100 reached two thirds of "
+        "this gain with Qwen3-8B"
+    )
+
+
 def estimate(recipes: Sequence[Recipe], source: Source, devices: Devices) -> list[tuple[Fit, float, float]]:
     """Return how each training mode that the recipe allows fits cards, its tokens and its
     seconds.
@@ -161,12 +199,7 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
             ]
         return share, [*lines, "parameters: how many are removed depends on which units the search removes"]
     model_cost = whole_model("params", config, layers, source.shapes, recipe.context_length)
-    prunable = {"attn": 0.0, "mlp": 0.0, "experts": 0.0}
-    for price, layer in zip(prices("params", config, source.shapes, recipe.context_length), layers, strict=True):
-        prunable["attn"] += price.query_head * layer.num_query_heads + price.kv_head * layer.num_kv_heads
-        prunable["mlp"] += price.channel * layer.intermediate_size
-        prunable["experts"] += price.expert_channel * sum(layer.expert_intermediate_sizes or ())
-    prunable = {kind: number for kind, number in prunable.items() if kind in source.sizes.blocks}
+    prunable = prunable_parameters(source, recipe.context_length)
     total = sum(prunable.values())
     removed = sum((pool.total - pool.kept) * sum(prunable[kind] for kind in pool.shapes) / pool.total for pool in pools)
     line = (
@@ -177,6 +210,16 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
     if recipe.sparsity and target > model_cost - total:
         line += f"; to remove {recipe.sparsity:.0%} of the model: --target {short(target)}"
     return removed / model_cost, [line]
+
+
+def prunable_parameters(source: Source, context: int) -> dict[str, float]:
+    """Return the number of parameters of the units of each module type that can be pruned."""
+    layers, prunable = source.widths.dense_layers, {"attn": 0.0, "mlp": 0.0, "experts": 0.0}
+    for price, layer in zip(prices("params", source.config, source.shapes, context), layers, strict=True):
+        prunable["attn"] += price.query_head * layer.num_query_heads + price.kv_head * layer.num_kv_heads
+        prunable["mlp"] += price.channel * layer.intermediate_size
+        prunable["experts"] += price.expert_channel * sum(layer.expert_intermediate_sizes or ())
+    return {kind: number for kind, number in prunable.items() if kind in source.sizes.blocks}
 
 
 def _duration(seconds: float) -> str:

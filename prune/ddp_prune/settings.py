@@ -89,7 +89,7 @@ class TrainingSettings(Settings):
     micro_batch_size: int = setting(
         0,
         """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about
-        8,192 tokens, 1,024 on a CPU, and fewer if memory is short.""",
+        8,192 tokens, up to 32,768 of small models, 1,024 on a CPU, and fewer if memory is short.""",
         least=0,
         heading="Rarely needed",
     )
