@@ -3,7 +3,6 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-TORCH := torch==2.13.0+cpu
 # Processes of one thread each, one more than cores that are there: most of a test is start-up, which waits and uses one. A
 # file stays in one of them: its engine starts once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile
@@ -12,12 +11,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile
 
 install: .venv/.installed
 
-# PyPI's plain torch brings gigabytes of CUDA; the CPU build comes from wherever pip finds it, else from PyTorch's index.
-.venv/.installed: pyproject.toml requirements/cpu.txt requirements/constraints.txt requirements/quantize.txt $(wildcard requirements/stubs/*/pyproject.toml)
+.venv/.installed: pyproject.toml requirements/install.py requirements/cpu.txt requirements/constraints.txt requirements/quantize.txt $(wildcard requirements/stubs/*/pyproject.toml)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q $(TORCH) || $(BIN)/pip install -q --index-url https://download.pytorch.org/whl/cpu $(TORCH)
-	$(BIN)/pip install -q -r requirements/cpu.txt -c requirements/constraints.txt
-	$(BIN)/pip install -q --no-deps --upgrade --target .venv/quantize -r requirements/quantize.txt
+	$(BIN)/python requirements/install.py
 	touch $@
 
 demo: install

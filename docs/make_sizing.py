@@ -58,8 +58,8 @@ lowest row whose weights, teacher and optimizer fit into 70 % of the free memory
 | 8-bit | 8 | `--train weights --optimizer adamw-8bit` |
 | adamw | 20 | `--train weights --optimizer adamw` |
 
-A pass reads 8,192 tokens or more; with ¹, fewer. Layers are checkpointed, except with ². Several GPUs share the weights. "–"
-does not fit; rows that fit nowhere are left out. Memory is a formula, which gives 246 MB for a step that added 247 MB
+A pass reads at least 8,192 tokens; with ¹, fewer. Layers are checkpointed, except with ². Several GPUs share the
+weights. "–" does not fit; rows that fit nowhere are left out. Memory is a formula, which gives 246 MB for a step that added 247 MB
 on a CPU. Hours are counted FLOPs at {UTILIZATION:.0%} of the GPU's peak.
 
 """
