@@ -59,6 +59,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     Hub.received = {"branches": {"main", "old"}}
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the caller's may be set
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         thread = Thread(target=server.serve_forever, args=(0.01,))
