@@ -16,13 +16,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import LOST, OutputError, SettingError
 from ddp_vllm.settings import HEADINGS, USUAL, VERBS, Option, Verb, first_sentence, kind_of, option_of, part_of
 
 Stated = tuple[str, Any, Any, Option]
 """Name, type, default and `Option` of a parameter of a verb or a setting."""
 JSON = "Print the results as JSON; other lines go to stderr."
 JSON_IS_LAST_LINE = "Print the results as one line of JSON at the end."
+STDOUT = 1
 QUIET = "Print no progress and no results, only errors."
 
 
@@ -160,7 +161,9 @@ def _run(verb: Verb, **values: Any) -> None:
             finally:  # it raises the error of a limit that the model misses
                 if verb.as_json and as_json and is_main:
                     line = verb.as_json(result, values)
-                    print(line if isinstance(line, str) else json.dumps(line), file=stdout)
+                    print(line if isinstance(line, str) else json.dumps(line), file=stdout, flush=True)
+                    if STDOUT in LOST:
+                        raise OutputError("the results were not printed; stdout is full or closed")
     except SettingError as error:
         options = {option.name or "": max(option.opts, key=len) for option in context.command.params}
         error.args = (error.spelled(options),)

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from ddp_vllm.api import COMMANDS
 from ddp_vllm.errors import DdpError
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = [ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks"]
+OF_OURS = {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES))}
 
 
 def _error_classes() -> list[type[DdpError]]:
@@ -102,6 +105,69 @@ def test_a_terminal_that_knows_ascii_alone_gets_no_traceback() -> None:
     assert result.stdout.count(b"Usage: ") == len(COMMANDS) and result.stdout.endswith(b"1.02? ?\n")
 
 
+def _gone_terminal() -> int:
+    master, slave = pty.openpty()
+    os.close(master)
+    return slave
+
+
+def _unread_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+ENDS = {  # where lines cannot be written -> a file descriptor of it
+    "a terminal that is gone": _gone_terminal,
+    "a pipe that nobody reads": _unread_pipe,
+    "a full disk": lambda: os.open("/dev/full", os.O_WRONLY),
+    "opened to be read": lambda: os.open("/dev/null", os.O_RDONLY),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_line_that_cannot_be_printed_ends_no_command(end: str, tmp_path: Path) -> None:
+    """Of ours or of a library, by print, rich or a bar; but results that a program asked for must arrive."""
+    write_model(tmp_path / "pruned", widths=[(1, 5), (2, 16)], origin="owner/tiny")
+    code = (
+        "import sys, logging\n"
+        "from ddp_vllm.cli import main\n"
+        "from ddp_vllm.pages.progress import StepProgress\n"
+        "from ddp_vllm.pages.terminal import SafeConsole\n"
+        "from tqdm import tqdm\n"
+        "def codes(*words):\n"
+        "    try: main([*words])\n"
+        "    except SystemExit as ended: return str(ended.code)\n"
+        "done = [codes('inspect', 'pruned'), codes('inspect', 'pruned', '--json'), codes('inspect', 'gone')]\n"
+        "with StepProgress(SafeConsole(force_terminal=True), 2, lambda _: ('search', ''), True) as report:\n"
+        "    for step in (1, 2): report({'step': step, 'loss': 1.0, 'tokens': 8, 'seconds': 1.0})\n"
+        "list(tqdm(range(3)))\n"
+        "logging.warning('a library warns')\n"
+        "open('done', 'w').write(' '.join(done))\n"
+    )
+    descriptor = ENDS[end]()
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=tmp_path, stdout=descriptor, stderr=descriptor, env=os.environ | OF_OURS)
+    os.close(descriptor)
+    assert ended.returncode == 0 and (tmp_path / "done").read_text() == "0 5 7"
+
+
+@pytest.mark.parametrize("words", ["", "--json"])
+@pytest.mark.parametrize(
+    "shell",
+    [
+        "{} >&-",  # closed: the next file that is opened gets its number
+        "{} 2>&- | head -1",
+        "LC_ALL=POSIX PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {}",
+    ],
+)
+def test_neither_a_closed_stream_nor_a_locale_ends_a_command(shell: str, words: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "pruned → ü", widths=[(1, 5), (2, 16)], origin="owner/→")
+    command = shell.format(f"{sys.executable} -m ddp_vllm inspect '{folder}' {words}")
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, env=os.environ | OF_OURS)
+    assert result.returncode == 0 and b"Traceback" not in result.stderr, result.stderr
+
+
 def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
     result = invoke("inspect", "evil\x1b]0;name")
     assert result.exit_code == 7 and "\x1b" not in result.stderr and "\\x1b]0;name" in result.stderr
@@ -154,11 +220,9 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
         "    heavy = sorted({'torch', 'transformers', 'datasets', 'vllm'} & sys.modules.keys())\n"
         "    print(json.dumps([result.exit_code, result.stderr, heavy]))\n"
     )
-    packages = [ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks"]
     changed = {"DDP_VLLM_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    changed["PYTHONPATH"] = os.pathsep.join(map(str, packages))
     command = [sys.executable, "-c", code, json.dumps([*WRONG])]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | changed)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | OF_OURS | changed)
     assert result.returncode == 0, result.stderr
     for (words, (expected, part)), line in zip(WRONG.items(), result.stdout.splitlines(), strict=True):
         exit_code, stderr, heavy = json.loads(line)
