@@ -45,17 +45,16 @@ def forgive_streams() -> None:
 
     A terminal without UTF-8 shows ? for the characters that it lacks.
     """
-    for name in ("stdout", "stderr"):
+    for name, original in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell; the next file that is opened must not get its number
-            setattr(sys, name, open(os.devnull, "w"))
-        elif isinstance(stream, io.TextIOWrapper):
-            if stream is getattr(sys, f"__{name}__"):
-                buffer = io.BufferedWriter(_Forgiving(stream.fileno(), "wb", closefd=False))
-                stream = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
-                setattr(sys, name, stream)
-            if stream.errors != "backslashreplace":
-                stream.reconfigure(errors="replace")
+            stream = open(os.devnull, "w")  # noqa: SIM115
+        elif stream is original and isinstance(stream, io.TextIOWrapper):
+            buffer = io.BufferedWriter(_Forgiving(stream.fileno(), "wb", closefd=False))
+            stream = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            stream.reconfigure(errors="replace")
+        setattr(sys, name, stream)
 
 
 def printable(text: str) -> str:

@@ -17,6 +17,8 @@ from ddp_vllm.output import write_text
 from ddp_vllm.schema import AtLeastZero, Count, Finite, Kind, SchemaError, checked
 
 FORMAT = "ddp-vllm bench sharegpt 1"
+BEGINS = '{\n "format": "ddp-vllm '
+"""The first characters of a results file and of a profile."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from its signature and settings. Nothing here imports click.
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import re
@@ -131,14 +132,77 @@ def _check(name: str, annotation: Any, option: Option, value: Any) -> None:
         raise SettingError(name, f"is {value!r}, a {type(value).__name__}; it must be a {kind.__name__}")
     if isinstance(value, str) and not is_utf8(value):
         raise SettingError(name, f"is {value!r}, which is not UTF-8; rename the file or folder")
+    _check_limits(name, option, value)
+
+
+def _check_limits(name: str, option: Option, value: Any) -> None:
+    """Refuse a value outside of the limits of its setting. Raises: SettingError."""
     if option.choices and value not in option.choices:
         raise SettingError(name, f"is {value!r}; it must be one of {', '.join(option.choices)}")
-    if isinstance(value, float) and not (option.may_be_infinite or math.isfinite(value)):
+    if isinstance(value, float) and (math.isnan(value) or not (option.may_be_infinite or math.isfinite(value))):
         raise SettingError(name, f"is {value}; it must be a finite number")
     if option.is_fraction and not 0.0 <= value < 1.0:
         raise SettingError(name, f"is {value}; it must be at least 0 and below 1")
     if option.least is not None and value < option.least:
         raise SettingError(name, f"is {value}; it must be at least {option.least}")
+
+
+def typed(settings: type[Settings] | None = None) -> Callable[[Function], Function]:
+    """Return a decorator that gives a verb its arguments in the first type of their annotations that
+    they have, one for several in a tuple, and within the limits of their `Option`.
+
+    settings: the fields of `**settings`. Raises: SettingError, in the verb, also for an unknown one.
+    """
+
+    def add(function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*words: Any, **values: Any) -> Any:
+            if settings:
+                fields = {name: value for name, value in values.items() if name not in signature.parameters}
+                check_known(f"{function.__name__}()", fields, settings, signature.parameters)
+            given = signature.bind(*words, **values)
+            for name, value in given.arguments.items():
+                parameter = signature.parameters[name]
+                if parameter.kind is not parameter.VAR_KEYWORD:
+                    given.arguments[name] = _argument(name, parameter.annotation, value)
+            return function(*given.args, **given.kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return add
+
+
+def _argument(name: str, annotation: Any, value: Any) -> Any:
+    """Return an argument as `typed` gives it. Raises: SettingError."""
+    options = getattr(annotation, "__metadata__", (Option(),))
+    kinds = _alternatives(annotation)
+    parts = [part for kind in kinds if (part := part_of(kind))]
+    singles = tuple(kind for kind in kinds if not part_of(kind))
+    if isinstance(value, singles) and (bool in singles or not isinstance(value, bool)):
+        if value is not None:
+            _check_limits(name, options[0], value)
+        return value
+    if float in singles and type(value) is int:
+        return _argument(name, annotation, float(value))
+    if parts and isinstance(value, Iterable):
+        several = [value] if isinstance(value, str) else value
+        return tuple(_argument(name, parts[0], member) for member in several)
+    if parts and isinstance(value, Path):
+        return (value,)
+    known = dict.fromkeys("None" if kind is NoneType else kind.__name__ for kind in _alternatives(*kinds, *parts))
+    raise SettingError(name, f"is {value!r}, a {type(value).__name__}; it must be a {' or '.join(known)}")
+
+
+def _alternatives(*annotations: Any) -> list[Any]:
+    """Return the types of annotations, of which each may be a union of several."""
+    kinds = list[Any]()
+    for annotation in annotations:
+        while get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+        kinds += _alternatives(*get_args(annotation)) if isinstance(annotation, UnionType) else [annotation]
+    return kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +235,7 @@ def command(name: str, **known: Any) -> Callable[[Function], Function]:
     """
 
     def add(function: Function) -> Function:
+        function = typed(known.get("settings"))(function)
         VERBS[name] = Verb(function=function, **known)
         return function
 
@@ -242,9 +307,9 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def check_known(where: str, values: Mapping[str, Any], kind: type) -> None:
-    """Refuse names that are not fields of a dataclass. Raises: SettingError."""
-    known = {field.name for field in dataclasses.fields(kind)}
+def check_known(where: str, values: Mapping[str, Any], kind: type, others: Iterable[str] = ()) -> None:
+    """Refuse names that are neither fields of a dataclass nor `others`. Raises: SettingError."""
+    known = {field.name for field in dataclasses.fields(kind)}.union(others) - {"settings"}
     if unknown := set(values) - known:
         near = difflib.get_close_matches(str(min(unknown)), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"

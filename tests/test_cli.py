@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import Result
-from commands import invoke
+from commands import assert_refused, invoke, passed
 from written_folders import write_model
 
 from ddp_vllm import cli, errors
@@ -171,6 +173,121 @@ def test_neither_a_closed_stream_nor_a_locale_ends_a_command(shell: str, words: 
 def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
     result = invoke("inspect", "evil\x1b]0;name")
     assert result.exit_code == 7 and "\x1b" not in result.stderr and "\\x1b]0;name" in result.stderr
+
+
+def _commands() -> Iterator[tuple[str, click.Command]]:
+    """Yield every command with its words."""
+    for verb in COMMANDS:
+        command = cli.main.get_command(click.Context(cli.main), verb)
+        assert command
+        if isinstance(command, click.Group):
+            yield from ((f"{verb} {name}", member) for name, member in command.commands.items())
+        else:
+            yield verb, command
+
+
+def _options(command: click.Command) -> list[click.Option]:
+    return [option for option in command.params if isinstance(option, click.Option)]
+
+
+def _call(words: str, command: click.Command, folder: Path, *others: str, without: str = "") -> Result:
+    """Run a command with every argument and required option, `without` one option, and with others."""
+    values = {"scheme": "W4A16", "dense": "owner/dense", "masks": str(folder / "ddp_masks.safetensors")}
+    arguments = [str(folder) for part in command.params if isinstance(part, click.Argument) and part.required]
+    given = [*words.split(), *arguments, *others]
+    for option in _options(command):
+        is_required = option.required or (words, option.name) == ("prune", "output")
+        if is_required and option.name != without and not any(word.startswith(option.opts[-1]) for word in others):
+            given += [option.opts[-1], values.get(option.name or "", str(folder.parent / "out"))]
+    if words == "prune" and not others and without != "sparsity":
+        given += ["--sparsity", "0.2"]
+    return invoke(*given)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "tiny", widths=[(1, 5), (2, 16)], origin="owner/tiny")
+
+
+def test_every_required_option_is_asked_for(tiny: Path) -> None:
+    asked = set()
+    for words, command in _commands():
+        needed = [option for option in _options(command) if option.required]
+        needed += [option for option in _options(command) if words == "prune" and option.name in ("output", "sparsity")]
+        for option in needed:
+            result = _call(words, command, tiny, without=option.name or "")
+            assert result.exit_code == 2 and max(option.opts, key=len) in result.stderr, (words, option, result.output)
+            asked.add((words, option.name))
+    assert {("apply", "masks"), ("recover", "output"), ("quantize", "scheme"), ("bench steps", "dense")} <= asked
+    assert len(asked) == 13
+
+
+MEANINGS_OF_0 = {  # options that document what 0 does
+    *("seed", "distillation", "micro_batch_size", "save_every", "polish", "warmup", "warmups"),
+    "minutes",  # of prune: no limit; of recover: `tokens` must be given
+}
+
+
+@pytest.mark.parametrize("value", ["", " ", "nan", "-1", "0"])
+def test_no_option_takes_a_value_without_a_meaning(value: str, tiny: Path) -> None:
+    """As of a shell's variable that is not set: refused at once, naming the option."""
+    numbers = ("integer", "float", "fraction", "parse_amount")
+    for words, command in _commands():
+        for option in _options(command):
+            is_number = option.type.name.split(",")[0] in numbers
+            if option.is_flag or (value.strip() and not is_number) or (value == "0" and option.name in MEANINGS_OF_0):
+                continue
+            name = max(option.opts, key=len)
+            size = ["--sparsity=0.2"] * (words == "prune" and option.name not in ("sparsity", "speedup", "target"))
+            result = _call(words, command, tiny, f"{name}={value}", *size)
+            assert result.exit_code == 2 and name in result.stderr, (words, name, result.output, result.exception)
+        for number, part in enumerate(command.params):
+            if isinstance(part, click.Argument) and part.required and not value.strip():
+                given = [value if other is part else str(tiny) for other in command.params[: number + 1]]
+                assert invoke(*words.split(), *given).exit_code == 2
+    assert not list(tiny.parent.glob("out*"))
+
+
+def test_a_file_of_the_users_is_never_replaced(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--overwrite permits to replace what the same command writes, or an empty file."""
+    monkeypatch.chdir(tmp_path)
+    file = tiny / "model.safetensors"
+    before, dense = file.read_bytes(), write_model(tmp_path / "dense", widths=[(2, 16)] * 2, origin=None)
+    ends = ["--dense", dense, "--pruned", tiny, "-o", file]
+    for words in (
+        ["export", tiny, "-o", file],
+        ["profile", dense, "-o", file],
+        ["bench", "steps", *ends],
+        ["bench", "sharegpt", *ends],
+    ):
+        assert_refused(invoke(*words, "--overwrite"), 5, "did not write it")
+    for name in ("page.html", "page.md", "report.html"):
+        Path(name).write_text("<!doctype html>\nmine")
+        assert_refused(invoke("compare", tiny, "-o", "page.html", "--overwrite"), 5, "page", "did not write it")
+        assert Path(name).read_text().endswith("mine")
+        Path("page.html").unlink(missing_ok=True)
+    for output in ("report.html", "."):
+        assert_refused(invoke("report", tiny, "-o", output), 5, "report.html", "did not write it")
+    assert file.read_bytes() == before
+    for name in ("page.html", "page.md", "report.html"):
+        Path(name).write_text("")
+    for _ in range(2):
+        passed(invoke("compare", tiny, "-o", "page", "--overwrite"))
+        passed(invoke("report", tiny, "-o", "report.html"))
+    assert Path("report.html").is_file() and "pruned: tiny" in Path("report.html").read_text()
+
+
+def test_pages_have_the_name_that_was_given(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    for name in ("x.txt", "v1.2"):
+        assert_refused(invoke("compare", tiny, "-o", tmp_path / name), 2, name, ".html")
+    passed(invoke("compare", tiny, "--output=~/all"))  # a shell leaves ~ behind =
+    passed(invoke("report", tiny, "--output=~/one.html"))
+    passed(invoke("report", tiny, "--output", "~/folder"))
+    names = {str(path.relative_to(tmp_path)) for path in (tmp_path / "home").rglob("*.*")}
+    assert names == {"home/all.html", "home/all.md", "home/one.html", "home/folder/report.html"}
+    assert_refused(invoke("compare", tiny, "-o", tmp_path / "y", "--results=~/gone,~/there"), 4, str(tmp_path / "home"))
 
 
 WRONG = {  # words of a command -> exit code, and a part of the message

@@ -31,8 +31,8 @@ from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import fidelity
-from ddp_vllm.results import write_results
-from ddp_vllm.settings import Option, command
+from ddp_vllm.results import BEGINS, write_results
+from ddp_vllm.settings import Option, command, typed
 
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
 Pruned = Annotated[str | Path | Iterable[str | Path], Option("Pruned checkpoints.", metavar="DIR,…", join=tuple)]
@@ -146,7 +146,7 @@ def bench_steps(
     predicted to be if this workload was its budget.
     """
     if output:
-        check_file(Path(output), overwrite=overwrite)
+        check_file(Path(output), overwrite=overwrite, begins=BEGINS)
     settings |= {"dense": dense, "pruned": pruned}
     chosen = StepSettings(**settings)
     # also of a folder without weights, for `-- --load-format dummy`
@@ -163,10 +163,11 @@ def bench_steps(
     return results
 
 
+@typed(EvalSettings)
 def evaluate(
     model: str | Path,
     *,
-    tasks: str = "paper",
+    tasks: str | Iterable[str] = "paper",
     output: str | Path | None = None,
     verbose: bool = False,
     **settings: Any,
@@ -174,12 +175,16 @@ def evaluate(
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's
     results.
 
-    tasks: lm-eval's names separated by commas, or one of the suites `paper` and `generative`.
+    tasks: lm-eval's names, in a list or separated by commas, or one of the suites `paper` and `generative`.
     output: a folder, by default `eval` in the model's. settings: any field of `EvalSettings`
     (`limit`, `include_path`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     folder = Path(output) if output else default_output(str(model))
-    settings |= {"model": model, "tasks": choose_tasks(tasks), "output": folder}
+    settings |= {
+        "model": model,
+        "tasks": choose_tasks(tasks if isinstance(tasks, str) else ",".join(tasks)),
+        "output": folder,
+    }
     return _evaluate([EvalSettings(**settings)], verbose)[0]
 
 
@@ -235,9 +240,9 @@ def _eval(
         ),
     ] = None,
     text: Annotated[tuple[str, ...], Option("Compare with the dense model on these texts.")] = (),
-    tokens: Annotated[int | None, Option("Tokens of each --text, at least 8 blocks.", shown="16,384")] = None,
+    tokens: Annotated[int | None, Option("Tokens of each --text, at least 8 blocks.", shown="16,384", least=1)] = None,
     max_ratio: Annotated[
-        float | None, Option("With --text: exit with 9 if perplexity is above this × the dense one.")
+        float | None, Option("With --text: exit with 9 if perplexity is above this × the dense one.", least=0.01)
     ] = None,
     min_retained: Annotated[
         float | None,

@@ -14,21 +14,24 @@ from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import CheckpointError, reading
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, read_masks_file
 from ddp_vllm.names import bare_name
-from ddp_vllm.output import write_text
+from ddp_vllm.output import check_file, write_text
 from ddp_vllm.pages import pictures
-from ddp_vllm.pages.page import REPORT_FILE, Page, Picture, Section, Table, to_html
+from ddp_vllm.pages.page import HTML, REPORT_FILE, Page, Picture, Section, Table, to_html
 from ddp_vllm.pages.summary import answers, dense_name, lead, sections
 from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes
 from ddp_vllm.schema import checked
 
 
-def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
-    """Write `report.html` into `folder`, replacing an older one, and return its path.
+def write_report(checkpoint: Checkpoint, output: Path, name: str = "") -> Path:
+    """Write the report into the file `output`, or into `report.html` of that folder, replacing an
+    older one, and return its path.
 
     name: of the checkpoint, by default that of its folder.
 
     Raises: CheckpointError as `draw`; OutputError if nothing can be written there.
     """
+    file = output if output.suffix == ".html" and not output.is_dir() else output / REPORT_FILE
+    check_file(file, overwrite=True, begins=HTML)
     provenance, drawn = checkpoint.provenance, [*draw(checkpoint)]
     *tables, widths = sections(checkpoint)
     folded = [widths]
@@ -49,8 +52,8 @@ def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
         sections=[*tables, *folded],
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
     )
-    write_text(to_html(page), folder / REPORT_FILE)
-    return folder / REPORT_FILE
+    write_text(to_html(page), file)
+    return file
 
 
 def draw(checkpoint: Checkpoint) -> Iterator[Picture]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import LimitError, OutputError, echo, line_printer
+from ddp_vllm.errors import LimitError, OutputError, SettingError, echo, line_printer
 from ddp_vllm.output import check_file, write_text
-from ddp_vllm.settings import Option, command
+from ddp_vllm.settings import Option, command, typed
 
 if TYPE_CHECKING:
     from ddp_vllm.pages.measurements import Comparison
@@ -19,6 +19,7 @@ CARD = "README.md"
 RESULTS = ("eval/*", "sharegpt-*")  # of eval and bench, which name folders of this machine
 
 
+@typed()
 def read(folder: str | Path) -> Checkpoint:
     """Read and check a pruned checkpoint without loading a weight: widths, number of parameters,
     provenance."""
@@ -47,7 +48,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
 def report(
     folder: str | Path,
     *,
-    output: Annotated[Path | str | None, Option("Where to write.", "-o", shown="FOLDER itself")] = None,
+    output: Annotated[Path | str | None, Option("The page, or its folder.", "-o", shown="FOLDER itself")] = None,
 ) -> Path:
     """Draw the removed units of a pruned checkpoint as one page, report.html.
 
@@ -99,7 +100,7 @@ def compare(
     dense: Annotated[str | Path | None, Option("The dense model.", metavar="MODEL", shown="that of the recipe")] = None,
     tolerance: Annotated[
         float | None,
-        Option("Name the fastest model whose perplexity is at most this many times the dense model's."),
+        Option("Name the fastest model whose perplexity is at most this many times the dense model's.", least=0.01),
     ] = None,
     overwrite: Annotated[bool, Option("Replace the page.")] = False,
 ) -> "Comparison":
@@ -113,16 +114,21 @@ def compare(
     Results of bench and eval are found in each folder and its eval folder, or passed with
     --results. The exit code is 9 if no model is within --tolerance.
     """
-    page, markdown = (Path(output).with_suffix(suffix) for suffix in (".html", ".md"))
-    for path in (page, markdown):
-        check_file(path, overwrite=overwrite)
     from ddp_vllm.pages.compare import page_of
     from ddp_vllm.pages.measurements import collect
-    from ddp_vllm.pages.page import to_html, to_markdown
+    from ddp_vllm.pages.page import HTML, MARKDOWN, to_html, to_markdown
 
-    comparison = collect([*map(Path, folders)], results=[*map(Path, results)], dense=str(dense) if dense else None)
+    if not (folders := [*map(Path, folders)]):
+        raise SettingError("folders", "names no pruned checkpoint; give one or several")
+    if Path(output).suffix not in ("", ".html", ".md"):
+        raise SettingError("output", f"is {output}; the page is written as .html and .md, so give a name with .html")
+    page, markdown = (Path(output).with_suffix(suffix) for suffix in (".html", ".md"))
+    for path, begins in ((page, HTML), (markdown, MARKDOWN)):
+        check_file(path, overwrite=overwrite, begins=begins)
+
+    comparison = collect(folders, results=[*map(Path, results)], dense=str(dense) if dense else None)
     content = page_of(comparison, tolerance)
-    write_text(to_markdown(content), markdown)
+    write_text(MARKDOWN + to_markdown(content), markdown)
     write_text(to_html(content), page)
     return comparison
 

@@ -253,6 +253,8 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Map
             raise SettingError(
                 f"the dense model was {known}, which is not a folder here; pass its folder or Hub name with --teacher"
             )
+    if values.get("tokens") == 0 and "minutes" not in values:
+        raise SettingError("tokens", "is 0; give a number of tokens, or minutes")
     if missing := {"model", "teacher"} - set(values):
         raise SettingError(min(missing), "is missing; give it on the command line or in the recipe")
     return RecoveryRecipe(**values)

@@ -27,7 +27,7 @@ from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.settings import Option, command, documents
+from ddp_vllm.settings import Option, command, documents, typed
 
 if TYPE_CHECKING:
     from ddp_prune.plan import Plan
@@ -92,6 +92,7 @@ def _prune(
 
 
 @documents(Recipe)
+@typed(Recipe)
 def prune(
     model: str | Path,
     *,
@@ -121,6 +122,7 @@ def prune(
 
 
 @documents(Recipe)
+@typed(Recipe)
 def prune_sizes(
     model: str | Path,
     *,
@@ -150,6 +152,7 @@ def prune_sizes(
 
 
 @documents(Recipe)
+@typed(Recipe)
 def plan(
     model: str | Path,
     *,
@@ -312,6 +315,7 @@ def quantize(
     return Path(output)
 
 
+@typed(FidelitySettings)
 def evaluate_text(
     model: str | Path,
     texts: str | Path | Sequence[str | Path],
