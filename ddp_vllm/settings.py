@@ -72,7 +72,7 @@ def kind_of(annotation: Any) -> Any:
 
 def part_of(kind: Any) -> Any:
     """Return the type of the parts of a tuple; None for other types."""
-    return get_args(kind)[0] if get_origin(kind) in (tuple, Iterable) else None
+    return get_args(kind)[0] if get_origin(kind) in (tuple, Iterable, Sequence) else None
 
 
 def fraction(text: str) -> float:
@@ -186,7 +186,7 @@ def _argument(name: str, annotation: Any, value: Any) -> Any:
         return value
     if float in singles and type(value) is int:
         return _argument(name, annotation, float(value))
-    if parts and isinstance(value, Iterable):
+    if parts and isinstance(value, Iterable) and not isinstance(value, Mapping):
         several = [value] if isinstance(value, str) else value
         return tuple(_argument(name, parts[0], member) for member in several)
     if parts and isinstance(value, Path):

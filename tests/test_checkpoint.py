@@ -228,6 +228,14 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # fold
     "quantized weights": (
         "stock", _zeros(f"{L}.0.mlp.down.weight", 16, 5, dtype=np.int8), ["is 'I8': ", "; export the unquantized model"]
     ),
+    "a described block that no layer states": (
+        "stock", _stated(lambda s: [layer.pop("intermediate_size", 0) for layer in s["layers"]]),
+        ["ddp_widths.mlp describes a block that no layer states"],
+    ),
+    "described experts that no layer states": (
+        "stock", _stated(lambda s: [layer.pop("expert_intermediate_sizes", 0) for layer in s["layers"]]),
+        ["ddp_widths.experts describes a block that no layer states"],
+    ),
     "a number of the dense model": (
         "whole", _zeros(f"{L}.1.mlp.experts.2.w1.weight", 8, 16),
         ["experts.2.w1.weight' is of expert 2, but config.json has 2"],

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import NoneType
+from typing import Any, get_origin
 
 import click
 import pytest
@@ -17,9 +19,10 @@ from click.testing import Result
 from commands import assert_refused, invoke, passed
 from written_folders import write_model
 
-from ddp_vllm import cli, errors
+import ddp_vllm
+from ddp_vllm import cli, errors, settings
 from ddp_vllm.api import COMMANDS
-from ddp_vllm.errors import DdpError
+from ddp_vllm.errors import DdpError, SettingError
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = [ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks"]
@@ -290,6 +293,39 @@ def test_pages_have_the_name_that_was_given(tiny: Path, tmp_path: Path, monkeypa
     assert_refused(invoke("compare", tiny, "-o", tmp_path / "y", "--results=~/gone,~/there"), 4, str(tmp_path / "home"))
 
 
+FORMS: dict[Any, list[Any]] = {  # a type of an annotation -> values of it
+    str: ["x"], Path: [Path("x")], bool: [False], float: [1.5, 2], int: [3], NoneType: [None],
+    Iterable: [["x"], (Path("x"),)], Sequence: [["x"]], tuple: [("x",)],
+}  # fmt: skip
+FUNCTIONS = [name for name in ddp_vllm.__all__ if inspect.isfunction(getattr(ddp_vllm, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_takes_the_forms_that_it_states(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And refuses others, naming the argument."""
+    monkeypatch.chdir(tmp_path)
+    function = getattr(ddp_vllm, name)
+    parameters = inspect.signature(function).parameters
+    required = {key: "x" for key, part in parameters.items() if part.default is part.empty and key != "settings"}
+    required |= {"scheme": "W8A8"} if "scheme" in required else {}
+    for key, part in parameters.items():
+        if part.kind is part.VAR_KEYWORD:
+            with pytest.raises(SettingError, match=f"^{name}\\(\\) sets 'sparsty', which is unknown"):
+                function(**required, sparsty=1)
+            continue
+        for wrong in (object(), {"steps": 4}, 3 + 4j):
+            with pytest.raises(SettingError, match=f"^{key} is "):
+                function(**required | {key: wrong})
+        kinds = settings._alternatives(part.annotation)
+        for kind in kinds:
+            for value in FORMS.get(get_origin(kind) or kind, []):
+                with pytest.raises(DdpError):  # there is no such model; not a TypeError or an AttributeError
+                    function(**required | {key: value})
+    assert not list(tmp_path.iterdir())
+
+
 WRONG = {  # words of a command -> exit code, and a part of the message
     "prnue x": (2, "there is no command 'prnue'; did you mean prune?"),
     "prune a/b --sparsity 1.2 -o o": (2, "--sparsity is 1.2; it must lie"),
@@ -308,7 +344,7 @@ WRONG = {  # words of a command -> exit code, and a part of the message
     "apply dense --masks good.jsonl -o o": (7, "is not a masks file"),
     "recover ./gone -o o": (7, "is missing"),
     "eval ./gone": (3, "is not the folder of a model"),
-    "bench steps --dense ./gone --pruned ./away": (3, "is missing"),
+    "bench steps --dense ./gone --pruned ./away": (3, "./away is not the folder of a model"),
     "profile ./gone": (3, "is not the folder of a model"),
 }
 

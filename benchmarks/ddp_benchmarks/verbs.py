@@ -28,7 +28,7 @@ from ddp_vllm.intervals import with_interval
 from ddp_vllm.latency import Profile, read_profile
 from ddp_vllm.machine import Workload
 from ddp_vllm.masks import MASKS_FILE, read_provenance
-from ddp_vllm.model_facts import is_pruned
+from ddp_vllm.model_facts import is_pruned, known_folder
 from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import fidelity
 from ddp_vllm.results import BEGINS, write_results
@@ -150,9 +150,8 @@ def bench_steps(
     settings |= {"dense": dense, "pruned": pruned}
     chosen = StepSettings(**settings)
     # also of a folder without weights, for `-- --load-format dummy`
-    provenances = [
-        read_provenance(Path(folder) / MASKS_FILE) if is_pruned(Path(folder)) else {} for folder in chosen.pruned
-    ]
+    folders = [known_folder(name) for name in chosen.pruned]
+    provenances = [read_provenance(folder / MASKS_FILE) if folder and is_pruned(folder) else {} for folder in folders]
     predictions = [provenance.get("latency", {}) for provenance in provenances]
     results = compare_steps(chosen, print_line=line_printer(verbose))
     for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
@@ -286,8 +285,8 @@ def _eval(
     check_min_retained(min_retained, names)
     models = []
     for evaluated in filter(None, (against, model)):
-        chosen = output if output is None or evaluated == model else against_output(evaluated, output)
-        folder = chosen or default_output(evaluated)
+        chosen = output or default_output(model)
+        folder = chosen if evaluated == model else against_output(evaluated, chosen)
         models.append(EvalSettings(model=evaluated, tasks=names, output=folder, **settings))
     return {"text": {}, "tasks": _evaluate(models, verbose)}
 

@@ -85,10 +85,14 @@ def comparison_table(comparison: Comparison) -> Table:
     add("mean accuracy", mean_of, (model.accuracy for model in models))
     changes = (difference(model, dense) for model in models)
     add("points, same questions, 95 %", lambda change: points(*change), changes)
-    for name, task in TASKS.items():
-        scores = (model.evaluation and model.evaluation.score(name) for model in models)
-        heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
-        add(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
+    evaluations = [model.evaluation for model in models]
+    asked = (name for evaluation in evaluations if evaluation for name in evaluation.results)
+    for name in dict.fromkeys([*TASKS, *asked]):
+        # one row per metric, should the models have been evaluated by different tasks of one name
+        for task in dict.fromkeys(evaluation.task(name) for evaluation in evaluations if evaluation):
+            scores = [one.score(name) if one and one.task(name) == task else None for one in evaluations]
+            heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
+            add(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
     for text in dict.fromkeys(text for model in models for text in model.texts):
         qualities: list[Any] = [model.texts.get(text) or {} for model in pruned]
         add_ratios(f"perplexity on {text}, × dense", map(perplexity_ratio, qualities))

@@ -80,7 +80,11 @@ def draw(checkpoint: Checkpoint) -> Iterator[Picture]:
         yield pictures.render(
             pictures.draw_widths, name="widths", title="MLP width of each layer",
             caption=f"Filled: channels kept. Outline: the dense model's {dense.intermediate_size:,}.",
-            kept_L=[layer.intermediate_size for layer in widths.layers if widths.states("mlp", layer)],
+            kept={
+                index: layer.intermediate_size
+                for index, layer in enumerate(widths.layers)
+                if widths.states("mlp", layer)
+            },
             dense=dense.intermediate_size,
         )  # fmt: skip
     if checkpoint.has_experts:

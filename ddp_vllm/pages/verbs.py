@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import LimitError, OutputError, SettingError, echo, line_printer
+from ddp_vllm.families import code_of
+from ddp_vllm.model_facts import FOUND_BY_NAME
 from ddp_vllm.output import check_file, write_text
+from ddp_vllm.pages.page import REPORT_FILE
+from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.settings import Option, command, typed
 
 if TYPE_CHECKING:
     from ddp_vllm.pages.measurements import Comparison
 
 CARD = "README.md"
-RESULTS = ("eval/*", "sharegpt-*")  # of eval and bench, which name folders of this machine
+PUBLISHED = (*FOUND_BY_NAME, "ddp_*", REPORT_FILE, "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""What is sent besides weights and code, because results of bench and eval name folders of this machine."""
 
 
 @typed()
@@ -151,8 +156,9 @@ def push(
 
         ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
 
-    The folder is checked first. Results of eval and bench are not sent, and the model card is
-    written for the hub. Log in first with `hf auth login`, or set HF_TOKEN.
+    The folder is checked first. Weights, config, tokenizer, masks, report and licenses are sent, and
+    nothing else in the folder. The model card is written for the hub. Log in first with `hf auth
+    login`, or set HF_TOKEN.
 
     In Python the address of the commit is returned.
     Raises: CheckpointError if the folder is damaged; OutputError if publishing fails.
@@ -161,7 +167,10 @@ def push(
 
     from ddp_vllm.pages.card import model_card
 
-    checkpoint, api = read(folder), HfApi(library_name="ddp-vllm")
+    checkpoint, api, place = read(folder), HfApi(library_name="ddp-vllm"), Path(folder)
+    files = [path for pattern in PUBLISHED for path in place.glob(pattern) if path.is_file()]
+    files += [*weight_files(place), *(place / code.name for code in code_of(checkpoint.config))]
+    names = sorted({path.relative_to(place).as_posix() for path in files})
     message = f"{checkpoint.config['model_type']} pruned by ddp-vllm"
     branch: dict[str, Any] = {"revision": revision, "commit_message": message}
     try:
@@ -169,7 +178,7 @@ def push(
         if revision:  # a commit does not make its branch
             api.create_branch(name, branch=revision, exist_ok=True)
         card = model_card(checkpoint, name.partition("/")[2], name, license_name=license, base_model=base_model)
-        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[CARD, *RESULTS], **branch)
+        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=names, **branch)
         return api.upload_file(repo_id=name, path_or_fileobj=card.encode(), path_in_repo=CARD, **branch)
     except Exception as error:  # errors of the hub, of the network and of three libraries
         reason = " ".join(str(error).split())[:300]

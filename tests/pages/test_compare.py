@@ -17,6 +17,7 @@ from written_folders import MACHINE, PageReader, write_bench, write_evaluation, 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.intervals import judge, t_quantile
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.pages.compare import page_of
 from ddp_vllm.pages.measurements import Comparison, collect, difference
 from ddp_vllm.pages.page import Table, markdown_table, to_html, to_markdown
@@ -76,6 +77,8 @@ def test_interval_of_five_known_pairs() -> None:
 ])  # fmt: skip
 def test_sentences(pruned: list[float], sentence: str) -> None:
     assert judge([1.0] * len(pruned), pruned).sentence == sentence
+    # as the option of `bench steps` calls them
+    assert judge([1.0] * len(pruned), pruned, unit="round").sentence == sentence.replace("pair", "round")
 
 
 def test_the_interval_of_a_perplexity_ratio_holds_for_blocks_of_different_weight() -> None:
@@ -219,6 +222,45 @@ def test_different_rows_are_not_compared(dense: Path, pruned: Path) -> None:
     write_evaluation(dense, 0.9, limit=10, name="again")
     comparison = collect([pruned])
     assert "points" in pages(comparison)[1] and "the first 10 rows of each task" in pages(comparison)[1]
+
+
+def test_every_evaluated_task_has_a_row(dense: Path, pruned: Path) -> None:
+    """One that is not among the paper's, a group, and one of a paper's name with another metric."""
+    scores = {
+        "mmlu": {"acc,none": 0.4, "acc_stderr,none": 0.01},
+        "my_tasks": {"f1,strict": 0.5, "f1_stderr,strict": 0.01},
+        "boolq": {"exact_match,none": 0.25, "exact_match_stderr,none": "N/A"},
+        "prose": {"bits_per_byte,none": 1.5},
+    }
+    for folder in (dense, pruned):
+        file = folder / "eval" / "results.json"
+        content = json.loads(file.read_text())
+        content["higher_is_better"] = {"prose": {"bits_per_byte": False}}
+        file.write_text(json.dumps(content | {"results": content["results"] | scores}))
+    _, markdown = pages(collect([pruned]))
+    for row in (
+        "| mmlu (acc) | 40.00 ± 1.00 | 40.00 ± 1.00 |",
+        "| my_tasks (f1) | 50.00 ± 1.00 | 50.00 ± 1.00 |",
+        "| BoolQ (exact match) | 25.00 | 25.00 |",
+        "| prose (bits per byte) | 1.50 | 1.50 |",
+        "| PIQA (acc norm) | 80.00 ± 1.00 | 60.00 ± 1.00 |",
+    ):
+        assert row in markdown
+
+
+def test_a_model_that_was_evaluated_on_text_is_not_said_to_be_unmeasured(dense: Path, tmp_path: Path) -> None:
+    (dense / "eval" / "results.json").unlink()
+    folder = write_pruned(tmp_path / "new", dense)
+    assert "new was not evaluated; ddp-vllm eval does that" in collect([folder]).notes
+    quality = {"dense": 9.0, "pruned": 9.9, "tokens": 64, "agreement": {"pruned": {"kl": 0.1, "top1": 0.8}}}
+    quality["block_losses"] = {"dense": [2.1, 2.2], "pruned": [2.2, 2.3]}
+    text = {"format": "ddp-vllm eval text 1", "started": "2026", "model": describe_model(str(folder)).to_json()}
+    (folder / "eval").mkdir()
+    (folder / "eval" / "text.json").write_text(json.dumps(text | MACHINE | {"texts": {"chats.jsonl": quality}}))
+    comparison = collect([folder])
+    assert "perplexity on chats.jsonl" in pages(comparison)[1]
+    said = [note for note in comparison.notes if "evaluated" in note]
+    assert said == ["new was not evaluated on tasks; ddp-vllm eval does that"]
 
 
 def test_unmeasured_models_are_named(tmp_path: Path, dense: Path) -> None:
