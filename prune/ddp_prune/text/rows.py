@@ -7,9 +7,7 @@ whose table gives every message the keys of all others and changes values of mix
 
 import glob
 import itertools
-import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.text.conversations import COLUMNS, RowParser
-from ddp_prune.text.messages import Notes, are_turns, at
+from ddp_prune.text.messages import Notes, are_turns, at, load_json
 from ddp_prune.text.templates import ChatTemplate
 from ddp_vllm.cache import cache_folder, sha256
 from ddp_vllm.errors import TextError, reading
@@ -73,7 +71,7 @@ def open_rows(name: str, column: str = "") -> Rows:
             return _parquet_rows(name, path, file, column)
         if ending != ".txt":
             return _json_rows(name, file)
-        text = {column or "text": file.read_text(encoding="utf-8")}
+        text = {column or "text": _decoded(file.read_bytes(), name)}
         return Rows(name=name, num_rows=1, read=lambda _: iter([(name, text)]))
 
 
@@ -98,6 +96,9 @@ def check_sources(data: str, column: str = "") -> None:
 def _format_of(path: Path) -> str:
     """Return the ending of a file that tells its format; "" for a dataset of the hub. Raises: TextError."""
     ending = next((suffix for suffix in reversed(path.suffixes) if suffix not in COMPRESSIONS), "")
+    plain, _, turns = str(path).rpartition(":")
+    if not path.exists() and os.path.isfile(plain):
+        raise TextError(f"{path}: {turns!r} is not a number of turns; give 1 to 99, as in {plain}:3")
     if not path.exists() and ending not in FORMATS:
         return ""
     if not path.is_file() or ending not in FORMATS:
@@ -176,18 +177,24 @@ def _is_conversation(values: list[Any]) -> bool:
 
 def _parse(content: bytes, name: str, line: int = 1) -> Any:
     """Return the JSON value of a line, or of a file whose first line is `line`."""
+    text = _decoded(content, f"{name}, line {line}")
     try:
-        text = content.decode("utf-8-sig")
-        value = json.loads(text)
-        if re.search(r"\\u[dD]", text):  # perhaps half a character (a lone surrogate), which no tokenizer takes
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-        return value
+        return load_json(text)
     except (RecursionError, ValueError) as error:
         line += getattr(error, "lineno", 1) - 1
         raise TextError(
             f"{name}, line {line}: not JSON ({getattr(error, 'msg', error)}); is the file cut off? Repair or delete "
             "the line"
         ) from None
+
+
+def _decoded(content: bytes, place: str) -> str:
+    """Return the text of bytes. Raises: TextError."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        kind = "UTF-16" if b"\0" in content[:200] else "LATIN1"
+        raise TextError(f"{place}: not UTF-8 ({error.reason}); convert the file: iconv -f {kind} -t UTF-8") from None
 
 
 def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:
