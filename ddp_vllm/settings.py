@@ -23,6 +23,7 @@ from ddp_vllm.errors import SettingError, is_utf8
 Function = TypeVar("Function", bound=Callable[..., Any])
 HEADINGS = ("Basic", "Budget", "Shape", "Text", "Run", "Rarely needed")
 """The headings under which help texts and pages list settings, in order."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 USUAL = "Run"  # heading of a setting that has none
 
 
@@ -285,6 +286,9 @@ def read_settings(
                 f"the recipe {base} cannot be read ({error}); it must be TOML, one setting per line"
             ) from error
     given = {name: plain(value) for name, value in given.items() if value is not None}
+    tables = {field.name for field in dataclasses.fields(kind) if isinstance(field.default, Settings)}
+    if wrong := [name for name, value in values.items() if isinstance(value, Mapping) and name not in tables]:
+        raise SettingError(f"{base} has a table [{wrong[0]}], but settings stand outside of tables; delete that line")
     for names in alternatives:
         for level in (values, given):
             if len(stated := [name for name in names if level.get(name) not in (None, 0)]) > 1:

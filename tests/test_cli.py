@@ -227,6 +227,7 @@ def test_every_required_option_is_asked_for(tiny: Path) -> None:
 
 MEANINGS_OF_0 = {  # options that document what 0 does
     *("seed", "distillation", "micro_batch_size", "save_every", "polish", "warmup", "warmups"),
+    "min_agreement",
     "minutes",  # of prune: no limit; of recover: `tokens` must be given
 }
 
@@ -278,6 +279,12 @@ def test_a_file_of_the_users_is_never_replaced(tiny: Path, tmp_path: Path, monke
         passed(invoke("compare", tiny, "-o", "page", "--overwrite"))
         passed(invoke("report", tiny, "-o", "report.html"))
     assert Path("report.html").is_file() and "pruned: tiny" in Path("report.html").read_text()
+
+
+def test_a_dtype_is_one_that_weights_can_have(tiny: Path) -> None:
+    for words in (["eval", tiny], ["eval", tiny, "--text", "a.txt"], ["prune", tiny, "-o", "o"]):
+        result = invoke(*words, "--dtype", "int4")
+        assert result.exit_code == 2 and "'int4' is not one of 'auto', 'float32', 'bfloat16'" in result.stderr
 
 
 def test_pages_have_the_name_that_was_given(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,6 +349,19 @@ WRONG = {  # words of a command -> exit code, and a part of the message
     "prune oss --sparsity 0.2 -o o": (3, "gpt_oss cannot be pruned: its experts have biases"),
     "prune dense --sparsity 0.2 --on h100-80gb -o o": (2, "--on estimates for other GPUs"),
     "apply dense --masks good.jsonl -o o": (7, "is not a masks file"),
+    "prune dense --sparsity 0.2 --data lfs.jsonl -o o": (4, "lfs.jsonl is a pointer of git-lfs"),
+    "prune dense --sparsity 0.2 --data lfs.parquet -o o": (4, "lfs.parquet is a pointer of git-lfs"),
+    "prune dense --sparsity 0.2 --data good.jsonl:0 -o o": (4, "'0' is not a number of turns; give 1 to 99, as in"),
+    "prune dense --sparsity 0.2 --dry-run --data gone.jsonl": (4, "is not a file"),
+    "prune dense --sparsity 0.2 --dry-run --data bad.jsonl -o o": (4, "line 1: not JSON"),
+    "prune dense --sparsity 0.2 --dry-run --data good.jsonl -o adapter": (5, "ddp-vllm did not write it"),
+    "prune dense --sparsity 0.2 --dry-run --data good.jsonl -o dense": (5, "holds dense, which this command reads"),
+    "prune a/b --recipe table.toml -o o": (2, "table.toml has a table [prune], but settings stand outside of tables"),
+    "prune a/b --recipe tables.toml -o o": (2, "tables.toml has a table [data]"),
+    "prune a/b --target 0 -o o": (2, "--target is 0; give how much to remove"),
+    "recover dense --recipe table.toml -o o": (7, "is not a pruned checkpoint"),
+    "inspect good.jsonl": (7, "good.jsonl is a file; give the folder of a model"),
+    "report good.jsonl": (7, "good.jsonl is a file; give the folder of a model"),
     "recover ./gone -o o": (7, "is missing"),
     "eval ./gone": (3, "is not the folder of a model"),
     "bench steps --dense ./gone --pruned ./away": (3, "./away is not the folder of a model"),
@@ -361,6 +381,10 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
         ("good.jsonl", '{"text": "a"}\n'),
         ("odd.jsonl", '{"a": "text"}\n'),
         ("wrong.toml", "sparsty = 0.2\n"),
+        ("table.toml", "[prune]\nsparsity = 0.2\n"),
+        ("tables.toml", 'sparsity = 0.2\n[data]\nname = "a"\n'),
+        ("lfs.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        ("lfs.parquet", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)

@@ -32,7 +32,7 @@ from ddp_vllm.machine import has_bfloat16, versions
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, weight_files
 from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.results import write_new_results, write_results
-from ddp_vllm.settings import Settings, setting
+from ddp_vllm.settings import DTYPES, Settings, setting
 
 OFFLINE = (
     "pass --include-path with tasks that read local files, or --text with text of your own, or restore the network"
@@ -74,7 +74,7 @@ class EvalSettings(Settings):
         least=1,
         shown="8; on a GPU as many as fit, up to 64",
     )
-    dtype: str = setting("auto", "Of weights and activations.")
+    dtype: str = setting("auto", "Of weights and activations.", choices=DTYPES)
     max_length: int = setting(
         2048, "Longest context, in tokens. Perplexity is computed in windows of this length.", least=16
     )

@@ -30,7 +30,7 @@ from ddp_vllm.machine import Workload
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import is_pruned, known_folder
 from ddp_vllm.output import check_file, make_folder
-from ddp_vllm.pages.summary import fidelity
+from ddp_vllm.pages.summary import MIN_AGREEMENT, fidelity, lowest_agreement, top1_of
 from ddp_vllm.results import BEGINS, write_results
 from ddp_vllm.settings import Option, command, typed
 
@@ -201,11 +201,16 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
     from ddp_benchmarks.tables import print_quality
 
     missed, folder, limit = list[str](), values["output"] or default_output(values["model"]), values["max_ratio"]
+    least = lowest_agreement(limit, values["min_agreement"])
     for name, quality in results["text"].get("texts", {}).items():
         ratio = perplexity_ratio(quality)
         assert ratio
         if limit is not None and not ratio[0] <= limit:
-            missed.append(f"{ratio[0]:.3g} on {name}")
+            missed.append(
+                f"perplexity on {name} is {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
+            )
+        if (top1 := top1_of(quality)) is not None and top1 < least:
+            missed.append(f"top-1 agreement on {name} is {top1:.1%}, below --min-agreement {least:g}")
         echo(
             f"{name}: perplexity {quality['dense']:.2f} → {quality['pruned']:.2f}, {with_interval(*ratio)} the dense "
             f"model's; {fidelity(quality)} ({quality['tokens']:,} tokens)"
@@ -215,10 +220,7 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
     if typed:
         print_quality(typed[-1], typed[0] if values["against"] else None)
     if missed:
-        raise LimitError(
-            f"perplexity is {' and '.join(missed)} times the dense model's, above --max-ratio {limit:g}; train for "
-            "longer with ddp-vllm recover, or remove less"
-        )
+        raise LimitError(f"{' and '.join(missed)}; train for longer with ddp-vllm recover, or remove less")
     if typed:
         judge_retained(typed[-1], typed[0], values["min_retained"])
 
@@ -243,6 +245,7 @@ def _eval(
     max_ratio: Annotated[
         float | None, Option("With --text: exit with 9 if perplexity is above this × the dense one.", least=0.01)
     ] = None,
+    min_agreement: Annotated[float | None, MIN_AGREEMENT] = None,
     min_retained: Annotated[
         float | None,
         Option("With --against: exit with 9 if less of the dense model's accuracy is retained."),
@@ -270,7 +273,8 @@ def _eval(
     model or --against. Give it text that pruning did not read, and run tasks by another command.
     An interrupted evaluation resumes from lm-eval's cache of responses.
     """
-    given = settings | {"tasks": tasks, "tokens": tokens, "max_ratio": max_ratio, "min_retained": min_retained}
+    given = settings | {"tasks": tasks, "tokens": tokens, "max_ratio": max_ratio, "min_agreement": min_agreement}
+    given |= {"min_retained": min_retained}
     if text:
         of_tasks = ("tasks", "backend", "include_path", "limit", "batch_size", "model_args", "min_retained")
         _refuse(given, of_tasks, "with --text")
@@ -278,7 +282,7 @@ def _eval(
         shared |= {"tokens": tokens} if tokens else {}
         results = evaluate_text(model, text, output=output, against=against or "", verbose=verbose, **shared)
         return {"text": results, "tasks": []}
-    _refuse(given, ("tokens", "max_ratio"), "without --text")
+    _refuse(given, ("tokens", "max_ratio", "min_agreement"), "without --text")
     names = choose_tasks(tasks or "paper")
     if not against:
         _refuse(given, ("min_retained",), "without --against")

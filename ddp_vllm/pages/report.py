@@ -17,7 +17,7 @@ from ddp_vllm.names import bare_name
 from ddp_vllm.output import check_file, write_text
 from ddp_vllm.pages import pictures
 from ddp_vllm.pages.page import HTML, REPORT_FILE, Page, Picture, Section, Table, to_html
-from ddp_vllm.pages.summary import answers, dense_name, lead, sections
+from ddp_vllm.pages.summary import answers, dense_name, lead, sections, trained_together
 from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes
 from ddp_vllm.schema import checked
 
@@ -73,7 +73,7 @@ def draw(checkpoint: Checkpoint) -> Iterator[Picture]:
         unit = units[heads_LU.shape[1]]
         yield pictures.render(
             pictures.draw_heatmap, name="heads", title=f"Attention: each {unit}",
-            caption="White: removed. The bar has the scale of each shade.",
+            caption="Blank: removed. The bar has the scale of each shade.",
             values_LU=heads_LU.astype(np.float64), label="scale", unit_label=unit,
         )  # fmt: skip
     if "mlp" in widths.blocks:
@@ -90,16 +90,17 @@ def draw(checkpoint: Checkpoint) -> Iterator[Picture]:
     if checkpoint.has_experts:
         none = [np.nan] * widths.num_experts
         widths_LE = np.array([layer.expert_intermediate_sizes or none for layer in widths.layers], np.float64)
-        blank = " Blank: layers without experts." if np.isnan(widths_LE).any() else ""
+        blank = "layers without experts, and " if np.isnan(widths_LE).any() else ""
         yield pictures.render(
             pictures.draw_heatmap, name="experts", title="Width of each expert",
-            caption=f"White: removed. The bar has the width of each shade.{blank}",
+            caption=f"Blank: {blank}removed experts. The bar has the width of each shade.",
             values_LU=widths_LE, label="channels kept", unit_label="expert",
         )  # fmt: skip
     if steps := _read_steps(folder / METRICS_FILE):
+        after = "the scales and the weights" if trained_together(provenance) else "only the scales"
         caption = (
             "Losses: each step as a thin line, and a running mean over a twentieth of the steps. At the vertical line "
-            "the kept units are fixed; after it only their scales are trained."
+            f"the kept units are fixed; after it {after} are trained."
         )
         yield pictures.render(
             pictures.draw_curves, name="curves", title="Training", caption=caption, steps=steps,

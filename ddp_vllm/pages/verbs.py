@@ -13,6 +13,7 @@ from ddp_vllm.families import code_of
 from ddp_vllm.model_facts import FOUND_BY_NAME
 from ddp_vllm.output import check_file, write_text
 from ddp_vllm.pages.page import REPORT_FILE
+from ddp_vllm.pages.summary import MIN_AGREEMENT
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.settings import Option, command, typed
 
@@ -76,7 +77,7 @@ def _print_comparison(comparison: "Comparison", values: Mapping[str, Any]) -> No
         echo(note, err=True)
     echo(f"{page.with_suffix('.html')} and {page.with_suffix('.md')}")
     if tolerance is not None:
-        best, sentence = choice(comparison, tolerance)
+        best, sentence = choice(comparison, tolerance, values["min_agreement"])
         echo(f"within {tolerance:g} times: {sentence}")
         if best is None:
             raise LimitError(f"{sentence}; train for longer with ddp-vllm recover, or remove less")
@@ -86,7 +87,8 @@ def _records(comparison: "Comparison", values: Mapping[str, Any]) -> dict[str, A
     """Return the facts of each model, its two ratios with intervals, and the choice."""
     from ddp_vllm.pages.compare import choice
 
-    best = None if values["tolerance"] is None else choice(comparison, values["tolerance"])[0]
+    tolerance, least = values["tolerance"], values["min_agreement"]
+    best = None if tolerance is None else choice(comparison, tolerance, least)[0]
     models = [
         {"facts": model.facts.to_json(), "heldout_ratio": model.heldout, "speedup": model.speedup}
         for model in comparison.pruned
@@ -107,6 +109,7 @@ def compare(
         float | None,
         Option("Name the fastest model whose perplexity is at most this many times the dense model's.", least=0.01),
     ] = None,
+    min_agreement: Annotated[float | None, MIN_AGREEMENT] = None,
     overwrite: Annotated[bool, Option("Replace the page.")] = False,
 ) -> "Comparison":
     """Put quality and speed of the pruned checkpoints in FOLDERS into one table, here and on a
@@ -132,7 +135,7 @@ def compare(
         check_file(path, overwrite=overwrite, begins=begins)
 
     comparison = collect(folders, results=[*map(Path, results)], dense=str(dense) if dense else None)
-    content = page_of(comparison, tolerance)
+    content = page_of(comparison, tolerance, min_agreement)
     write_text(MARKDOWN + to_markdown(content), markdown)
     write_text(to_html(content), page)
     return comparison

@@ -81,6 +81,8 @@ def _prune(
     same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
     """
     if dry_run:
+        if output:
+            _check_output(model, output, _recipes(model, recipe, settings), overwrite=overwrite)
         return plan(model, output=output or "pruned", recipe=recipe, on=on, verbose=verbose, **settings)
     if on:
         raise SettingError("on", "estimates for other GPUs and trains nothing; add --dry-run")
@@ -138,8 +140,7 @@ def prune_sizes(
     Each size is written into a folder inside `output`. The arguments are those of `prune`.
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
-    if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
-        check_output(output, overwrite=overwrite, reads=[model])
+    _check_output(model, output, recipes, overwrite=overwrite)
     _check_model(recipes[0])
     _check_texts(recipes[0])
     from ddp_prune import jobs
@@ -173,6 +174,7 @@ def plan(
     """
     recipes = _recipes(model, recipe, settings)
     _check_model(recipes[0])
+    _check_texts(recipes[0], of_hub=False)
     from ddp_prune import plan as planning
 
     return planning.plan(recipes, Path(output), on, line_printer(verbose))
@@ -186,11 +188,16 @@ def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Ma
     return recipes
 
 
-def _check_texts(recipe: TrainingSettings) -> None:
+def _check_output(model: str | Path, output: Path, recipes: list[Recipe], *, overwrite: bool) -> None:
+    """Refuse an output that the run of these recipes cannot write. Raises: OutputError."""
+    if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
+        check_output(output, overwrite=overwrite, reads=[model])
+
+
+def _check_texts(recipe: TrainingSettings, *, of_hub: bool = True) -> None:
     """Refuse a missing text before torch is imported. Raises: TextError."""
-    check_sources(recipe.data, recipe.text_column)
-    if recipe.watch:
-        check_sources(recipe.watch, recipe.text_column)
+    for data in filter(None, (recipe.data, recipe.watch)):
+        check_sources(data, recipe.text_column, of_hub=of_hub)
 
 
 def _check_model(recipe: Recipe) -> None:

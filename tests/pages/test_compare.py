@@ -181,6 +181,27 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     )
 
 
+def test_a_low_perplexity_alone_recommends_no_model(tmp_path: Path) -> None:
+    """A model that repeats itself may read its own kind of text better than the dense one."""
+    dense, sizes = write_dense(tmp_path / "base"), dict[str, Path]()
+    for name, top1, loss in (("echo", 0.4, -0.1), ("faithful", 0.9, 0.01), ("close", 0.8, 0.04)):
+        sizes[name] = write_pruned(tmp_path / name, dense)
+        losses = {"dense": [3.0, 3.1, 3.2], "pruned": [3.0 + loss, 3.1 + loss, 3.2 + loss]}
+        quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
+        quality["agreement"] = {"pruned": {"kl": 0.1, "top1": top1}}
+        write_masks(sizes[name], {}, {"recipe": {"model": str(dense)}, "perplexity": quality})
+    for tolerance, least, chosen in (
+        ("1.05", [], "faithful"), ("1.05", ["--min-agreement", "0"], "echo"),
+        ("1.05", ["--min-agreement", "0.95"], None), ("1.5", [], "echo"),
+    ):  # fmt: skip
+        words = ["compare", *sizes.values(), "-o", tmp_path / "page", "--overwrite", "--tolerance", tolerance, *least]
+        result = invoke(*words, "--json")
+        assert (result.exit_code == 9) == (chosen is None), result.output
+        assert json.loads(result.stdout)["chosen"] == chosen
+    ended = invoke(*words[:-1], "1.05", "--min-agreement", "0.95")
+    assert "of at most 1.05 times the dense model's and 95% top-1 agreement" in ended.stderr
+
+
 def test_damaged_results_are_one_line(pruned: Path, tmp_path: Path) -> None:
     """They have our marker, and are not what we write."""
     results = json.loads((pruned / "sharegpt.json").read_text())

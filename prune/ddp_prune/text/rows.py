@@ -24,6 +24,7 @@ from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.names import split_sources
 from ddp_vllm.output import atomic_file
+from ddp_vllm.remote_code.files import check_no_pointer
 
 FORMATS, COMPRESSIONS = (".txt", ".jsonl", ".json", ".parquet"), (".gz", ".xz", ".zst")
 KINDS = f"{'/'.join(FORMATS)} (plain or {', '.join(COMPRESSIONS)})"
@@ -75,17 +76,18 @@ def open_rows(name: str, column: str = "") -> Rows:
         return Rows(name=name, num_rows=1, read=lambda _: iter([(name, text)]))
 
 
-def check_sources(data: str, column: str = "") -> None:
+def check_sources(data: str, column: str = "", *, of_hub: bool = True) -> None:
     """Refuse text that is missing or has no format that is read, before torch is imported and a
     model is loaded.
 
     The first row of a file of JSON Lines is read too. An unreachable hub is no error here if tokens
-    are cached: they may be those of this text. Raises: TextError.
+    are cached: they may be those of this text. of_hub: look at datasets of the hub too. Raises:
+    TextError.
     """
     for name in dict.fromkeys(sources_of(data)):
         with reading_text(name):
             ending = _format_of(Path(name))
-            if not ending and not any((cache_folder() / "tokens").glob("*.tokens")):
+            if not ending and of_hub and not any((cache_folder() / "tokens").glob("*.tokens")):
                 _check_hub(name)
             if ending == ".jsonl":
                 place, first = next(open_rows(name, column).read(None))
@@ -103,6 +105,8 @@ def _format_of(path: Path) -> str:
         return ""
     if not path.is_file() or ending not in FORMATS:
         raise TextError(f"{path} is not a file, or has another ending; give a {KINDS} file or a hub dataset")
+    with open(path, "rb") as file:
+        check_no_pointer(file.read(40), path)
     return ending
 
 
