@@ -54,11 +54,11 @@ def inspect(folder: str | Path) -> dict[str, Any]:
 def report(
     folder: str | Path,
     *,
-    output: Annotated[Path | str | None, Option("The page, or its folder.", "-o", shown="FOLDER itself")] = None,
+    output: Annotated[Path | str | None, Option("Page or folder.", "-o", shown="FOLDER itself")] = None,
 ) -> Path:
     """Draw the removed units of a pruned checkpoint as one page, report.html.
 
-    `prune` draws this page too. FOLDER is any pruned checkpoint.
+    `prune` draws this page too.
     """
     from ddp_vllm.pages.report import write_report
 
@@ -113,9 +113,7 @@ def compare(
     overwrite: Annotated[bool, Option("Replace the page.")] = False,
 ) -> "Comparison":
     """Put quality and speed of the pruned checkpoints in FOLDERS into one table, here and on a
-    page.
-
-    The page is written in HTML and in Markdown.
+    page in HTML and Markdown.
 
         ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
 
@@ -151,17 +149,14 @@ def push(
     license: Annotated[
         str | None, Option("License of the dense model in the hub's spelling, such as apache-2.0.")
     ] = None,
-    base_model: Annotated[
-        str | None, Option("The dense model on the hub.", shown="the model it was pruned from, if on the hub")
-    ] = None,
+    base_model: Annotated[str | None, Option("The dense model on the hub.", shown="that of the recipe")] = None,
 ) -> str:
     """Publish a pruned checkpoint on the Hugging Face hub, as OWNER/NAME.
 
         ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
 
-    The folder is checked first. Weights, config, tokenizer, masks, report and licenses are sent, and
-    nothing else in the folder. The model card is written for the hub. Log in first with `hf auth
-    login`, or set HF_TOKEN.
+    The folder is checked first. Only the model's own files and licenses are sent, and a card for the
+    hub. Log in first with `hf auth login`, or set HF_TOKEN.
 
     In Python the address of the commit is returned.
     Raises: CheckpointError if the folder is damaged; OutputError if publishing fails.

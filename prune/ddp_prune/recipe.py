@@ -196,9 +196,8 @@ class Recipe(TrainingSettings):
     )
     polish: float = setting(
         0.35,
-        """Last fraction of the steps, in which no more units are removed and those that are kept are
-        fine-tuned: their scales, and what else is trained. 0 disables it, as in the paper. The
-        default was not tuned.""",
+        """Last fraction of the steps, in which only kept units are fine-tuned; 0 disables it, as in
+        the paper. The default was not tuned.""",
         is_fraction=True,
         heading="Rarely needed",
     )

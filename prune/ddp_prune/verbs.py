@@ -65,7 +65,7 @@ def _prune(
         bool, Option("Print what would be removed and the estimated memory and time, then exit.")
     ] = False,
     on: Annotated[
-        str | None, Option("With --dry-run: estimate for these GPUs, for example h100-80gb or 2xh100-80gb.")
+        str | None, Option("With --dry-run: estimate for GPUs such as h100-80gb or 2xh100.")
     ] = None,
     verbose: bool = False,
     **settings: Any,
