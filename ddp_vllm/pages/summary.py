@@ -35,8 +35,8 @@ LOSSES = (
     (inf, 0.0, "a large loss; train for longer (ddp-vllm recover FOLDER --minutes 60 -o NEW), or remove less"),
 )
 MIN_AGREEMENT = Option(
-    "Lowest accepted top-1 agreement with the dense model. A model that adapted to a text may have a low perplexity and "
-    "other answers.", is_fraction=True, shown="as the verdict",
+    "Lowest accepted top-1 agreement with the dense model. A model that adapted to a text may have a low perplexity "
+    "and other answers.", is_fraction=True, shown="as the verdict",
 )  # fmt: skip
 CONTEXT_LENGTH = 2048  # for counting FLOPs if the recipe has none
 
