@@ -96,9 +96,11 @@ class Settings:
     def __post_init__(self) -> None:
         """Check every value. Raises: SettingError."""
         for field in dataclasses.fields(self):
-            value = _as_declared(field.type, getattr(self, field.name))
+            value = _as_declared(field.name, field.type, option_of(field), getattr(self, field.name))
+            texts = [text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)]
+            if not all(map(is_utf8, texts)):
+                raise SettingError(field.name, f"is {value!r}, which is not UTF-8; rename the file or folder")
             object.__setattr__(self, field.name, value)
-            _check(field.name, field.type, option_of(field), value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data, without those that are None, because TOML has no
@@ -106,38 +108,41 @@ class Settings:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
-def _as_declared(annotation: Any, value: Any) -> Any:
-    """Return a value in the type of its setting, if that loses nothing: one for a tuple of one, a
-    path for its text, an integer for a float."""
-    kind = kind_of(annotation)
-    if part := part_of(kind):
-        parts = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-        return tuple(_as_declared(part, member) for member in parts)
-    if kind is float and type(value) is int and value.bit_length() <= 1000:  # a larger one overflows
-        return float(value)  # TOML writes 0 for 0.0
-    if kind in (str, Path) and isinstance(value, str | Path):
-        return kind(value)
-    return value
+def _as_declared(name: str, annotation: Any, option: Option, value: Any) -> Any:
+    """Return a value in the first type of its annotation that holds it without loss: one for a tuple
+    of one, a path for its text, an integer for a float.
+
+    name, option: of the setting or argument. Raises: SettingError for a value of another type, or
+    outside of the limits of the option.
+    """
+    kinds = _alternatives(annotation)
+    singles = tuple(kind for kind in kinds if not part_of(kind))
+    parts = [part for kind in kinds if (part := part_of(kind))]
+    if float in singles and type(value) is int and value.bit_length() <= 1000:  # a larger one overflows
+        value = float(value)  # TOML writes 0 for 0.0
+    if isinstance(value, str | Path) and not isinstance(value, singles):
+        value = next((kind(value) for kind in singles if kind in (str, Path)), value)
+    if isinstance(value, singles) and (type(value) is not bool or bool in singles):
+        _check_limits(name, option, value)
+        return value
+    if parts:
+        several = value if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else (value,)
+        return tuple(_as_declared(name, parts[0], option, member) for member in several)
+    known = dict.fromkeys(kind.__name__ for kind in singles if kind is not NoneType)
+    raise SettingError(name, f"is {value!r}, a {type(value).__name__}; it must be a {' or '.join(known)}")
 
 
-def _check(name: str, annotation: Any, option: Option, value: Any) -> None:
-    """Refuse a value of another type or outside of the limits of its setting. Raises: SettingError."""
-    kind = kind_of(annotation)
-    if part := part_of(kind):
-        for member in value:
-            _check(name, part, option, member)
-        return
-    if value is None and NoneType in get_args(annotation):
-        return
-    if type(value) is not kind and not (kind is Path and isinstance(value, Path)):
-        raise SettingError(name, f"is {value!r}, a {type(value).__name__}; it must be a {kind.__name__}")
-    if isinstance(value, str) and not is_utf8(value):
-        raise SettingError(name, f"is {value!r}, which is not UTF-8; rename the file or folder")
-    _check_limits(name, option, value)
+def _alternatives(annotation: Any) -> list[Any]:
+    """Return the types of an annotation, which may be a union of several."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return [*get_args(annotation)] if isinstance(annotation, UnionType) else [annotation]
 
 
 def _check_limits(name: str, option: Option, value: Any) -> None:
     """Refuse a value outside of the limits of its setting. Raises: SettingError."""
+    if value is None:
+        return
     if option.choices and value not in option.choices:
         raise SettingError(name, f"is {value!r}; it must be one of {', '.join(option.choices)}")
     if isinstance(value, float) and (math.isnan(value) or not (option.may_be_infinite or math.isfinite(value))):
@@ -167,43 +172,13 @@ def typed(settings: type[Settings] | None = None) -> Callable[[Function], Functi
             for name, value in given.arguments.items():
                 parameter = signature.parameters[name]
                 if parameter.kind is not parameter.VAR_KEYWORD:
-                    given.arguments[name] = _argument(name, parameter.annotation, value)
+                    option = getattr(parameter.annotation, "__metadata__", (Option(),))[0]
+                    given.arguments[name] = _as_declared(name, parameter.annotation, option, value)
             return function(*given.args, **given.kwargs)
 
         return checked  # type: ignore[return-value]
 
     return add
-
-
-def _argument(name: str, annotation: Any, value: Any) -> Any:
-    """Return an argument as `typed` gives it. Raises: SettingError."""
-    options = getattr(annotation, "__metadata__", (Option(),))
-    kinds = _alternatives(annotation)
-    parts = [part for kind in kinds if (part := part_of(kind))]
-    singles = tuple(kind for kind in kinds if not part_of(kind))
-    if isinstance(value, singles) and (bool in singles or not isinstance(value, bool)):
-        if value is not None:
-            _check_limits(name, options[0], value)
-        return value
-    if float in singles and type(value) is int:
-        return _argument(name, annotation, float(value))
-    if parts and isinstance(value, Iterable) and not isinstance(value, Mapping):
-        several = [value] if isinstance(value, str) else value
-        return tuple(_argument(name, parts[0], member) for member in several)
-    if parts and isinstance(value, Path):
-        return (value,)
-    known = dict.fromkeys("None" if kind is NoneType else kind.__name__ for kind in _alternatives(*kinds, *parts))
-    raise SettingError(name, f"is {value!r}, a {type(value).__name__}; it must be a {' or '.join(known)}")
-
-
-def _alternatives(*annotations: Any) -> list[Any]:
-    """Return the types of annotations, of which each may be a union of several."""
-    kinds = list[Any]()
-    for annotation in annotations:
-        while get_origin(annotation) is Annotated:
-            annotation = get_args(annotation)[0]
-        kinds += _alternatives(*get_args(annotation)) if isinstance(annotation, UnionType) else [annotation]
-    return kinds
 
 
 @dataclass(frozen=True, kw_only=True)
