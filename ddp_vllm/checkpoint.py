@@ -94,6 +94,10 @@ def read_json(path: Path) -> Any:
         return files.read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; is this the folder of a model?") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{path.parent} is a file; give the folder of a model") from None
+    except files.PointerError as error:
+        raise CheckpointError(str(error)) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download it or run ddp-vllm apply again") from error
 

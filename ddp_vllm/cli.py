@@ -8,11 +8,9 @@ vLLM before a command runs.
 import difflib
 import importlib
 import importlib.metadata
-import io
 import logging
 import os
 import re
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +19,7 @@ import click
 from ddp_vllm import __version__
 from ddp_vllm.api import COMMANDS
 from ddp_vllm.command import command_of
-from ddp_vllm.errors import DdpError, SettingError, TrainingError, echo, printable
+from ddp_vllm.errors import DdpError, SettingError, TrainingError, echo, forgive_streams, printable
 
 
 def remedy(package: str) -> str:
@@ -55,10 +53,7 @@ class _Lazy(click.Group):
     """A group whose commands are imported when they are used."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-                # a terminal without UTF-8 shows ? for missing characters
-                stream.reconfigure(errors="replace")
+        forgive_streams()
         return super().main(*args, **kwargs)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

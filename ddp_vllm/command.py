@@ -16,13 +16,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import LOST, OutputError, SettingError
 from ddp_vllm.settings import HEADINGS, USUAL, VERBS, Option, Verb, first_sentence, kind_of, option_of, part_of
 
 Stated = tuple[str, Any, Any, Option]
 """Name, type, default and `Option` of a parameter of a verb or a setting."""
 JSON = "Print the results as JSON; other lines go to stderr."
 JSON_IS_LAST_LINE = "Print the results as one line of JSON at the end."
+STDOUT = 1
 QUIET = "Print no progress and no results, only errors."
 
 
@@ -63,10 +64,35 @@ class Several(click.ParamType):  # type: ignore[type-arg]  # not generic before 
         self.of, self.name = of, f"{click.types.convert_type(of).name},…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        parts = str(value).split(",")
+        if not all(map(str.strip, parts)):
+            self.fail(f"{value!r} has an empty part; leave out the comma", param, ctx)
         try:
-            return [self.of(part) for part in str(value).split(",")]
+            return [self.of(os.path.expanduser(part)) for part in parts]
         except ValueError:
             self.fail(f"{value!r} is neither a number nor several separated by commas, such as 1,16", param, ctx)
+
+
+class _Given:
+    """A parameter whose value is not empty, as that of an unset variable of the shell would be, and whose ~ is the
+    home, also behind `=`, where a shell leaves it."""
+
+    def type_cast_value(self: Any, context: click.Context, value: Any) -> Any:
+        name = self.name.upper() if isinstance(self, click.Argument) else max(self.opts, key=len)
+        words = [word for word in (value if isinstance(value, tuple | list) else [value]) if isinstance(word, str)]
+        if not all(map(str.strip, words)):
+            raise SettingError(f"{name} is empty; give a value" + ", or leave it out" * (not self.required))
+        if isinstance(value, str):
+            value = os.path.expanduser(value)
+        return super().type_cast_value(context, value)  # type: ignore[misc]
+
+
+class _Argument(_Given, click.Argument):
+    pass
+
+
+class _Option(_Given, click.Option):
+    pass
 
 
 def command_of(name: str, help: str = "") -> click.Command:
@@ -121,12 +147,12 @@ def _parameter(name: str, annotation: Any, default: Any, option: Option) -> clic
     of: Any = click.Choice(option.choices) if option.choices else option.of or part or kind
     of = click.Path(path_type=Path) if of is Path else of
     if option.is_argument:
-        return click.Argument([name], type=of, nargs=-1 if part else 1, required=is_required)
+        return _Argument([name], type=of, nargs=-1 if part else 1, required=is_required)
     flag = name.replace("_", "-")
     known: dict[str, Any] = {"help": first_sentence(option.help).replace("`", "")}
     if kind is bool:
         names = [f"--no-{flag}" if default else f"--{flag}", name]
-        return click.Option(names, is_flag=True, flag_value=not default, default=default, **known)
+        return _Option(names, is_flag=True, flag_value=not default, default=default, **known)
     if part or option.join:
         join, default = option.join or tuple, None if is_required or not default else default
         if default:
@@ -136,9 +162,10 @@ def _parameter(name: str, annotation: Any, default: Any, option: Option) -> clic
         of = Several(option.of or part or kind)
     is_none = default in ("", MISSING, inspect.Parameter.empty) or (type(default) is float and not default)
     default = None if option.shown or is_none else default
-    known |= {"type": of, "metavar": option.metavar, "required": is_required, "default": default}
+    known |= {"type": of, "metavar": option.metavar, "required": is_required}
+    known |= {} if is_required else {"default": default}  # a default of None would be a value
     names = [*filter(None, [option.spelling]), f"--{flag}", name]
-    return click.Option(names, show_default=option.shown or True, **known)
+    return _Option(names, show_default=option.shown or True, **known)
 
 
 def _run(verb: Verb, **values: Any) -> None:
@@ -160,7 +187,9 @@ def _run(verb: Verb, **values: Any) -> None:
             finally:  # it raises the error of a limit that the model misses
                 if verb.as_json and as_json and is_main:
                     line = verb.as_json(result, values)
-                    print(line if isinstance(line, str) else json.dumps(line), file=stdout)
+                    print(line if isinstance(line, str) else json.dumps(line), file=stdout, flush=True)
+                    if STDOUT in LOST:
+                        raise OutputError("the results were not printed; stdout is full or closed")
     except SettingError as error:
         options = {option.name or "": max(option.opts, key=len) for option in context.command.params}
         error.args = (error.spelled(options),)

@@ -14,9 +14,47 @@ A message is one line: the value, its place, the fault and the remedy.
 Only `ddp_vllm.cli` turns errors into exit codes.
 """
 
+import io
+import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
+
+LOST = set[int]()
+"""File descriptors of streams to which something could not be written."""
+
+
+class _Forgiving(io.FileIO):
+    """A file that drops what it cannot write: a terminal that is gone, a full disk, a closed
+    pipe."""
+
+    def write(self, data: Any) -> int:
+        try:
+            while (written := super().write(data)) is None:  # its reader is slow, and it does not block
+                select.select([], [self], [])
+        except OSError:
+            LOST.add(self.fileno())
+            return memoryview(data).nbytes
+        return written
+
+
+def forgive_streams() -> None:
+    """Let no line that cannot be printed end this process, which may have trained for days.
+
+    A terminal without UTF-8 shows ? for the characters that it lacks.
+    """
+    for name, original in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell; the next file that is opened must not get its number
+            stream = open(os.devnull, "w")  # noqa: SIM115
+        elif stream is original and isinstance(stream, io.TextIOWrapper):
+            buffer = io.BufferedWriter(_Forgiving(stream.fileno(), "wb", closefd=False))
+            stream = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            stream.reconfigure(errors="replace")
+        setattr(sys, name, stream)
 
 
 def printable(text: str) -> str:
@@ -29,7 +67,8 @@ def printable(text: str) -> str:
 def echo(text: object, *, err: bool = False) -> None:
     """Print a line with its control characters written out, because the terminal would obey
     them."""
-    print(printable(str(text)), file=sys.stderr if err else sys.stdout)
+    with suppress(OSError):
+        print(printable(str(text)), file=sys.stderr if err else sys.stdout)
 
 
 def line_printer(verbose: bool) -> Callable[[str], None]:

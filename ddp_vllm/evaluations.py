@@ -96,12 +96,13 @@ class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
 
     def task(self, name: str) -> Task:
         """Return how a task is reported: one of `TASKS`, else by the first metric of lm-eval's."""
-        if name in TASKS:
-            return TASKS[name]
-        metrics = [key.partition(",") for key in self.results.get(name, {}) if "," in key and "_stderr" not in key]
+        known, scores = TASKS.get(name), self.results.get(name, {})
+        if known and (not scores or f"{known.metric},{known.filter}" in scores):
+            return known
+        metrics = [key.partition(",") for key in scores if "," in key and "_stderr" not in key]
         metric, _, kept = min(metrics, key=lambda parts: parts[0] != "acc_norm", default=("", "", ""))
         higher = self.higher_is_better.get(name, {}).get(metric) is not False
-        return Task(name, metric, higher, kept)
+        return Task(known.heading if known else name, metric, higher, kept)
 
     def score(self, name: str) -> Score | None:
         """Return the reported metric of one task, or None if it was not run."""

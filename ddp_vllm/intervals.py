@@ -52,10 +52,11 @@ class Verdict:
         return self.ratio, self.low, self.high
 
 
-def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
+def judge(dense: Sequence[float], pruned: Sequence[float], unit: str = "pair") -> Verdict:
     """Compare paired speeds of the same rounds, in the same unit; more is better.
 
-    Pass seconds in swapped order: `judge(pruned_seconds, dense_seconds)`.
+    Pass seconds in swapped order: `judge(pruned_seconds, dense_seconds)`. unit: what the option of
+    their number calls one of them, in the singular.
     """
     assert len(dense) == len(pruned) > 0
     assert min(*dense, *pruned) > 0
@@ -63,14 +64,14 @@ def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
     logs = [log(ratio) for ratio in ratios]
     middle, pairs = fmean(logs), len(logs)
     if pairs < 2:
-        sentence = f"{exp(middle):.2f}× in one pair, which does not show the spread; measure {ENOUGH_PAIRS} pairs"
+        sentence = f"{exp(middle):.2f}× in one {unit}, which does not show the spread; measure {ENOUGH_PAIRS} {unit}s"
         return Verdict(ratios=ratios, ratio=exp(middle), low=None, high=None, sentence=sentence)
     reach = t_quantile(pairs - 1) * stdev(logs) / sqrt(pairs)
     low, ratio, high = (
         exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle - reach, middle, middle + reach)
     )
-    value, few = with_interval(ratio, low, high), f" (only {pairs} pairs)" if pairs < ENOUGH_PAIRS else ""
-    sentence = f"cannot tell: {value}; measure more pairs"
+    value, few = with_interval(ratio, low, high), f" (only {pairs} {unit}s)" if pairs < ENOUGH_PAIRS else ""
+    sentence = f"cannot tell: {value}; measure more {unit}s"
     if low > 1:
         sentence = f"{value} faster{few}"
     elif high < 1:

@@ -23,7 +23,7 @@ from ddp_vllm.schema import Count
 
 # the last by Puzzletron
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", f"{SUBBLOCKS}/*.safetensors")
-_TEXTS = (  # names by which transformers and vLLM find them
+FOUND_BY_NAME = (  # by transformers and vLLM
     *("config.json", "generation_config.json", "hf_quant_config.json", "*.index.json"),
     *("tokenizer*", *TOKENIZERS, "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "additional_chat_templates/*"),
@@ -121,7 +121,7 @@ def model_id(folder: Path) -> str:
     evenly spaced pieces of 4 KiB, the first and the last among them.
     """
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _TEXTS for path in folder.glob(pattern) if path.is_file()}):
+    for path in sorted({path for pattern in FOUND_BY_NAME for path in folder.glob(pattern) if path.is_file()}):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(content)}".encode() + content)
     for path in weight_files(folder):

@@ -75,14 +75,21 @@ def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] =
             raise OutputError(f"{output} exists; choose another folder or pass --overwrite")
 
 
-def check_file(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output file that exists, before any work is done, after a `clear_file`. Raises:
-    OutputError."""
+def check_file(output: Path, *, overwrite: bool, begins: str) -> None:
+    """Refuse an output file that exists, before any work is done, after a `clear_file`.
+
+    begins: the first characters of a file of ours; only such a file, or an empty one, is replaced.
+    Raises: OutputError.
+    """
     clear_file(output)
     if output.is_dir():
         raise OutputError(f"{output} is a folder; give the name of a file")
     if output.exists() and not overwrite:
         raise OutputError(f"{output} exists; choose another --output or pass --overwrite")
+    if output.exists():
+        with writing(output), open(output, "rb") as file:
+            if (first := file.read(len(begins))) and first != begins.encode():
+                raise OutputError(f"{output} exists, and this command did not write it; choose another --output")
 
 
 def make_folder(folder: Path) -> None:

@@ -17,6 +17,8 @@ from ddp_vllm.output import write_text
 from ddp_vllm.schema import AtLeastZero, Count, Finite, Kind, SchemaError, checked
 
 FORMAT = "ddp-vllm bench sharegpt 1"
+BEGINS = '{\n "format": "ddp-vllm '
+"""The first characters of a results file and of a profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +141,11 @@ def write_results(results: Mapping[str, Any], output: Path) -> None:
     write_text(json.dumps(results, indent=1, ensure_ascii=False), output)
 
 
-def write_new_results(results: Mapping[str, Any], folder: Path, kind: str) -> None:
-    """Write results into a file of their own, `KIND_<now>_<4 hex digits>.json`. Raises: OutputError."""
-    write_results(results, folder / f"{kind}_{today().replace(':', '-')}_{secrets.token_hex(2)}.json")
+def write_new_results(results: Mapping[str, Any], folder: Path, kind: str) -> Path:
+    """Write results into a file of their own, `KIND_<now>_<4 hex digits>.json`, and return it. Raises: OutputError."""
+    file = folder / f"{kind}_{today().replace(':', '-')}_{secrets.token_hex(2)}.json"
+    write_results(results, file)
+    return file
 
 
 def undamaged(results: Any, kind: type[Kind], path: Path) -> Kind:

@@ -7,6 +7,7 @@ from its signature and settings. Nothing here imports click.
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import re
@@ -22,6 +23,7 @@ from ddp_vllm.errors import SettingError, is_utf8
 Function = TypeVar("Function", bound=Callable[..., Any])
 HEADINGS = ("Basic", "Budget", "Shape", "Text", "Run", "Rarely needed")
 """The headings under which help texts and pages list settings, in order."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 USUAL = "Run"  # heading of a setting that has none
 
 
@@ -71,7 +73,7 @@ def kind_of(annotation: Any) -> Any:
 
 def part_of(kind: Any) -> Any:
     """Return the type of the parts of a tuple; None for other types."""
-    return get_args(kind)[0] if get_origin(kind) in (tuple, Iterable) else None
+    return get_args(kind)[0] if get_origin(kind) in (tuple, Iterable, Sequence) else None
 
 
 def fraction(text: str) -> float:
@@ -94,9 +96,11 @@ class Settings:
     def __post_init__(self) -> None:
         """Check every value. Raises: SettingError."""
         for field in dataclasses.fields(self):
-            value = _as_declared(field.type, getattr(self, field.name))
+            value = _as_declared(field.name, field.type, option_of(field), getattr(self, field.name))
+            texts = [text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)]
+            if not all(map(is_utf8, texts)):
+                raise SettingError(field.name, f"is {value!r}, which is not UTF-8; rename the file or folder")
             object.__setattr__(self, field.name, value)
-            _check(field.name, field.type, option_of(field), value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data, without those that are None, because TOML has no
@@ -104,41 +108,77 @@ class Settings:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
-def _as_declared(annotation: Any, value: Any) -> Any:
-    """Return a value in the type of its setting, if that loses nothing: one for a tuple of one, a
-    path for its text, an integer for a float."""
-    kind = kind_of(annotation)
-    if part := part_of(kind):
-        parts = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-        return tuple(_as_declared(part, member) for member in parts)
-    if kind is float and type(value) is int and value.bit_length() <= 1000:  # a larger one overflows
-        return float(value)  # TOML writes 0 for 0.0
-    if kind in (str, Path) and isinstance(value, str | Path):
-        return kind(value)
-    return value
+def _as_declared(name: str, annotation: Any, option: Option, value: Any) -> Any:
+    """Return a value in the first type of its annotation that holds it without loss: one for a tuple
+    of one, a path for its text, an integer for a float.
+
+    name, option: of the setting or argument. Raises: SettingError for a value of another type, or
+    outside of the limits of the option.
+    """
+    kinds = _alternatives(annotation)
+    singles = tuple(kind for kind in kinds if not part_of(kind))
+    parts = [part for kind in kinds if (part := part_of(kind))]
+    if float in singles and type(value) is int and value.bit_length() <= 1000:  # a larger one overflows
+        value = float(value)  # TOML writes 0 for 0.0
+    if isinstance(value, str | Path) and not isinstance(value, singles):
+        value = next((kind(value) for kind in singles if kind in (str, Path)), value)
+    if isinstance(value, singles) and (type(value) is not bool or bool in singles):
+        _check_limits(name, option, value)
+        return value
+    if parts:
+        several = value if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else (value,)
+        return tuple(_as_declared(name, parts[0], option, member) for member in several)
+    known = dict.fromkeys(kind.__name__ for kind in singles if kind is not NoneType)
+    raise SettingError(name, f"is {value!r}, a {type(value).__name__}; it must be a {' or '.join(known)}")
 
 
-def _check(name: str, annotation: Any, option: Option, value: Any) -> None:
-    """Refuse a value of another type or outside of the limits of its setting. Raises: SettingError."""
-    kind = kind_of(annotation)
-    if part := part_of(kind):
-        for member in value:
-            _check(name, part, option, member)
+def _alternatives(annotation: Any) -> list[Any]:
+    """Return the types of an annotation, which may be a union of several."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return [*get_args(annotation)] if isinstance(annotation, UnionType) else [annotation]
+
+
+def _check_limits(name: str, option: Option, value: Any) -> None:
+    """Refuse a value outside of the limits of its setting. Raises: SettingError."""
+    if value is None:
         return
-    if value is None and NoneType in get_args(annotation):
-        return
-    if type(value) is not kind and not (kind is Path and isinstance(value, Path)):
-        raise SettingError(name, f"is {value!r}, a {type(value).__name__}; it must be a {kind.__name__}")
-    if isinstance(value, str) and not is_utf8(value):
-        raise SettingError(name, f"is {value!r}, which is not UTF-8; rename the file or folder")
     if option.choices and value not in option.choices:
         raise SettingError(name, f"is {value!r}; it must be one of {', '.join(option.choices)}")
-    if isinstance(value, float) and not (option.may_be_infinite or math.isfinite(value)):
+    if isinstance(value, float) and (math.isnan(value) or not (option.may_be_infinite or math.isfinite(value))):
         raise SettingError(name, f"is {value}; it must be a finite number")
     if option.is_fraction and not 0.0 <= value < 1.0:
         raise SettingError(name, f"is {value}; it must be at least 0 and below 1")
     if option.least is not None and value < option.least:
         raise SettingError(name, f"is {value}; it must be at least {option.least}")
+
+
+def typed(settings: type[Settings] | None = None) -> Callable[[Function], Function]:
+    """Return a decorator that gives a verb its arguments in the first type of their annotations that
+    they have, one for several in a tuple, and within the limits of their `Option`.
+
+    settings: the fields of `**settings`. Raises: SettingError, in the verb, also for an unknown one.
+    """
+
+    def add(function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*words: Any, **values: Any) -> Any:
+            if settings:
+                fields = {name: value for name, value in values.items() if name not in signature.parameters}
+                check_known(f"{function.__name__}()", fields, settings, signature.parameters)
+            given = signature.bind(*words, **values)
+            for name, value in given.arguments.items():
+                parameter = signature.parameters[name]
+                if parameter.kind is not parameter.VAR_KEYWORD:
+                    option = getattr(parameter.annotation, "__metadata__", (Option(),))[0]
+                    given.arguments[name] = _as_declared(name, parameter.annotation, option, value)
+            return function(*given.args, **given.kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return add
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +211,7 @@ def command(name: str, **known: Any) -> Callable[[Function], Function]:
     """
 
     def add(function: Function) -> Function:
+        function = typed(known.get("settings"))(function)
         VERBS[name] = Verb(function=function, **known)
         return function
 
@@ -220,6 +261,9 @@ def read_settings(
                 f"the recipe {base} cannot be read ({error}); it must be TOML, one setting per line"
             ) from error
     given = {name: plain(value) for name, value in given.items() if value is not None}
+    tables = {field.name for field in dataclasses.fields(kind) if isinstance(field.default, Settings)}
+    if wrong := [name for name, value in values.items() if isinstance(value, Mapping) and name not in tables]:
+        raise SettingError(f"{base} has a table [{wrong[0]}], but settings stand outside of tables; delete that line")
     for names in alternatives:
         for level in (values, given):
             if len(stated := [name for name in names if level.get(name) not in (None, 0)]) > 1:
@@ -242,9 +286,9 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def check_known(where: str, values: Mapping[str, Any], kind: type) -> None:
-    """Refuse names that are not fields of a dataclass. Raises: SettingError."""
-    known = {field.name for field in dataclasses.fields(kind)}
+def check_known(where: str, values: Mapping[str, Any], kind: type, others: Iterable[str] = ()) -> None:
+    """Refuse names that are neither fields of a dataclass nor `others`. Raises: SettingError."""
+    known = {field.name for field in dataclasses.fields(kind)}.union(others) - {"settings"}
     if unknown := set(values) - known:
         near = difflib.get_close_matches(str(min(unknown)), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"

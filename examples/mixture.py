@@ -49,4 +49,7 @@ if __name__ == "__main__":
         parser.add_argument(option, action="store_true", default=argparse.SUPPRESS, help="as in ddp-vllm prune")
     for option in ("--steps", "--batch-size", "--seq-len"):
         parser.add_argument(option, type=int, default=argparse.SUPPRESS, help="as in ddp-vllm prune")
-    main(**vars(parser.parse_args()))
+    try:
+        main(**vars(parser.parse_args()))
+    except ddp_vllm.DdpError as error:  # what a user can correct
+        raise SystemExit(f"{parser.prog}: {error}") from None

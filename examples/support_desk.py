@@ -28,8 +28,11 @@ NUM_QUESTIONS, ANSWER_TOKENS = 10, 64
 def main(model: str, data: Path, output: Path, speedup: float | None, **settings: Any) -> None:
     # 1. Set ten conversations aside. The rest is the training text, because text like the traffic
     #    that the model will serve matters more than any other setting.
-    lines = [line for line in data.read_text(encoding="utf-8").split("\n") if line]
-    questions = {number: question for number, line in enumerate(lines) if (question := first_question(line))}
+    try:
+        lines = [line for line in data.read_text(encoding="utf-8").split("\n") if line]
+        questions = {number: question for number, line in enumerate(lines) if (question := first_question(line))}
+    except (OSError, ValueError, AttributeError) as error:
+        raise SystemExit(f"{data} cannot be read ({error}); give a JSONL file of conversations") from None
     if len(questions) < 2 * NUM_QUESTIONS:
         raise SystemExit(f"{data} has {len(questions)} questions of users; at least {2 * NUM_QUESTIONS} are required")
     asked = dict(list(questions.items())[-NUM_QUESTIONS:])
@@ -99,4 +102,7 @@ if __name__ == "__main__":
     parser.add_argument("--speedup", type=float, help="target speedup, such as 1.25; without it, 20 %% of the units")
     for option in ("--steps", "--batch-size", "--seq-len"):
         parser.add_argument(option, type=int, default=argparse.SUPPRESS, help="as in ddp-vllm prune")
-    main(**vars(parser.parse_args()))
+    try:
+        main(**vars(parser.parse_args()))
+    except ddp_vllm.DdpError as error:  # what a user can correct
+        raise SystemExit(f"{parser.prog}: {error}") from None

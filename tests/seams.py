@@ -71,7 +71,7 @@ from ddp_prune.text.blocks import (
 )
 from ddp_prune.text.documents import Document, read_documents
 from ddp_prune.text.messages import Notes
-from ddp_prune.text.rows import Rows, open_rows, sources_of
+from ddp_prune.text.rows import Rows, check_sources, open_rows, sources_of
 from ddp_prune.text.templates import ChatTemplate
 from ddp_prune.text.tokens import Tokens, load_tokenizer, tokenize
 from ddp_vllm import model_files

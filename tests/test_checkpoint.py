@@ -24,6 +24,7 @@ FAMILY: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 10,
     "tie_word_embeddings": True, "ddp_layers": LAYERS,
 }  # fmt: skip
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 EXPERT = "mlp.experts.{}."
 WIDTHS: dict[str, Any] = {
     "quant_method": "ddp_widths",
@@ -227,6 +228,20 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # fold
     ),
     "quantized weights": (
         "stock", _zeros(f"{L}.0.mlp.down.weight", 16, 5, dtype=np.int8), ["is 'I8': ", "; export the unquantized model"]
+    ),
+    "a described block that no layer states": (
+        "stock", _stated(lambda s: [layer.pop("intermediate_size", 0) for layer in s["layers"]]),
+        ["ddp_widths.mlp describes a block that no layer states"],
+    ),
+    "described experts that no layer states": (
+        "stock", _stated(lambda s: [layer.pop("expert_intermediate_sizes", 0) for layer in s["layers"]]),
+        ["ddp_widths.experts describes a block that no layer states"],
+    ),
+    "a pointer in place of the weights": (
+        "folder", lambda folder: (folder / "model.safetensors").write_text(POINTER), ["pointer of git-lfs", "lfs pull"]
+    ),
+    "a pointer in place of the config": (
+        "folder", lambda folder: (folder / "config.json").write_text(POINTER), ["config.json is a pointer of git-lfs"]
     ),
     "a number of the dense model": (
         "whole", _zeros(f"{L}.1.mlp.experts.2.w1.weight", 8, 16),

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import signal
 import socket
 import subprocess
@@ -113,8 +112,33 @@ def test_support_desk_asks_only_what_users_asked(
 
 def test_choose_a_size(dense: Path, chats: Path, tmp_path: Path, example: Callable[..., str]) -> None:
     words = ["--model", dense, "--data", chats, "--output", "sizes", "--sizes", "0.2,0.4", "--tolerance", "100"]
-    printed = example("choose_a_size.py", *words, *SMALL)
+    printed = example("choose_a_size.py", *words, "--min-agreement", "0", *SMALL)
     assert "chosen: sizes/sparsity-0.4" in printed and (tmp_path / "sizes.html").exists()
+    assert re.search(r"sparsity-0.2: [\d,]+ parameters, perplexity × [\d.]+, top-1 agreement [\d.]+%", printed)
+
+
+WRONG = {  # example with its words -> what it prints instead of a traceback
+    "choose_a_size.py --sizes 2": "sparsity is 2.0; it must lie between 0 and 1",
+    "choose_a_size.py --data gone.jsonl": "gone.jsonl is not a file",
+    "mixture.py --sparsity 2": "sparsity is 2.0; it must lie between 0 and 1",
+    "mixture.py --whole-experts": "is not a mixture of experts",
+    "support_desk.py --speedup 0.5": "speedup is 0.5; it must be above 1",
+    "support_desk.py --data text.txt": "text.txt cannot be read (Expecting value",
+    "support_desk.py --data gone.jsonl": "gone.jsonl cannot be read (",
+    "support_desk.py --data list.jsonl": "list.jsonl cannot be read (",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_mistake_is_one_line(
+    words: str, dense: Path, chats: Path, tmp_path: Path, example: Callable[..., str]
+) -> None:
+    (tmp_path / "text.txt").write_text("A text.\n")
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    name, *more = words.split()
+    with pytest.raises(SystemExit) as ended:
+        example(name, "--model", dense, "--data", chats, "--output", "out", *more)
+    assert WRONG[words] in str(ended.value) and "\n" not in str(ended.value)
 
 
 @pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.nightly), ["--whole-experts"]])
@@ -165,8 +189,9 @@ def test_the_script_of_the_page_on_an_8b(dense: Path, chats: Path, tmp_path: Pat
 
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(dense), LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "adapter")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(dense / name, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "/another/machine"  # and it has no tokenizer
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     page = (ROOT / "docs" / "8b.md").read_text(encoding="utf-8")
     script = tmp_path / "8b.sh"
     script.write_text(re.findall(r"```bash\n(#!.*?)```", page, re.DOTALL)[0])
@@ -179,12 +204,15 @@ def test_the_script_of_the_page_on_an_8b(dense: Path, chats: Path, tmp_path: Pat
         "CONCURRENCY": "2", "LENGTH": "96", "MINUTES": "0.5", "TASKS": "",
         "SERVER": f"--port {port} --max-model-len 128 --enforce-eager",
     }  # fmt: skip
+    short = run_script(tmp_path, script, **settings | {"LENGTH": "100000"})
+    assert short.returncode == 4 and "has fewer than LENGTH=100000 words; give more chats" in short.stdout
+    assert not (tmp_path / "work" / "pruned.run").exists()
     missed = run_script(tmp_path, script, **settings, MAX_RATIO="0.01")
     assert missed.returncode == 9 and "above --max-ratio 0.01" in missed.stderr, missed.stderr[-3000:]
     assert (tmp_path / "work" / "recovered" / "config.json").exists()
     root, printed = served(tmp_path, script, port, **settings, MAX_RATIO="100")
     assert root == "work/pruned" and any("prefill" in line for line in printed)
-    root, _ = served(tmp_path, script, port, **settings, MAX_RATIO="100", ROLL_BACK="yes")
+    root, _ = served(tmp_path, script, port, ROLL_BACK="yes")  # of the model and options that were passed before
     assert root == "work/merged"
 
 

@@ -258,7 +258,9 @@ def test_what_is_in_the_way_and_what_is_missing(sound: Path, tmp_path: Path) -> 
     refused(folder, 2, *words, options=("--outtype", "q4_k_m"))
     (folder / "model.gguf").write_text("mine")
     refused(folder, 5, "exists")
+    refused(folder, 5, "did not write it", options=("--overwrite",))
     assert (folder / "model.gguf").read_text() == "mine"
+    (folder / "model.gguf").write_text("GGUF, an older one")
     exported(folder, "--overwrite")
     (folder / "model.gguf").unlink()
     with small_files(20_000):

@@ -1,6 +1,7 @@
 """The arrows of the house: which package may import which, and which heavy libraries each may load."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -100,3 +101,17 @@ def test_nothing_heavy_is_loaded_before_it_is_used(code: str) -> None:
     code = f"import sys; {code}; print('LOADED', *sorted(sys.modules.keys() & {{*{LIGHT[code]!r}}}))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert result.stdout.splitlines()[-1].split() == ["LOADED"]
+
+
+def test_a_library_that_python_compiles_anew_may_warn_of_its_source(tmp_path: Path) -> None:
+    """torchao has a backslash in a docstring: an error in every test wherever no bytecode was kept."""
+    (tmp_path / "a_library.py").write_text('"""\\."""\n\n\ndef same(number):\n    return number is 1\n')
+    (tmp_path / "test_it.py").write_text(
+        "import warnings\n\nimport pytest\n\nimport a_library\n\n\n"
+        "def test_others_are_errors() -> None:\n"
+        "    with pytest.raises(UserWarning):\n        warnings.warn('ours')\n    assert a_library\n"
+    )
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), str(tmp_path)]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stdout

@@ -72,8 +72,8 @@ def runs_on_cpu() -> bool:
 
 def number_format(arguments: Sequence[str]) -> list[str]:
     """Return vLLM's option for float32 on a processor that does not compute in bfloat16, unless the
-    user passed a dtype."""
-    is_slow = runs_on_cpu() and not has_bfloat16()
+    user passed a dtype, or the command is a client without a model."""
+    is_slow = runs_on_cpu() and not has_bfloat16() and list(arguments[:2]) != ["bench", "serve"]
     return ["--dtype", "float32"] if is_slow and not any(word.startswith("--dtype") for word in arguments) else []
 
 

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
 from ddp_benchmarks.processes import end_group, kill_with_us
 from ddp_benchmarks.protocol import new_results
-from ddp_vllm.cache import cache_folder
+from ddp_vllm.cache import cache_folder, is_own
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import quiet_libraries
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError, reading
@@ -30,12 +31,13 @@ from ddp_vllm.hub import hub_fault
 from ddp_vllm.machine import has_bfloat16, versions
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, weight_files
 from ddp_vllm.remote_code.widths import states_widths
-from ddp_vllm.results import write_new_results
-from ddp_vllm.settings import Settings, setting
+from ddp_vllm.results import write_new_results, write_results
+from ddp_vllm.settings import DTYPES, Settings, setting
 
 OFFLINE = (
     "pass --include-path with tasks that read local files, or --text with text of your own, or restore the network"
 )
+ONLINE = "check the data of these tasks; for a gated dataset accept its terms on the hub and run: hf auth login"
 SUITES = {
     # without c4, whose validation split on the Hub has 364,608 documents
     "paper": (*ACCURACY, "wikitext"),
@@ -72,7 +74,7 @@ class EvalSettings(Settings):
         least=1,
         shown="8; on a GPU as many as fit, up to 64",
     )
-    dtype: str = setting("auto", "Of weights and activations.")
+    dtype: str = setting("auto", "Of weights and activations.", choices=DTYPES)
     max_length: int = setting(
         2048, "Longest context, in tokens. Perplexity is computed in windows of this length.", least=16
     )
@@ -114,11 +116,13 @@ def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = prin
     Raises: ModelError, TextError, SettingError; ServingError if vLLM fails.
     """
     print_line(f"{settings.model}: {', '.join(settings.tasks)}")
+    facts = describe_model(settings.model).to_json()
     results = run_alone(_evaluate_tasks, settings)
+    file = write_new_results(results, settings.output, "results")  # before anything is derived from them
     samples = results.pop("samples")
     plain_settings = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     results["ddp_vllm"] = new_results("ddp-vllm eval 1", plain_settings) | {
-        "model": describe_model(settings.model).to_json(),
+        "model": facts,
         "data": {name: _digest(row["doc_hash"] for row in rows) for name, rows in samples.items()}
         if settings.include_path
         else "hub",
@@ -126,10 +130,13 @@ def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = prin
         "answers": {  # task -> its metric for each row: 1 right, 0 wrong
             name: [float(row[TASKS[name].metric]) for row in rows if row["filter"] == TASKS[name].filter]
             for name, rows in samples.items()
-            if name in TASKS and TASKS[name].higher_is_better
+            if name in TASKS and TASKS[name].higher_is_better and all(TASKS[name].metric in row for row in rows)
         },
     }
-    write_new_results(results, settings.output, "results")
+    write_results(results, file)
+    if responses := _responses(settings):  # what an interrupted evaluation would read
+        for path in responses.parent.glob(f"{responses.name}*"):
+            path.unlink(missing_ok=True)
     return results
 
 
@@ -137,17 +144,25 @@ def _digest(parts: Iterable[object]) -> str:
     return hashlib.sha256(json.dumps(list(parts), default=str).encode()).hexdigest()
 
 
-def _responses(settings: EvalSettings) -> Path:
+def _responses(settings: EvalSettings) -> Path | None:
     """Return lm-eval's cache of responses, named by a hash of everything but the request that
-    could change one. It is pickled, so it is not in the folder of a model, which may be foreign."""
-    folder = local_folder(settings.model)
+    could change one; None where it cannot be trusted.
+
+    It is pickled, so another user who wrote it could run code here. It is not in the folder of a
+    model, which may be foreign. Of a model that is not on this machine nothing can be hashed.
+    """
+    folder, place = local_folder(settings.model), cache_folder() / "eval"
+    with suppress(OSError):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = sorted({*folder.iterdir(), *weight_files(folder)}) if folder else []
     parts = [
         [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()],
         [settings.model, settings.backend, settings.dtype, settings.max_length, settings.model_args],
         versions(),
     ]
-    return cache_folder() / "eval" / _digest(parts)[:16]
+    name = _digest(parts)[:16]
+    is_private = place.is_dir() and all(map(is_own, (place, *place.glob(f"{name}*"))))
+    return place / name if folder and is_private else None
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -193,10 +208,9 @@ def _call(connection: Connection, function: Callable[..., Any], arguments: tuple
 
 def _evaluate_tasks(settings: EvalSettings) -> dict[str, Any]:
     """Load the model once and return lm-eval's results; tasks are found and read before."""
-    if settings.include_path or hub_fault():  # set before the first import that reads them
-        os.environ["HF_DATASETS_OFFLINE"] = "1"  # no retries
-        if local_folder(settings.model) or hub_fault():
-            os.environ["HF_HUB_OFFLINE"] = "1"
+    fault = hub_fault()
+    if fault:  # no retries; set before the first import that reads them
+        os.environ |= dict.fromkeys(("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"), "1")
     os.environ.update(engine_environment())
     quiet_libraries()
     from lm_eval import evaluator
@@ -212,10 +226,11 @@ def _evaluate_tasks(settings: EvalSettings) -> dict[str, Any]:
             f"lm-eval has no task {', '.join(unknown)}; pass one that `lm-eval ls tasks` lists, --include-path, or a "
             f"suite: {', '.join(SUITES)}"
         )
-    with reading(f"the rows of {', '.join(settings.tasks)}", TextError, OFFLINE):
+    with reading(f"the rows of {', '.join(settings.tasks)}", TextError, OFFLINE if fault else ONLINE):
         built = manager.load(list(settings.tasks))["tasks"]
     is_generated = {task.config.task: task.OUTPUT_TYPE == "generate_until" for task in built.values()}
     model, arguments = _load_model(settings)
+    responses = _responses(settings)  # afterwards: loading may have downloaded the model
     merged: dict[str, Any] = {}
     for generated in (False, True):  # a chat template is for all tasks of a call, and only these use one
         names = [name for name in settings.tasks if is_generated.get(name, False) is generated]
@@ -225,7 +240,7 @@ def _evaluate_tasks(settings: EvalSettings) -> dict[str, Any]:
         results = evaluator.simple_evaluate(
             model=model, tasks=names, batch_size=_batch_size(settings), limit=settings.limit,
             task_manager=manager, apply_chat_template=as_chat, fewshot_as_multiturn=as_chat,
-            use_cache=str(_responses(settings)),
+            use_cache=str(responses) if responses else None,
         )  # fmt: skip
         merged = results | {key: merged.get(key, {}) | results.get(key, {}) for key in _PER_TASK}
     merged["config"] |= {"model": settings.backend, "model_args": arguments}

@@ -26,7 +26,7 @@ from ddp_vllm.machine import Workload
 from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.results import write_results
+from ddp_vllm.results import BEGINS, write_results
 from ddp_vllm.settings import Settings, setting
 
 UNREST = 0.05  # spread between rounds above which `describe` adds a note
@@ -117,7 +117,7 @@ def _resumed(
             return dict(saved)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    check_file(output, overwrite=overwrite)
+    check_file(output, overwrite=overwrite, begins=BEGINS)
     return dict(new)
 
 

@@ -36,7 +36,7 @@ from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError, echo, line_printer
 from ddp_vllm.model_facts import describe_model, is_pruned
 from ddp_vllm.output import check_file
-from ddp_vllm.results import FORMAT, Bench, verdicts, write_results
+from ddp_vllm.results import BEGINS, FORMAT, Bench, verdicts, write_results
 from ddp_vllm.settings import Settings, setting
 
 SET_HERE = (  # vLLM's options that would change what is compared, or where it is found
@@ -75,7 +75,7 @@ class BenchSettings(Settings):
     dataset: Path | None = setting(
         None, "Conversations in any form that prune reads.", "--dataset-path", shown="ShareGPT of the Hub"
     )
-    seed: int = setting(0, "Of everything random.")
+    seed: int = setting(0, "Of everything random.", least=0)
     max_model_len: int = setting(
         2048, "Context of the engines, in tokens. vLLM's ShareGPT sampler skips anything longer than 2048.", least=8
     )
@@ -120,7 +120,7 @@ def results_file(settings: BenchSettings, output: Path | None, *, overwrite: boo
         )
     folder = Path(settings.pruned[0]) if settings.pruned else Path()
     file = output or (folder if folder.is_dir() else Path()) / f"sharegpt-{settings.mode}.json"
-    check_file(file, overwrite=overwrite)
+    check_file(file, overwrite=overwrite, begins=BEGINS)
     return file
 
 

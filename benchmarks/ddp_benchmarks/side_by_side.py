@@ -8,6 +8,7 @@ agree within 4 %.
 import contextlib
 import json
 import math
+import re
 import shutil
 import statistics
 import subprocess
@@ -24,7 +25,7 @@ from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.intervals import judge
 from ddp_vllm.machine import PHASES, Workload
-from ddp_vllm.model_facts import dense_kv_bytes
+from ddp_vllm.model_facts import dense_kv_bytes, known_folder
 from ddp_vllm.settings import Settings, setting
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
@@ -81,8 +82,8 @@ class StepEngine(Engine):
                 f"steps of {largest[1]:,} tokens are asked, but the model takes {longest:,}; pass a lower "
                 "--context-length"
             )
-        is_float32 = any(word.endswith("float32") for word in [*arguments, *number_format(arguments)])
-        value_bytes = 4 if is_float32 else 2
+        line = " ".join([*arguments, *number_format(arguments)])
+        value_bytes = 4 if re.findall(r"--dtype[ =](\w+)", line)[-1:] in (["float32"], ["float"]) else 2
         self.cpu_defaults = CPU_DEFAULTS | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib(model, *largest, value_bytes))}
         sizes = ["--max-num-seqs", str(largest[0]), "--max-model-len", str(largest[1]), "--no-enable-prefix-caching"]
         if not runs_on_cpu() and not any("gpu-memory-utilization" in word for word in arguments):
@@ -140,8 +141,8 @@ class StepEngine(Engine):
 def cache_gib(model: str, batch: int, context: int, value_bytes: int) -> int:
     """Return the GiB of a KV cache for a batch of the dense model; 1 if it is not local or does not
     state its sizes."""
-    folder = Path(model)
-    if not (folder / "config.json").is_file():
+    folder = known_folder(model)
+    if folder is None or not (folder / "config.json").is_file():
         return 1
     tokens = batch * (context + CPU_BLOCK) + CPU_BLOCK
     return math.ceil(tokens * (dense_kv_bytes(folder, value_bytes=value_bytes) or 1) / 2**30)
@@ -229,7 +230,7 @@ def verdicts_of(settings: StepSettings, cells: Mapping[str, Sequence[Mapping[str
 
     def judged(model: str, phase: str) -> dict[str, Any]:
         seconds = [[cell[phase] for cell in cells[name]] for name in (model, settings.dense)]
-        return asdict(judge(*seconds))
+        return asdict(judge(seconds[0], seconds[1], unit="round"))
 
     phase = settings.workload.phase
     return [

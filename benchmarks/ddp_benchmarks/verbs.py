@@ -28,11 +28,11 @@ from ddp_vllm.intervals import with_interval
 from ddp_vllm.latency import Profile, read_profile
 from ddp_vllm.machine import Workload
 from ddp_vllm.masks import MASKS_FILE, read_provenance
-from ddp_vllm.model_facts import is_pruned
+from ddp_vllm.model_facts import is_pruned, known_folder
 from ddp_vllm.output import check_file, make_folder
-from ddp_vllm.pages.summary import fidelity
-from ddp_vllm.results import write_results
-from ddp_vllm.settings import Option, command
+from ddp_vllm.pages.summary import MIN_AGREEMENT, fidelity, lowest_agreement, top1_of
+from ddp_vllm.results import BEGINS, write_results
+from ddp_vllm.settings import Option, command, typed
 
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
 Pruned = Annotated[str | Path | Iterable[str | Path], Option("Pruned checkpoints.", metavar="DIR,…", join=tuple)]
@@ -146,13 +146,12 @@ def bench_steps(
     predicted to be if this workload was its budget.
     """
     if output:
-        check_file(Path(output), overwrite=overwrite)
+        check_file(Path(output), overwrite=overwrite, begins=BEGINS)
     settings |= {"dense": dense, "pruned": pruned}
     chosen = StepSettings(**settings)
     # also of a folder without weights, for `-- --load-format dummy`
-    provenances = [
-        read_provenance(Path(folder) / MASKS_FILE) if is_pruned(Path(folder)) else {} for folder in chosen.pruned
-    ]
+    folders = [known_folder(name) for name in chosen.pruned]
+    provenances = [read_provenance(folder / MASKS_FILE) if folder and is_pruned(folder) else {} for folder in folders]
     predictions = [provenance.get("latency", {}) for provenance in provenances]
     results = compare_steps(chosen, print_line=line_printer(verbose))
     for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
@@ -163,10 +162,11 @@ def bench_steps(
     return results
 
 
+@typed(EvalSettings)
 def evaluate(
     model: str | Path,
     *,
-    tasks: str = "paper",
+    tasks: str | Iterable[str] = "paper",
     output: str | Path | None = None,
     verbose: bool = False,
     **settings: Any,
@@ -174,12 +174,16 @@ def evaluate(
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's
     results.
 
-    tasks: lm-eval's names separated by commas, or one of the suites `paper` and `generative`.
+    tasks: lm-eval's names, in a list or separated by commas, or one of the suites `paper` and `generative`.
     output: a folder, by default `eval` in the model's. settings: any field of `EvalSettings`
     (`limit`, `include_path`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     folder = Path(output) if output else default_output(str(model))
-    settings |= {"model": model, "tasks": choose_tasks(tasks), "output": folder}
+    settings |= {
+        "model": model,
+        "tasks": choose_tasks(tasks if isinstance(tasks, str) else ",".join(tasks)),
+        "output": folder,
+    }
     return _evaluate([EvalSettings(**settings)], verbose)[0]
 
 
@@ -197,11 +201,16 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
     from ddp_benchmarks.tables import print_quality
 
     missed, folder, limit = list[str](), values["output"] or default_output(values["model"]), values["max_ratio"]
+    least = lowest_agreement(limit, values["min_agreement"])
     for name, quality in results["text"].get("texts", {}).items():
         ratio = perplexity_ratio(quality)
         assert ratio
         if limit is not None and not ratio[0] <= limit:
-            missed.append(f"{ratio[0]:.3g} on {name}")
+            missed.append(
+                f"perplexity on {name} is {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
+            )
+        if (top1 := top1_of(quality)) is not None and top1 < least:
+            missed.append(f"top-1 agreement on {name} is {top1:.1%}, below --min-agreement {least:g}")
         echo(
             f"{name}: perplexity {quality['dense']:.2f} → {quality['pruned']:.2f}, {with_interval(*ratio)} the dense "
             f"model's; {fidelity(quality)} ({quality['tokens']:,} tokens)"
@@ -211,10 +220,7 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
     if typed:
         print_quality(typed[-1], typed[0] if values["against"] else None)
     if missed:
-        raise LimitError(
-            f"perplexity is {' and '.join(missed)} times the dense model's, above --max-ratio {limit:g}; train for "
-            "longer with ddp-vllm recover, or remove less"
-        )
+        raise LimitError(f"{' and '.join(missed)}; train for longer with ddp-vllm recover, or remove less")
     if typed:
         judge_retained(typed[-1], typed[0], values["min_retained"])
 
@@ -235,10 +241,11 @@ def _eval(
         ),
     ] = None,
     text: Annotated[tuple[str, ...], Option("Compare with the dense model on these texts.")] = (),
-    tokens: Annotated[int | None, Option("Tokens of each --text, at least 8 blocks.", shown="16,384")] = None,
+    tokens: Annotated[int | None, Option("Tokens of each --text, at least 8 blocks.", shown="16,384", least=1)] = None,
     max_ratio: Annotated[
-        float | None, Option("With --text: exit with 9 if perplexity is above this × the dense one.")
+        float | None, Option("With --text: exit with 9 if perplexity is above this × the dense one.", least=0.01)
     ] = None,
+    min_agreement: Annotated[float | None, MIN_AGREEMENT] = None,
     min_retained: Annotated[
         float | None,
         Option("With --against: exit with 9 if less of the dense model's accuracy is retained."),
@@ -266,7 +273,8 @@ def _eval(
     model or --against. Give it text that pruning did not read, and run tasks by another command.
     An interrupted evaluation resumes from lm-eval's cache of responses.
     """
-    given = settings | {"tasks": tasks, "tokens": tokens, "max_ratio": max_ratio, "min_retained": min_retained}
+    given = settings | {"tasks": tasks, "tokens": tokens, "max_ratio": max_ratio, "min_agreement": min_agreement}
+    given |= {"min_retained": min_retained}
     if text:
         of_tasks = ("tasks", "backend", "include_path", "limit", "batch_size", "model_args", "min_retained")
         _refuse(given, of_tasks, "with --text")
@@ -274,15 +282,15 @@ def _eval(
         shared |= {"tokens": tokens} if tokens else {}
         results = evaluate_text(model, text, output=output, against=against or "", verbose=verbose, **shared)
         return {"text": results, "tasks": []}
-    _refuse(given, ("tokens", "max_ratio"), "without --text")
+    _refuse(given, ("tokens", "max_ratio", "min_agreement"), "without --text")
     names = choose_tasks(tasks or "paper")
     if not against:
         _refuse(given, ("min_retained",), "without --against")
     check_min_retained(min_retained, names)
     models = []
     for evaluated in filter(None, (against, model)):
-        chosen = output if output is None or evaluated == model else against_output(evaluated, output)
-        folder = chosen or default_output(evaluated)
+        chosen = output or default_output(model)
+        folder = chosen if evaluated == model else against_output(evaluated, chosen)
         models.append(EvalSettings(model=evaluated, tasks=names, output=folder, **settings))
     return {"text": {}, "tasks": _evaluate(models, verbose)}
 

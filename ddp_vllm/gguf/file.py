@@ -62,7 +62,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
             f"--outtype {type_name.lower()} is none of {', '.join(TYPES).lower()}; export f16, from which "
             "llama-quantize makes other types"
         )
-    check_file(output, overwrite=overwrite)
+    check_file(output, overwrite=overwrite, begins="GGUF")
     # first, because the rest reads what those graphs need
     if not (reason := _without_graph(read_config(folder))):
         checkpoint = read_checkpoint(folder, dense=True)

@@ -10,6 +10,7 @@ from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table
 from ddp_vllm.pages.pictures import Point, draw_points, render
+from ddp_vllm.pages.summary import lowest_agreement, top1_of
 from ddp_vllm.results import Bench, main_metric
 
 REMARK = (
@@ -20,10 +21,12 @@ REMARK = (
 )
 
 
-def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
+def page_of(comparison: Comparison, tolerance: float | None = None, min_agreement: float | None = None) -> Page:
     """Return the page: a sentence per model, pictures if there are two points, the table, and the
-    conditions; `tolerance` as in `choice`."""
-    take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance)[1])]
+    conditions; `tolerance` and `min_agreement` as in `choice`."""
+    take = list[tuple[str, str]]()
+    if tolerance is not None:
+        take = [(f"Within {tolerance:g} times", choice(comparison, tolerance, min_agreement)[1])]
     pictures = Section(heading="", pictures=[*draw(comparison)])
     conditions = [_speed_measured(speed.bench) for model in comparison.pruned for speed in model.speeds]
     conditions += [_quality_measured(model.evaluation) for model in comparison.models if model.evaluation]
@@ -85,10 +88,14 @@ def comparison_table(comparison: Comparison) -> Table:
     add("mean accuracy", mean_of, (model.accuracy for model in models))
     changes = (difference(model, dense) for model in models)
     add("points, same questions, 95 %", lambda change: points(*change), changes)
-    for name, task in TASKS.items():
-        scores = (model.evaluation and model.evaluation.score(name) for model in models)
-        heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
-        add(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
+    evaluations = [model.evaluation for model in models]
+    asked = (name for evaluation in evaluations if evaluation for name in evaluation.results)
+    for name in dict.fromkeys([*TASKS, *asked]):
+        # one row per metric, should the models have been evaluated by different tasks of one name
+        for task in dict.fromkeys(evaluation.task(name) for evaluation in evaluations if evaluation):
+            scores = [one.score(name) if one and one.task(name) == task else None for one in evaluations]
+            heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
+            add(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
     for text in dict.fromkeys(text for model in models for text in model.texts):
         qualities: list[Any] = [model.texts.get(text) or {} for model in pruned]
         add_ratios(f"perplexity on {text}, × dense", map(perplexity_ratio, qualities))
@@ -139,14 +146,21 @@ def _percent(model: Model) -> Interval | None:
     return percent, percent - reach, percent + reach
 
 
-def choice(comparison: Comparison, tolerance: float) -> tuple[Model | None, str]:
+def choice(comparison: Comparison, tolerance: float, min_agreement: float | None = None) -> tuple[Model | None, str]:
     """Return the fastest model, by its measured or else its predicted speed, whose held-out perplexity
-    is at most this many times the dense model's, and the same in words; None if there is none."""
-    within = [model for model in comparison.pruned if model.heldout and model.heldout[0] <= tolerance]
+    is at most this many times the dense model's and whose top-1 agreement is high enough, if it is
+    known, and the same in words; None if there is none."""
+    least = lowest_agreement(tolerance, min_agreement)
+    within = [
+        model
+        for model in comparison.pruned
+        if model.heldout and model.heldout[0] <= tolerance and (top1_of(model.quality) or 1.0) >= least
+    ]
     by_speed = lambda model: ((model.speedup or (0.0,))[0], -float(model.facts.parameters or 0))  # noqa: E731
     best = max(within, key=by_speed, default=None)
     if best is None:
-        return None, f"none has a known held-out perplexity of at most {tolerance:g} times the dense model's"
+        agreement = f" and {least:.0%} top-1 agreement" * bool(least)
+        return None, f"none has a known held-out perplexity of at most {tolerance:g} times the dense model's{agreement}"
     assert best.heldout
     gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
     return best, f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"

@@ -182,14 +182,15 @@ def _pruned_model(checkpoint: Checkpoint, files: Sequence[Results], notes: Notes
     for bench in sorted(_of(Bench, files), key=lambda bench: (bench.complete, bench.started)):
         labels = [model.label for model in bench.models[1:] if _is_same(model, facts, notes)]
         latest |= {verdict.load: Speed(verdict, bench) for verdict in bench.verdicts if verdict.label in labels}
-    if evaluation is None:
-        notes.append(f"{facts.name} was not evaluated; ddp-vllm eval does that")
     if not latest:
         notes.append(f"{facts.name} was not measured; ddp-vllm bench sharegpt does that")
     texts: dict[str, Quality] = {}
     for fidelity in sorted(_of(Fidelity, files), key=lambda fidelity: fidelity.started):
         if _is_same(fidelity.model, facts, notes):
             texts |= fidelity.texts
+    if evaluation is None:
+        what = "evaluated on tasks" if texts else "evaluated"
+        notes.append(f"{facts.name} was not {what}; ddp-vllm eval does that")
     latency = msgspec.convert(provenance.get("latency"), Latency | None)
     return Model(
         facts=facts,
@@ -242,7 +243,7 @@ def _dense_model(dense: str | None, files: Sequence[Results], pruned: Sequence[M
     questions = [model.evaluation.conditions for model in pruned if model.evaluation]
     same = [one for one in _of(Evaluation, files) if not questions or one.conditions == questions[0]]
     evaluation = _best_evaluation(same, facts, notes)
-    if evaluation is None:
+    if evaluation is None and (questions or not any(model.texts for model in pruned)):
         notes.append("the dense model was not evaluated on the same rows; ddp-vllm eval --against MODEL does that")
     if any(others != questions[0] for others in questions[1:]):
         notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")

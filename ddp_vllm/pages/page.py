@@ -15,6 +15,9 @@ from markupsafe import Markup
 from ddp_vllm.errors import printable
 
 REPORT_FILE = "report.html"
+HTML = '<!doctype html>\n<html lang="en"><head><meta name="generator" content="ddp-vllm">'
+MARKDOWN = "<!-- ddp-vllm -->\n"
+"""How the files that hold a page begin."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,11 +64,12 @@ def draw_heatmap(figure: Figure, *, values_LU: NDArray[np.float64], label: str, 
     figure.colorbar(image, ax=axes, label=label, pad=0.02)
 
 
-def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
-    """Draw the kept width of each layer's MLP over the outline of its `dense` width."""
+def draw_widths(figure: Figure, *, kept: Mapping[int, int], dense: int) -> None:
+    """Draw the kept width of each layer's MLP, by the number of the layer, over the outline of its
+    `dense` width."""
     axes = figure.subplots()
-    layers = range(len(kept_L))
-    axes.bar(layers, kept_L, width=0.8, color="0.45", label="kept")
+    layers = [*kept]
+    axes.bar(layers, [*kept.values()], width=0.8, color="0.45", label="kept")
     axes.bar(layers, dense, width=0.8, facecolor="none", edgecolor="black", linewidth=0.7, label="dense")
     axes.set(xlabel="layer", ylabel="MLP channels")
     axes.margins(x=0.01)

@@ -14,21 +14,24 @@ from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import CheckpointError, reading
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, read_masks_file
 from ddp_vllm.names import bare_name
-from ddp_vllm.output import write_text
+from ddp_vllm.output import check_file, write_text
 from ddp_vllm.pages import pictures
-from ddp_vllm.pages.page import REPORT_FILE, Page, Picture, Section, Table, to_html
-from ddp_vllm.pages.summary import answers, dense_name, lead, sections
+from ddp_vllm.pages.page import HTML, REPORT_FILE, Page, Picture, Section, Table, to_html
+from ddp_vllm.pages.summary import answers, dense_name, lead, sections, trained_together
 from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes
 from ddp_vllm.schema import checked
 
 
-def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
-    """Write `report.html` into `folder`, replacing an older one, and return its path.
+def write_report(checkpoint: Checkpoint, output: Path, name: str = "") -> Path:
+    """Write the report into the file `output`, or into `report.html` of that folder, replacing an
+    older one, and return its path.
 
     name: of the checkpoint, by default that of its folder.
 
     Raises: CheckpointError as `draw`; OutputError if nothing can be written there.
     """
+    file = output if output.suffix == ".html" and not output.is_dir() else output / REPORT_FILE
+    check_file(file, overwrite=True, begins=HTML)
     provenance, drawn = checkpoint.provenance, [*draw(checkpoint)]
     *tables, widths = sections(checkpoint)
     folded = [widths]
@@ -49,8 +52,8 @@ def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
         sections=[*tables, *folded],
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
     )
-    write_text(to_html(page), folder / REPORT_FILE)
-    return folder / REPORT_FILE
+    write_text(to_html(page), file)
+    return file
 
 
 def draw(checkpoint: Checkpoint) -> Iterator[Picture]:
@@ -70,29 +73,34 @@ def draw(checkpoint: Checkpoint) -> Iterator[Picture]:
         unit = units[heads_LU.shape[1]]
         yield pictures.render(
             pictures.draw_heatmap, name="heads", title=f"Attention: each {unit}",
-            caption="White: removed. The bar has the scale of each shade.",
+            caption="Blank: removed. The bar has the scale of each shade.",
             values_LU=heads_LU.astype(np.float64), label="scale", unit_label=unit,
         )  # fmt: skip
     if "mlp" in widths.blocks:
         yield pictures.render(
             pictures.draw_widths, name="widths", title="MLP width of each layer",
             caption=f"Filled: channels kept. Outline: the dense model's {dense.intermediate_size:,}.",
-            kept_L=[layer.intermediate_size for layer in widths.layers if widths.states("mlp", layer)],
+            kept={
+                index: layer.intermediate_size
+                for index, layer in enumerate(widths.layers)
+                if widths.states("mlp", layer)
+            },
             dense=dense.intermediate_size,
         )  # fmt: skip
     if checkpoint.has_experts:
         none = [np.nan] * widths.num_experts
         widths_LE = np.array([layer.expert_intermediate_sizes or none for layer in widths.layers], np.float64)
-        blank = " Blank: layers without experts." if np.isnan(widths_LE).any() else ""
+        blank = "layers without experts, and " if np.isnan(widths_LE).any() else ""
         yield pictures.render(
             pictures.draw_heatmap, name="experts", title="Width of each expert",
-            caption=f"White: removed. The bar has the width of each shade.{blank}",
+            caption=f"Blank: {blank}removed experts. The bar has the width of each shade.",
             values_LU=widths_LE, label="channels kept", unit_label="expert",
         )  # fmt: skip
     if steps := _read_steps(folder / METRICS_FILE):
+        after = "the scales and the weights" if trained_together(provenance) else "only the scales"
         caption = (
             "Losses: each step as a thin line, and a running mean over a twentieth of the steps. At the vertical line "
-            "the kept units are fixed; after it only their scales are trained."
+            f"the kept units are fixed; after it {after} are trained."
         )
         yield pictures.render(
             pictures.draw_curves, name="curves", title="Training", caption=caption, steps=steps,

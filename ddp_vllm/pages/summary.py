@@ -18,6 +18,7 @@ from ddp_vllm.names import bare_name
 from ddp_vllm.pages.page import Section, Table
 from ddp_vllm.provenance import dense_model
 from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.settings import Option
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 Size = tuple[str, int, int]
@@ -33,6 +34,10 @@ LOSSES = (
     (1.2, 0.75, "answers may change; read those in report.html, and evaluate tasks before you serve it"),
     (inf, 0.0, "a large loss; train for longer (ddp-vllm recover FOLDER --minutes 60 -o NEW), or remove less"),
 )
+MIN_AGREEMENT = Option(
+    "Lowest accepted top-1 agreement with the dense model. A model that adapted to a text may have a low perplexity "
+    "and other answers.", is_fraction=True, shown="as the verdict",
+)  # fmt: skip
 CONTEXT_LENGTH = 2048  # for counting FLOPs if the recipe has none
 
 # module type -> kind of unit -> its number in a layer
@@ -107,10 +112,23 @@ def verdict(quality: Mapping[str, Any]) -> str:
     """
     last = _last(quality)
     ratio = quality[last] / quality["dense"]
-    top1 = quality.get("agreement", {}).get(last, {}).get("top1")
+    top1 = top1_of(quality)
     meaning = next(words for most, least, words in LOSSES if ratio <= most and (top1 is None or top1 >= least))
     agreement = "" if top1 is None else f", {top1:.0%} top-1 agreement"
     return f"{ratio:.2f} times the dense model's perplexity{agreement}: {meaning}"
+
+
+def lowest_agreement(ratio: float | None, passed: float | None) -> float:
+    """Return the lowest top-1 agreement that a limit on the ratio of perplexities accepts, unless one
+    was passed."""
+    if passed is not None or ratio is None:
+        return passed or 0.0
+    return next(least for most, least, _ in LOSSES if ratio <= most)
+
+
+def top1_of(quality: Mapping[str, Any] | None) -> float | None:
+    """Return the top-1 agreement of the last model with the dense one; None if unknown."""
+    return (quality or {}).get("agreement", {}).get(_last(quality), {}).get("top1") if quality else None
 
 
 def _last(quality: Mapping[str, Any]) -> str:

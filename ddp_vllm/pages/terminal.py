@@ -4,6 +4,7 @@ training."""
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from rich import table as rich_table
@@ -27,6 +28,13 @@ class SafeConsole(Console):
         if not (width or sys.stdout.isatty() or "COLUMNS" in os.environ):
             width = FILE_WIDTH
         super().__init__(width=width, markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Go on; rich would end the process."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):

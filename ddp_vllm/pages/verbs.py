@@ -8,17 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import LimitError, OutputError, echo, line_printer
+from ddp_vllm.errors import LimitError, OutputError, SettingError, echo, line_printer
+from ddp_vllm.families import code_of
+from ddp_vllm.model_facts import FOUND_BY_NAME
 from ddp_vllm.output import check_file, write_text
-from ddp_vllm.settings import Option, command
+from ddp_vllm.pages.page import REPORT_FILE
+from ddp_vllm.pages.summary import MIN_AGREEMENT
+from ddp_vllm.remote_code.files import weight_files
+from ddp_vllm.settings import Option, command, typed
 
 if TYPE_CHECKING:
     from ddp_vllm.pages.measurements import Comparison
 
 CARD = "README.md"
-RESULTS = ("eval/*", "sharegpt-*")  # of eval and bench, which name folders of this machine
+PUBLISHED = (*FOUND_BY_NAME, "ddp_*", REPORT_FILE, "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""What is sent besides weights and code, because results of bench and eval name folders of this machine."""
 
 
+@typed()
 def read(folder: str | Path) -> Checkpoint:
     """Read and check a pruned checkpoint without loading a weight: widths, number of parameters,
     provenance."""
@@ -47,11 +54,11 @@ def inspect(folder: str | Path) -> dict[str, Any]:
 def report(
     folder: str | Path,
     *,
-    output: Annotated[Path | str | None, Option("Where to write.", "-o", shown="FOLDER itself")] = None,
+    output: Annotated[Path | str | None, Option("Page or folder.", "-o", shown="FOLDER itself")] = None,
 ) -> Path:
     """Draw the removed units of a pruned checkpoint as one page, report.html.
 
-    `prune` draws this page too. FOLDER is any pruned checkpoint.
+    `prune` draws this page too.
     """
     from ddp_vllm.pages.report import write_report
 
@@ -70,7 +77,7 @@ def _print_comparison(comparison: "Comparison", values: Mapping[str, Any]) -> No
         echo(note, err=True)
     echo(f"{page.with_suffix('.html')} and {page.with_suffix('.md')}")
     if tolerance is not None:
-        best, sentence = choice(comparison, tolerance)
+        best, sentence = choice(comparison, tolerance, values["min_agreement"])
         echo(f"within {tolerance:g} times: {sentence}")
         if best is None:
             raise LimitError(f"{sentence}; train for longer with ddp-vllm recover, or remove less")
@@ -80,7 +87,8 @@ def _records(comparison: "Comparison", values: Mapping[str, Any]) -> dict[str, A
     """Return the facts of each model, its two ratios with intervals, and the choice."""
     from ddp_vllm.pages.compare import choice
 
-    best = None if values["tolerance"] is None else choice(comparison, values["tolerance"])[0]
+    tolerance, least = values["tolerance"], values["min_agreement"]
+    best = None if tolerance is None else choice(comparison, tolerance, least)[0]
     models = [
         {"facts": model.facts.to_json(), "heldout_ratio": model.heldout, "speedup": model.speedup}
         for model in comparison.pruned
@@ -99,30 +107,34 @@ def compare(
     dense: Annotated[str | Path | None, Option("The dense model.", metavar="MODEL", shown="that of the recipe")] = None,
     tolerance: Annotated[
         float | None,
-        Option("Name the fastest model whose perplexity is at most this many times the dense model's."),
+        Option("Name the fastest model whose perplexity is at most this many times the dense model's.", least=0.01),
     ] = None,
+    min_agreement: Annotated[float | None, MIN_AGREEMENT] = None,
     overwrite: Annotated[bool, Option("Replace the page.")] = False,
 ) -> "Comparison":
     """Put quality and speed of the pruned checkpoints in FOLDERS into one table, here and on a
-    page.
-
-    The page is written in HTML and in Markdown.
+    page in HTML and Markdown.
 
         ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
 
     Results of bench and eval are found in each folder and its eval folder, or passed with
     --results. The exit code is 9 if no model is within --tolerance.
     """
-    page, markdown = (Path(output).with_suffix(suffix) for suffix in (".html", ".md"))
-    for path in (page, markdown):
-        check_file(path, overwrite=overwrite)
     from ddp_vllm.pages.compare import page_of
     from ddp_vllm.pages.measurements import collect
-    from ddp_vllm.pages.page import to_html, to_markdown
+    from ddp_vllm.pages.page import HTML, MARKDOWN, to_html, to_markdown
 
-    comparison = collect([*map(Path, folders)], results=[*map(Path, results)], dense=str(dense) if dense else None)
-    content = page_of(comparison, tolerance)
-    write_text(to_markdown(content), markdown)
+    if not (folders := [*map(Path, folders)]):
+        raise SettingError("folders", "names no pruned checkpoint; give one or several")
+    if Path(output).suffix not in ("", ".html", ".md"):
+        raise SettingError("output", f"is {output}; the page is written as .html and .md, so give a name with .html")
+    page, markdown = (Path(output).with_suffix(suffix) for suffix in (".html", ".md"))
+    for path, begins in ((page, HTML), (markdown, MARKDOWN)):
+        check_file(path, overwrite=overwrite, begins=begins)
+
+    comparison = collect(folders, results=[*map(Path, results)], dense=str(dense) if dense else None)
+    content = page_of(comparison, tolerance, min_agreement)
+    write_text(MARKDOWN + to_markdown(content), markdown)
     write_text(to_html(content), page)
     return comparison
 
@@ -137,16 +149,14 @@ def push(
     license: Annotated[
         str | None, Option("License of the dense model in the hub's spelling, such as apache-2.0.")
     ] = None,
-    base_model: Annotated[
-        str | None, Option("The dense model on the hub.", shown="the model it was pruned from, if on the hub")
-    ] = None,
+    base_model: Annotated[str | None, Option("The dense model on the hub.", shown="that of the recipe")] = None,
 ) -> str:
     """Publish a pruned checkpoint on the Hugging Face hub, as OWNER/NAME.
 
         ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
 
-    The folder is checked first. Results of eval and bench are not sent, and the model card is
-    written for the hub. Log in first with `hf auth login`, or set HF_TOKEN.
+    The folder is checked first. Only the model's own files and licenses are sent, and a card for the
+    hub. Log in first with `hf auth login`, or set HF_TOKEN.
 
     In Python the address of the commit is returned.
     Raises: CheckpointError if the folder is damaged; OutputError if publishing fails.
@@ -155,7 +165,10 @@ def push(
 
     from ddp_vllm.pages.card import model_card
 
-    checkpoint, api = read(folder), HfApi(library_name="ddp-vllm")
+    checkpoint, api, place = read(folder), HfApi(library_name="ddp-vllm"), Path(folder)
+    files = [path for pattern in PUBLISHED for path in place.glob(pattern) if path.is_file()]
+    files += [*weight_files(place), *(place / code.name for code in code_of(checkpoint.config))]
+    names = sorted({path.relative_to(place).as_posix() for path in files})
     message = f"{checkpoint.config['model_type']} pruned by ddp-vllm"
     branch: dict[str, Any] = {"revision": revision, "commit_message": message}
     try:
@@ -163,7 +176,7 @@ def push(
         if revision:  # a commit does not make its branch
             api.create_branch(name, branch=revision, exist_ok=True)
         card = model_card(checkpoint, name.partition("/")[2], name, license_name=license, base_model=base_model)
-        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[CARD, *RESULTS], **branch)
+        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=names, **branch)
         return api.upload_file(repo_id=name, path_or_fileobj=card.encode(), path_in_repo=CARD, **branch)
     except Exception as error:  # errors of the hub, of the network and of three libraries
         reason = " ".join(str(error).split())[:300]

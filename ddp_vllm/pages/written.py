@@ -31,9 +31,11 @@ def print_written(checkpoint: Checkpoint, dense: str, console: Console) -> None:
     dense: the name of the dense model, as the user gave it.
     """
     output = checkpoint.folder
-    folder = quote(str(output))
+    folder, bench = quote(str(output)), "sharegpt"
+    if work := checkpoint.provenance.get("latency", {}).get("workload"):
+        bench = f"steps --phase {work['phase']} --concurrency {work['batch']} --context-length {work['context']}"
     print_checkpoint(checkpoint, console)
     console.print(
         f"\nwritten: {output}\nlook at it: {output / REPORT_FILE}\nserve it:   vllm serve {folder}"
-        f"\nmeasure it: ddp-vllm bench sharegpt --dense {quote(dense)} --pruned {folder}"
+        f"\nmeasure it: ddp-vllm bench {bench} --dense {quote(dense)} --pruned {folder}"
     )

@@ -53,7 +53,20 @@ def read_bytes(path: Path, most: int) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > most:
             raise OSError(f"{path} is not a file of at most {most:,} bytes")
-        return file.read(status.st_size)
+        content = file.read(status.st_size)
+        check_no_pointer(content[:40], path)
+        return content
+
+
+class PointerError(WidthsError):
+    """A file that git stored elsewhere."""
+
+
+def check_no_pointer(first: bytes, path: object) -> None:
+    """Refuse a file that begins as git-lfs leaves those that it did not download. Raises:
+    PointerError."""
+    if first.startswith(b"version https://git-lfs"[: len(first)]) and len(first) > 7:
+        raise PointerError(f"{path} is a pointer of git-lfs, not the file itself; run: git lfs pull")
 
 
 def parse_json(content: bytes | str, parse_constant: Callable[[str], Any] = float) -> Any:
@@ -117,6 +130,7 @@ def file_tensors(path: Path) -> Iterator[tuple[str, list[int], str]]:
         raise WidthsError(f"{path} is not a file; download it again")
     with open(path, "rb") as file:
         start = file.read(8)
+        check_no_pointer(start, path)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= LONGEST_HEADER:
             raise WidthsError(f"{path} is not a safetensors file: its header states {length} bytes; download it again")

@@ -483,7 +483,7 @@ def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
         else:
             dense = replace(dense, intermediate_size=width)
     number = text.get("num_hidden_layers")
-    return Widths(
+    widths = Widths(
         table=TensorTable(projections=tuple(projections)),
         layers=_layers(stated.get("layers"), f"{METHOD}.layers", number, dense, is_family=False),
         dense=dense,
@@ -491,6 +491,10 @@ def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
         is_family=False,
         is_renumbered=not states_widths(config),
     )
+    for block in widths.blocks:
+        if not any(widths.states(block, layer) for layer in widths.layers):
+            raise WidthsError(f"config.json: {METHOD}.{block} describes a block that no layer states; {_AGAIN}")
+    return widths
 
 
 def _layers(stated: Any, where: str, number: Any, dense: LayerWidths, *, is_family: bool) -> tuple[LayerWidths, ...]:

@@ -59,10 +59,6 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
         f"{settings.model}, its dense model and a block of {settings.max_length:,} tokens do not fit into the "
         "memory of the device; free it of other processes, or lower --max-length"
     )
-    with explained(too_large):
-        for name, model in (("dense", dense), ("pruned", source)):
-            print_line(f"evaluating {model.folder.name} on {sum(map(len, blocks.values())):,} sequences")
-            evaluation.evaluate_texts(name, load_model(model, settings.dtype, device))
     results: dict[str, Any] = {
         "format": FIDELITY_FORMAT,
         "started": today(),
@@ -72,11 +68,16 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
         "model": describe_model(settings.model).to_json(),
         "against": describe_model(str(dense.folder)).to_json(),
         "texts": {
-            bare_name(name): evaluation.perplexity(name)
-            | ({"sha256": sha256(Path(name))[:32]} if Path(name).is_file() else {})
+            bare_name(name): {"sha256": sha256(Path(name))[:32]} if Path(name).is_file() else {}
             for name in settings.texts
         },
     }
+    with explained(too_large):
+        for name, model in (("dense", dense), ("pruned", source)):
+            print_line(f"evaluating {model.folder.name} on {sum(map(len, blocks.values())):,} sequences")
+            evaluation.evaluate_texts(name, load_model(model, settings.dtype, device))
+    for name in settings.texts:
+        results["texts"][bare_name(name)] |= evaluation.perplexity(name)
     write_new_results(results, output, "text")
     return results
 

@@ -62,10 +62,11 @@ CARDS = {
 
 def parse_cards(text: str) -> tuple[str, int]:
     """Read `h100-80gb` or `2xh100-80gb`: the name of a card, and how many. Raises: SettingError."""
-    count, _, name = text.partition("x") if text[:1].isdigit() else ("1", "", text)
-    if name not in CARDS or not count.isdigit() or not 1 <= int(count) <= 64:
+    count, _, name = text.lower().partition("x") if text[:1].isdigit() else ("1", "", text.lower())
+    cards = [name] if name in CARDS else [card for card in CARDS if name and card.startswith(name)]
+    if len(cards) != 1 or not count.isdigit() or not 1 <= int(count) <= 64:
         raise SettingError("on", f"is {text!r}; give a card, or several as 2xh100-80gb; known: {', '.join(CARDS)}")
-    return name, int(count)
+    return cards[0], int(count)
 
 
 class Devices(NamedTuple):

@@ -62,10 +62,16 @@ def plan(
     """
     first, last = recipes[0], recipes[-1]
     source = find_model(first, load=not on)
-    profile = latency_profile(first, source, _refuse_to_measure)
-    lines, removed, pools_of = list[str](), list[float | None](), []
+    lines, removed, pools_of, profile, is_known = list[str](), list[float | None](), [], None, True
+    try:
+        profile = latency_profile(first, source, _refuse_to_measure)
+    except _UnmeasuredError as error:
+        if not on:
+            raise
+        lines.append(str(error))
+        removed, is_known = [None] * len(recipes), False
     source.describe_rest(lines.append)
-    for recipe in recipes:
+    for recipe in recipes if is_known else ():
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
         head_unit, pools = make_checked_pools(recipe, source, source.shapes, profile)
@@ -116,9 +122,7 @@ def _plan_on_cards(
     fits = estimate(recipes, source, devices)
     taken = choose([fitted for fitted, _, _ in fits])
     for fitted, tokens, seconds in reversed(fits):
-        hours = seconds / 3600
-        duration = f"about {hours:.2g} hours for" if hours < 10 else f"about {hours:.0f} hours for"
-        duration = f"the {recipe.minutes:g} minutes for about" if recipe.minutes else duration
+        duration = f"the {recipe.minutes:g} minutes for about" if recipe.minutes else f"about {_duration(seconds)} for"
         lines.append(
             f"{fitted.mode} on {on}: {'fits' if fitted.peak <= fitted.free else 'does not fit'}, "
             f"{gigabytes(fitted.peak)} of {gigabytes(fitted.free)} per card with {fitted.num_sequences} × "
@@ -174,8 +178,12 @@ def estimate(recipes: Sequence[Recipe], source: Source, devices: Devices) -> lis
     return estimates
 
 
+class _UnmeasuredError(SettingError):
+    """A budget in time without a profile."""
+
+
 def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
-    raise SettingError(
+    raise _UnmeasuredError(
         "the removed units depend on measured time, and this model was not profiled on this machine; pass --profile "
         "with a file that ddp-vllm profile wrote"
     )

@@ -196,8 +196,8 @@ class Recipe(TrainingSettings):
     )
     polish: float = setting(
         0.35,
-        """Last fraction of the steps, in which only the kept scales are fine-tuned; 0 disables it, as
-        in the paper. The default was not tuned.""",
+        """Last fraction of the steps, in which only kept units are fine-tuned; 0 disables it, as in
+        the paper. The default was not tuned.""",
         is_fraction=True,
         heading="Rarely needed",
     )
@@ -324,11 +324,14 @@ def load_recipe(path: Path | Mapping[str, Any] | None, settings: Mapping[str, An
             raise SettingError(f'the table [alm] of {where} is for controller = "alm"; set that, or leave it out')
     if "model" not in values:
         raise SettingError("model", "is missing; give it on the command line or in the recipe")
-    if not {"sparsity", "target", "speedup"} & values.keys():
+    stated = [name for name in SIZES if name in values]
+    if not stated:
         raise SettingError(
             "sparsity",
             "is missing; give it, or --speedup, or a --target such as 5.5B, on the command line or in the recipe",
         )
+    if not any(values[name] for name in stated):
+        raise SettingError(stated[-1], "is 0; give how much to remove, such as a sparsity of 0.2")
     return Recipe(**values)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.names import bare_name, identity_of, split_sources
-from ddp_vllm.settings import Settings, read_settings, setting
+from ddp_vllm.settings import DTYPES, Settings, read_settings, setting
 
 # settings that do not change the result, or whose resolved values are compared instead
 INDECISIVE = (
@@ -99,7 +99,7 @@ class TrainingSettings(Settings):
         checkpoint, but bfloat16 for float16, in which small gradients vanish, and float32 on devices
         that do not compute in bfloat16, such as older GPUs and CPUs. The written model always has the
         format of the checkpoint.""",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         heading="Rarely needed",
     )
     optimizer: str = setting(
@@ -184,7 +184,7 @@ class FidelitySettings(Settings):
     """Tokens per block, which is the longest context."""
     tokens: int = 16_384
     """Tokens of each text, of which `texts` may evaluate only some."""
-    dtype: str = "auto"
+    dtype: str = setting("auto", choices=DTYPES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -253,6 +253,8 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Map
             raise SettingError(
                 f"the dense model was {known}, which is not a folder here; pass its folder or Hub name with --teacher"
             )
+    if values.get("tokens") == 0 and "minutes" not in values:
+        raise SettingError("tokens", "is 0; give a number of tokens, or minutes")
     if missing := {"model", "teacher"} - set(values):
         raise SettingError(min(missing), "is missing; give it on the command line or in the recipe")
     return RecoveryRecipe(**values)

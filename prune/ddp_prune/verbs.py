@@ -27,7 +27,7 @@ from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.summary import summary, trained_together
 from ddp_vllm.provenance import local_provenance
-from ddp_vllm.settings import Option, command, documents
+from ddp_vllm.settings import Option, command, documents, typed
 
 if TYPE_CHECKING:
     from ddp_prune.plan import Plan
@@ -65,7 +65,7 @@ def _prune(
         bool, Option("Print what would be removed and the estimated memory and time, then exit.")
     ] = False,
     on: Annotated[
-        str | None, Option("With --dry-run: estimate for these GPUs, for example h100-80gb or 2xh100-80gb.")
+        str | None, Option("With --dry-run: estimate for GPUs such as h100-80gb or 2xh100.")
     ] = None,
     verbose: bool = False,
     **settings: Any,
@@ -81,6 +81,8 @@ def _prune(
     same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
     """
     if dry_run:
+        if output:
+            _check_output(model, output, _recipes(model, recipe, settings), overwrite=overwrite)
         return plan(model, output=output or "pruned", recipe=recipe, on=on, verbose=verbose, **settings)
     if on:
         raise SettingError("on", "estimates for other GPUs and trains nothing; add --dry-run")
@@ -92,6 +94,7 @@ def _prune(
 
 
 @documents(Recipe)
+@typed(Recipe)
 def prune(
     model: str | Path,
     *,
@@ -121,6 +124,7 @@ def prune(
 
 
 @documents(Recipe)
+@typed(Recipe)
 def prune_sizes(
     model: str | Path,
     *,
@@ -136,8 +140,7 @@ def prune_sizes(
     Each size is written into a folder inside `output`. The arguments are those of `prune`.
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
-    if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
-        check_output(output, overwrite=overwrite, reads=[model])
+    _check_output(model, output, recipes, overwrite=overwrite)
     _check_model(recipes[0])
     _check_texts(recipes[0])
     from ddp_prune import jobs
@@ -150,6 +153,7 @@ def prune_sizes(
 
 
 @documents(Recipe)
+@typed(Recipe)
 def plan(
     model: str | Path,
     *,
@@ -170,6 +174,7 @@ def plan(
     """
     recipes = _recipes(model, recipe, settings)
     _check_model(recipes[0])
+    _check_texts(recipes[0], of_hub=False)
     from ddp_prune import plan as planning
 
     return planning.plan(recipes, Path(output), on, line_printer(verbose))
@@ -183,11 +188,16 @@ def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Ma
     return recipes
 
 
-def _check_texts(recipe: TrainingSettings) -> None:
+def _check_output(model: str | Path, output: Path, recipes: list[Recipe], *, overwrite: bool) -> None:
+    """Refuse an output that the run of these recipes cannot write. Raises: OutputError."""
+    if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
+        check_output(output, overwrite=overwrite, reads=[model])
+
+
+def _check_texts(recipe: TrainingSettings, *, of_hub: bool = True) -> None:
     """Refuse a missing text before torch is imported. Raises: TextError."""
-    check_sources(recipe.data, recipe.text_column)
-    if recipe.watch:
-        check_sources(recipe.watch, recipe.text_column)
+    for data in filter(None, (recipe.data, recipe.watch)):
+        check_sources(data, recipe.text_column, of_hub=of_hub)
 
 
 def _check_model(recipe: Recipe) -> None:
@@ -312,6 +322,7 @@ def quantize(
     return Path(output)
 
 
+@typed(FidelitySettings)
 def evaluate_text(
     model: str | Path,
     texts: str | Path | Sequence[str | Path],

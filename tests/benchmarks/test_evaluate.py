@@ -1,13 +1,17 @@
 """lm-eval on a tiny model and made-up rows of a folder of tasks: written as lm-eval writes, compared, refused."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
-from commands import assert_refused, invoke
+from commands import assert_refused, invoke, passed
 
+from ddp_benchmarks import evaluate, verbs
+from ddp_benchmarks.evaluate import EvalSettings
 from ddp_vllm.errors import LimitError
 from ddp_vllm.evaluations import Evaluation, judge_retained, mean_accuracy, mean_difference, retained
 
@@ -74,7 +78,7 @@ def test_local_tasks_count_and_are_compared_with_the_dense_model(
     assert other["ddp_vllm"]["model"]["model"] == str(dense)
     assert other["ddp_vllm"]["data"] == results["ddp_vllm"]["data"]
     assert not (dense / "eval").exists() and not (halved / "eval").exists()
-    assert len(list((cache / "eval").iterdir())) == 2  # of responses, one per model
+    assert list((cache / "eval").iterdir()) == []  # no responses of evaluations that ended
 
 
 def test_the_difference_of_means_is_that_of_pairs() -> None:
@@ -118,6 +122,101 @@ def test_mean_is_unweighted_and_uses_the_papers_metrics() -> None:
     }
     mean = mean_accuracy(scores)
     assert mean == {"value": pytest.approx(0.7), "stderr": pytest.approx(0.025), "tasks": ["boolq", "piqa"]}
+
+
+METRIC = """output_type: multiple_choice
+doc_to_text: "{{goal}}"
+doc_to_choice: "{{[sol1, sol2]}}"
+doc_to_target: label
+metric_list: [{metric: acc}]"""
+
+
+def test_a_task_of_a_papers_name_may_have_another_metric(tiny: Path, tasks: Path, cache: Path) -> None:
+    (tasks / "piqa.yaml").write_text(TASK.format(name="piqa", file=tasks / "rows.jsonl", more=METRIC))
+    done = passed(invoke("eval", tiny, "--tasks", "piqa", "--include-path", tasks, "-o", "out"))
+    assert re.search(r"PIQA +acc +50\.00", done.stdout)
+    (file,) = Path("out").glob("results_*.json")
+    assert json.loads(file.read_text())["ddp_vllm"]["answers"] == {}
+
+
+RAW = {"results": {"piqa": {"acc_norm,none": 1.0}}, "samples": {"piqa": [{"doc_hash": 1, "filter": "none"}]}}
+
+
+def test_results_are_written_before_anything_is_derived_from_them(
+    tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no defect of ours costs an evaluation, and the responses stay for the next."""
+    settings = EvalSettings(model=str(tiny), tasks=("piqa",), output=tmp_path / "out")
+    responses = evaluate._responses(settings)
+    assert responses
+    responses.with_name(f"{responses.name}_rank0.db").write_text("")
+    monkeypatch.setattr(evaluate, "run_alone", lambda *_: json.loads(json.dumps(RAW)))
+
+    def defect(_: object) -> None:
+        raise KeyError("acc_norm")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(evaluate, "mean_accuracy", defect)
+        evaluate.evaluate(settings)
+    (file,) = (tmp_path / "out").glob("results_*.json")
+    assert json.loads(file.read_text()) == RAW and len(list(responses.parent.iterdir())) == 1
+    file.unlink()
+    evaluate.evaluate(settings)
+    (file,) = (tmp_path / "out").glob("results_*.json")
+    assert "samples" not in json.loads(file.read_text()) and not list(responses.parent.iterdir())
+
+
+def test_pickled_responses_of_others_are_not_read(
+    tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EvalSettings(model=str(tiny), tasks=("piqa",))
+    responses = evaluate._responses(settings)
+    assert responses and responses.parent.stat().st_mode & 0o777 == 0o700
+    planted = responses.with_name(f"{responses.name}_rank0.db")
+    planted.symlink_to(tiny / "config.json")
+    assert evaluate._responses(settings) is None
+    planted.unlink()
+    responses.parent.chmod(0o777)  # others may have written it
+    assert evaluate._responses(settings) is None
+    responses.parent.chmod(0o700)
+    monkeypatch.setattr(evaluate, "local_folder", lambda _: None)  # not downloaded yet: nothing to tell versions apart
+    assert evaluate._responses(EvalSettings(model="owner/name", tasks=("piqa",))) is None
+
+
+@pytest.mark.parametrize(("fault", "offline"), [("", None), ("no network", "1")])
+def test_tasks_of_a_folder_leave_those_of_the_hub_readable(
+    fault: str, offline: str | None, tiny: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class EndedError(Exception):
+        pass
+
+    def ended() -> None:
+        raise EndedError
+
+    for name in (names := ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE")):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(evaluate, "hub_fault", lambda: fault)
+    monkeypatch.setattr(evaluate, "quiet_libraries", ended)
+    with pytest.raises(EndedError):
+        evaluate._evaluate_tasks(EvalSettings(model=str(tiny), tasks=("mine", "arc_easy"), include_path=tasks))
+    assert [os.environ.get(name) for name in names] == [offline] * 2
+
+
+def test_results_of_both_models_go_into_the_folder_of_the_evaluated_one(
+    tiny: Path, halved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = list[EvalSettings]()
+    monkeypatch.setattr(verbs, "_evaluate", lambda models, _: chosen.extend(models) or [])
+    monkeypatch.setattr(verbs, "_print_quality", lambda *_: None)
+    for words in ([], ["-o", "out"]):
+        invoke("eval", halved, "--against", tiny, *words)
+        invoke("eval", halved, "--against", "owner/dense", *words)
+    assert [str(settings.output) for settings in chosen] == [
+        f"{folder}{name}"
+        for folder in (f"{halved}/eval", "out")
+        for name in ("/against-tiny-llama", "", "/against-owner--dense", "")
+    ]
 
 
 @pytest.mark.nightly

@@ -2,14 +2,54 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ddp_benchmarks import side_by_side, verbs
 from ddp_benchmarks.models import max_model_len
 from ddp_vllm.model_facts import describe_model, local_folder
 
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
 CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(("arguments", "value_bytes"), [
+    ([], 2), (["--dtype", "float32"], 4), (["--dtype=float32"], 4), (["--dtype", "float"], 4), (["--dtype", "half"], 2),
+    (["--dtype", "bfloat16", "--mamba-ssm-cache-dtype", "float32"], 2), (["--mamba-ssm-cache-dtype=float32"], 2),
+    (["--download-dir", "/models/float32"], 2), (["--dtype", "float32", "--dtype", "bfloat16"], 2),
+])  # fmt: skip
+def test_the_cache_of_an_engine_has_the_size_of_its_dtype(
+    arguments: list[str], value_bytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = list[int]()
+    monkeypatch.setattr(side_by_side, "cache_gib", lambda *words: sizes.append(words[-1]) or 1)
+    monkeypatch.setattr(side_by_side, "number_format", lambda _: [])
+    monkeypatch.setattr(side_by_side, "max_model_len", lambda _: None)
+    side_by_side.StepEngine("owner/name", arguments, largest=(1, 16), log=tmp_path / "log")
+    assert sizes == [value_bytes]
+
+
+def test_a_name_on_the_hub_is_compared_as_a_folder_is(
+    halved: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the masks file predicts, and the size of its cache; also before it is downloaded."""
+    asked = list[str]()
+
+    def known(name: str) -> Path | None:
+        asked.append(name)
+        return {"owner/halved": halved, "owner/tiny": tiny}.get(name)
+
+    def compare(settings: side_by_side.StepSettings, **_: Any) -> dict[str, Any]:
+        assert side_by_side.cache_gib("owner/tiny", 64, 1 << 20, 4) > 1
+        assert side_by_side.cache_gib("owner/far", 64, 1 << 20, 4) == 1
+        return {"verdicts": [{} for _ in settings.pruned]}
+
+    for module in (verbs, side_by_side):
+        monkeypatch.setattr(module, "known_folder", known)
+    monkeypatch.setattr(verbs, "compare_steps", compare)
+    results = verbs.bench_steps("owner/tiny", ["owner/halved", "owner/far"])
+    assert results == {"verdicts": [{}, {}]} and {"owner/halved", "owner/far"} <= {*asked}
 
 
 @pytest.mark.parametrize(("files", "whole"), [

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ddp_vllm
 from ddp_benchmarks.conversations import draw_sample, read_conversations
 from ddp_benchmarks.engine import Server
 from ddp_benchmarks.processes import group_members
@@ -57,6 +58,59 @@ def test_a_server_answers_over_http_and_leaves_nothing(halved: Path, tmp_path: P
         assert server.failure().startswith("was killed by signal 9")
     assert list(group_members(server.process.pid)) == []
     assert facts["kv_cache_tokens"] > 256
+
+
+def test_requests_over_http_are_measured_and_judged(
+    tiny: Path, halved: Path, talks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each model by a server of its own; `compare` shows the verdict."""
+    output = tmp_path / "served.json"
+    results = ddp_vllm.bench(
+        tiny, halved, output=output, dataset=talks, mode="serve", request_rate=64, num_prompts=6, pairs=1,
+        warmups=0, warmup_round=False, engine_arguments=ENGINE[1:],
+    )  # fmt: skip
+    assert results["complete"] and json.loads(output.read_text()) == results
+    assert [(run["label"], run["load"]) for run in results["runs"]] == [
+        (label, "64 requests/s") for label in ("dense", "halved")
+    ]
+    tokens = results["sample"]["prompt_tokens"] + results["sample"]["output_tokens"]
+    assert {run["raw"]["total_input_tokens"] + run["raw"]["total_output_tokens"] for run in results["runs"]} == {tokens}
+    assert all(run["metrics"]["p99_ttft_ms"] > 0 and run["engine"]["startup_seconds"] > 1 for run in results["runs"])
+    assert "time per output token: " in results["verdicts"][0]["sentence"] and capfd.readouterr().out == ""
+    page = ddp_vllm.compare(halved, results=output, output=tmp_path / "page")
+    assert page.pruned[0].speed and page.pruned[0].speed.verdict.load == "64 requests/s"
+
+
+TASK = """task: riddles
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{goal}}}}"
+doc_to_choice: "{{{{[sol1, sol2]}}}}"
+doc_to_target: label
+metric_list: [{{metric: acc}}]
+"""
+
+
+def test_vllm_evaluates_as_transformers_does(
+    halved: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    row = {"goal": "melt ice", "sol1": "the sun", "sol2": "down the hill"}
+    rows = [json.dumps({**row, "goal": f"{number} ice melts", "label": number % 2}) for number in range(6)]
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "tasks" / "riddles.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
+    found = [
+        ddp_vllm.evaluate(
+            halved, tasks="riddles", include_path=tmp_path / "tasks", backend=backend, dtype="float32", max_length=64,
+            output=tmp_path / backend, model_args=("enforce_eager=True",) * (backend == "vllm"),
+        )
+        for backend in ("vllm", "hf")
+    ]  # fmt: skip
+    assert found[0]["results"]["riddles"]["acc,none"] == found[1]["results"]["riddles"]["acc,none"] == 0.5
+    assert found[0]["ddp_vllm"]["settings"]["backend"] == "vllm" and found[0]["n-samples"]["riddles"]["effective"] == 6
 
 
 def test_our_sample_is_vllms(tiny: Path, talks: Path, tmp_path: Path, run_in_vllm: Callable[..., str]) -> None:

@@ -12,14 +12,21 @@ from typing import Any
 
 import pytest
 from commands import assert_refused, invoke, passed
+from matplotlib.figure import Figure
 from written_folders import MACHINE, PageReader, write_bench, write_evaluation, write_masks, write_model
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.evaluations import perplexity_ratio
+from ddp_vllm.evaluations import in_points, perplexity_ratio
 from ddp_vllm.intervals import judge, t_quantile
-from ddp_vllm.pages.compare import page_of
+from ddp_vllm.masks import check_provenance
+from ddp_vllm.model_facts import describe_model
+from ddp_vllm.model_files import tokenizer_and_config_files
+from ddp_vllm.pages.compare import choice, page_of
 from ddp_vllm.pages.measurements import Comparison, collect, difference
 from ddp_vllm.pages.page import Table, markdown_table, to_html, to_markdown
+from ddp_vllm.pages.pictures import Point, draw_points
+from ddp_vllm.results import verdicts
+from ddp_vllm.schema import SchemaError
 
 HALF = [(1, 5), (1, 9)]
 SPEEDS = [(1, 1.5), (2, 3.1), (1, 1.45), (1, 1.52), (3, 4.4)]  # requests/s of the dense and the pruned model
@@ -76,6 +83,8 @@ def test_interval_of_five_known_pairs() -> None:
 ])  # fmt: skip
 def test_sentences(pruned: list[float], sentence: str) -> None:
     assert judge([1.0] * len(pruned), pruned).sentence == sentence
+    # as the option of `bench steps` calls them
+    assert judge([1.0] * len(pruned), pruned, unit="round").sentence == sentence.replace("pair", "round")
 
 
 def test_the_interval_of_a_perplexity_ratio_holds_for_blocks_of_different_weight() -> None:
@@ -178,6 +187,175 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     )
 
 
+def test_a_low_perplexity_alone_recommends_no_model(tmp_path: Path) -> None:
+    """A model that repeats itself may read its own kind of text better than the dense one."""
+    dense, sizes = write_dense(tmp_path / "base"), dict[str, Path]()
+    for name, top1, loss in (("echo", 0.4, -0.1), ("faithful", 0.9, 0.01), ("close", 0.8, 0.04)):
+        sizes[name] = write_pruned(tmp_path / name, dense)
+        losses = {"dense": [3.0, 3.1, 3.2], "pruned": [3.0 + loss, 3.1 + loss, 3.2 + loss]}
+        quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
+        quality["agreement"] = {"pruned": {"kl": 0.1, "top1": top1}}
+        write_masks(sizes[name], {}, {"recipe": {"model": str(dense)}, "perplexity": quality})
+    for tolerance, least, chosen in (
+        ("1.05", [], "faithful"), ("1.05", ["--min-agreement", "0"], "echo"),
+        ("1.05", ["--min-agreement", "0.95"], None), ("1.5", [], "echo"),
+    ):  # fmt: skip
+        words = ["compare", *sizes.values(), "-o", tmp_path / "page", "--overwrite", "--tolerance", tolerance, *least]
+        result = invoke(*words, "--json")
+        assert (result.exit_code == 9) == (chosen is None), result.output
+        assert json.loads(result.stdout)["chosen"] == chosen
+    ended = invoke(*words[:-1], "1.05", "--min-agreement", "0.95")
+    assert "of at most 1.05 times the dense model's and 95% top-1 agreement" in ended.stderr
+
+
+RUN = {"round": 0, "label": "dense", "load": "4 requests/s", "engine": {}}
+
+
+def judged(*runs: tuple[int, str, str, float, float, str]) -> dict[str, Any]:
+    """Return the verdict on runs of (round, label, load, requests/s, ms per token, why it is incomplete)."""
+    names = ("round", "label", "load", "requests_per_second", "p50_tpot_ms", "incomplete")
+    rows = [dict(zip(names, run, strict=True)) for run in runs]
+    metrics = ("requests_per_second", "p50_tpot_ms")
+    results: dict[str, Any] = {"complete": True, "reason": None, "started": "2026", **MACHINE}
+    results |= {"settings": {"mode": "serve", "pairs": 3, "seed": 0}}
+    results |= {"sample": {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50}}
+    results["models"] = [
+        {"label": label, "model": label, "name": label, "pruned": label != "dense"} for label in ("dense", "small")
+    ]
+    results["runs"] = [RUN | row | {"metrics": {name: row[name] for name in metrics}} for row in rows]
+    (verdict,) = verdicts(results)
+    return verdict
+
+
+@pytest.mark.parametrize("left_out", [-1, 3])
+def test_neither_the_warm_up_nor_unequal_work_is_in_a_verdict(left_out: int) -> None:
+    """The warm-up is slower by the disk; a run that stopped early did less. Its pair is left out with it."""
+    runs = [
+        (turn, label, "offline", speed, 1.0, "vLLM finished 3 of 4 requests" * (turn == 3 and label == "small"))
+        for turn in sorted({0, 1, 2, left_out})
+        for label, speed in (("dense", 99.0 if turn == left_out else 2.0), ("small", 3.0))
+    ]
+    verdict = judged(*runs)
+    assert (verdict["pairs"], verdict["metrics"]["requests_per_second"]["ratio"]) == (3, pytest.approx(1.5))
+
+
+def test_less_time_per_token_is_faster() -> None:
+    """At a fixed rate both finish equally many requests, so the verdict is on latency: time before over time after."""
+    runs = [
+        (turn, label, "4 requests/s", 4.0, time, "")
+        for turn in range(3)
+        for label, time in (("dense", 30.0), ("small", 20.0 + turn / 100))
+    ]
+    verdict = judged(*runs)
+    assert verdict["sentence"] == "time per output token: 1.499× [1.497, 1.501] faster (only 3 pairs)"
+    assert verdict["metrics"]["p50_tpot_ms"]["ratio"] == pytest.approx(1.5, abs=1e-3)
+    slower = judged(*((turn, label, load, rate, 600 / time, "") for turn, label, load, rate, time, _ in runs))
+    assert ", slower" in slower["sentence"] and slower["metrics"]["p50_tpot_ms"]["ratio"] < 0.7
+
+
+def test_what_cannot_be_told_names_both_ends() -> None:
+    assert in_points(-0.02, 0.05) == "cannot tell: between 7.0 points worse and 3.0 better; use more rows"
+    assert in_points(0.02, 0.05) == "cannot tell: between 3.0 points worse and 7.0 better; use more rows"
+    assert in_points(-0.005, 0.01) == "no measurable difference (−0.5 ± 1.0 points)"
+    assert in_points(-0.1, 0.05) == "−10.0 ± 5.0 points"
+
+
+def changed(path: Path, **fields: Any) -> Path:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return path
+
+
+def test_compare_shows_the_saturating_load_of_the_latest_complete_benchmark(dense: Path, pruned: Path) -> None:
+    latest = [(2.0, speed) for speed in (4.0, 4.1, 3.9, 4.0, 4.05)]
+    write_bench(pruned / "later.json", dense, pruned, latest)
+    changed(pruned / "later.json", started="2027")
+    assert collect([pruned]).pruned[0].speed.verdict.main.ratio == pytest.approx(2.0, abs=0.02)
+    changed(pruned / "later.json", complete=False, reason="killed")  # then that of 2026, which is complete
+    assert collect([pruned]).pruned[0].speed.verdict.main.ratio == pytest.approx(1.5, abs=0.02)
+    for name, load in (("served.json", "4 requests/s"), ("all.json", "all at once, 8 in flight")):
+        content = json.loads(write_bench(pruned / name, dense, pruned, SPEEDS).read_text())
+        for run in content["runs"]:
+            run |= {"load": load, "metrics": {**run["metrics"], "p50_tpot_ms": 9.0}}
+        changed(pruned / name, runs=content["runs"], verdicts=verdicts(content), started="2025")
+    (pruned / "sharegpt.json").unlink()
+    (pruned / "later.json").unlink()
+    assert {speed.verdict.load for speed in collect([pruned]).pruned[0].speeds} == {
+        "4 requests/s",
+        "all at once, 8 in flight",
+    }
+    assert collect([pruned]).pruned[0].speed.verdict.load == "all at once, 8 in flight"
+
+
+def test_compare_shows_the_evaluation_with_most_tasks_then_most_rows_then_the_latest(pruned: Path) -> None:
+    def accuracy() -> float:
+        return collect([pruned]).pruned[0].evaluation.score("piqa")[0]
+
+    changed(write_evaluation(pruned, 0.5, name="later"), date=9.0)
+    assert accuracy() == 0.5
+    more_rows = {"n-samples": {"piqa": {"effective": 10}}}
+    changed(write_evaluation(pruned, 0.4, name="rows"), **more_rows)
+    assert accuracy() == 0.4
+    file = write_evaluation(pruned, 0.3, name="tasks")
+    scores = json.loads(file.read_text())["results"]
+    changed(file, results=scores | {"rte": {"acc,none": 0.3}})
+    assert accuracy() == 0.3
+
+
+def test_of_equally_fast_models_the_smallest_is_recommended(tmp_path: Path) -> None:
+    dense, sizes = write_dense(tmp_path / "base"), list[Path]()
+    losses = {"dense": [3.0, 3.1], "pruned": [3.0, 3.1]}
+    quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
+    for name, widths in (("large", [(2, 15), (2, 15)]), ("small", HALF), ("middle", [(2, 9), (2, 9)])):
+        sizes.append(write_model(tmp_path / name, widths=widths, origin=str(dense)))
+        write_masks(sizes[-1], {}, {"recipe": {"model": str(dense)}, "perplexity": quality})
+    best, _ = choice(collect(sizes), 1.1)
+    assert best and best.name == "small"  # none was measured
+
+
+@pytest.mark.parametrize("less_is_better", [False, True])
+def test_the_dashed_line_joins_models_that_no_other_beats_in_both(less_is_better: bool) -> None:
+    sign = -1 if less_is_better else 1
+    coordinates = {
+        "dense": (1.0, 9.0),
+        "beaten": (1.2, 5.0),
+        "good": (1.3, 8.0),
+        "fast": (2.0, 3.0),
+        "slow": (0.9, 8.5),
+    }
+    points = [
+        Point(name, name == "dense", (speed,) * 3, (sign * value,) * 3) for name, (speed, value) in coordinates.items()
+    ]
+    figure = Figure()
+    draw_points(figure, points=points, quality="q", less_is_better=less_is_better)
+    line = next(line for line in figure.axes[0].lines if line.get_linestyle() == "--")
+    front = [coordinates[name] for name in ("dense", "good", "fast")]
+    assert [(x, sign * y) for x, y in zip(*line.get_data(), strict=True)] == front
+
+
+def quality_of(**losses: int) -> dict[str, Any]:
+    known = {name: [1.0] * count for name, count in losses.items()}
+    return {"dense": 9.0, "pruned": 9.0, "tokens": 4, "block_losses": known}
+
+
+@pytest.mark.parametrize("provenance", [
+    {"perplexity": quality_of(dense=3, pruned=2)}, {"perplexity": quality_of(dense=0, pruned=0)},
+    {"perplexity": quality_of(dense=2, pruned=2) | {"block_tokens": [4, 4, 4]}},
+    {"watched": {"a.txt": quality_of(dense=3, pruned=2)}},
+    {"recovery": {"watched": {"a.txt": quality_of(dense=2, pruned=2, recovered=3)}}},
+])  # fmt: skip
+def test_models_that_read_unequal_numbers_of_blocks_are_not_compared(provenance: dict[str, Any]) -> None:
+    with pytest.raises(SchemaError, match=r"its perplexity.* is not of the same blocks for each model"):
+        check_provenance(provenance)
+    check_provenance({"perplexity": quality_of(dense=2, pruned=2) | {"block_tokens": [4, 4]}})
+
+
+@pytest.mark.parametrize(("num_bytes", "is_copied"), [(200_000_000, True), (200_000_001, False)])
+def test_large_files_are_not_copied_along(num_bytes: int, is_copied: bool, tmp_path: Path) -> None:
+    with open(tmp_path / "vocab.txt", "wb") as file:
+        file.truncate(num_bytes)  # no bytes on the disk
+    assert [path.name for path in tokenizer_and_config_files(tmp_path)] == ["vocab.txt"] * is_copied
+
+
 def test_damaged_results_are_one_line(pruned: Path, tmp_path: Path) -> None:
     """They have our marker, and are not what we write."""
     results = json.loads((pruned / "sharegpt.json").read_text())
@@ -219,6 +397,45 @@ def test_different_rows_are_not_compared(dense: Path, pruned: Path) -> None:
     write_evaluation(dense, 0.9, limit=10, name="again")
     comparison = collect([pruned])
     assert "points" in pages(comparison)[1] and "the first 10 rows of each task" in pages(comparison)[1]
+
+
+def test_every_evaluated_task_has_a_row(dense: Path, pruned: Path) -> None:
+    """One that is not among the paper's, a group, and one of a paper's name with another metric."""
+    scores = {
+        "mmlu": {"acc,none": 0.4, "acc_stderr,none": 0.01},
+        "my_tasks": {"f1,strict": 0.5, "f1_stderr,strict": 0.01},
+        "boolq": {"exact_match,none": 0.25, "exact_match_stderr,none": "N/A"},
+        "prose": {"bits_per_byte,none": 1.5},
+    }
+    for folder in (dense, pruned):
+        file = folder / "eval" / "results.json"
+        content = json.loads(file.read_text())
+        content["higher_is_better"] = {"prose": {"bits_per_byte": False}}
+        file.write_text(json.dumps(content | {"results": content["results"] | scores}))
+    _, markdown = pages(collect([pruned]))
+    for row in (
+        "| mmlu (acc) | 40.00 ± 1.00 | 40.00 ± 1.00 |",
+        "| my_tasks (f1) | 50.00 ± 1.00 | 50.00 ± 1.00 |",
+        "| BoolQ (exact match) | 25.00 | 25.00 |",
+        "| prose (bits per byte) | 1.50 | 1.50 |",
+        "| PIQA (acc norm) | 80.00 ± 1.00 | 60.00 ± 1.00 |",
+    ):
+        assert row in markdown
+
+
+def test_a_model_that_was_evaluated_on_text_is_not_said_to_be_unmeasured(dense: Path, tmp_path: Path) -> None:
+    (dense / "eval" / "results.json").unlink()
+    folder = write_pruned(tmp_path / "new", dense)
+    assert "new was not evaluated; ddp-vllm eval does that" in collect([folder]).notes
+    quality = {"dense": 9.0, "pruned": 9.9, "tokens": 64, "agreement": {"pruned": {"kl": 0.1, "top1": 0.8}}}
+    quality["block_losses"] = {"dense": [2.1, 2.2], "pruned": [2.2, 2.3]}
+    text = {"format": "ddp-vllm eval text 1", "started": "2026", "model": describe_model(str(folder)).to_json()}
+    (folder / "eval").mkdir()
+    (folder / "eval" / "text.json").write_text(json.dumps(text | MACHINE | {"texts": {"chats.jsonl": quality}}))
+    comparison = collect([folder])
+    assert "perplexity on chats.jsonl" in pages(comparison)[1]
+    said = [note for note in comparison.notes if "evaluated" in note]
+    assert said == ["new was not evaluated on tasks; ddp-vllm eval does that"]
 
 
 def test_unmeasured_models_are_named(tmp_path: Path, dense: Path) -> None:

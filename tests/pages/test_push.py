@@ -59,6 +59,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     Hub.received = {"branches": {"main", "old"}}
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the caller's may be set
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         thread = Thread(target=server.serve_forever, args=(0.01,))
@@ -75,15 +76,22 @@ def pruned(tmp_path: Path) -> Path:
 
 def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: dict[str, Any]) -> None:
     (pruned / "eval" / "deep").mkdir(parents=True)
-    for name in ("eval/deep/results.json", "sharegpt-offline.json"):
+    local = ["eval/deep/results.json", "sharegpt-offline.json", "bench.json", "steps.json", "machine.json"]
+    local += ["page.html", "notes.txt", ".env", "run.py", "eval/config.json", "events.out.tfevents.1", "train.jsonl"]
+    for name in local:
         (pruned / name).write_text("{}")
+    (pruned / "additional_chat_templates").mkdir()
+    sent = ["tokenizer.json", "LICENSE", "report.html", "ddp_metrics.jsonl", "preprocessor_config.json", "vocab.txt"]
+    sent += ["additional_chat_templates/rag.jinja", "chat_template.jinja", "modeling_ddp.py"]
+    for name in sent:
+        (pruned / name).write_text(name)
     done = passed(invoke("push", pruned, "me/tiny", "--private", "--license", "apache-2.0", "--revision", "new"))
     assert done.stdout.startswith("published: ") and "/me/tiny/" in done.stdout
     created, branch, branches = hub.pop("repository"), hub.pop("branch"), hub.pop("branches")
     assert branch == "new" and branches == {"main", "old", "new"}
     assert (created["name"], created["organization"], created["visibility"]) == ("tiny", "me", "private")
     here = {str(path.relative_to(pruned)): path.read_bytes() for path in pruned.rglob("*") if path.is_file()}
-    for name in ("README.md", "eval/deep/results.json", "sharegpt-offline.json"):
+    for name in ("README.md", *local):
         here.pop(name, None)
     card = hub.pop("README.md").decode()
     assert hub == here and "config.json" in here

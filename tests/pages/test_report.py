@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import assert_refused, invoke, passed
+from matplotlib.figure import Figure
 from safetensors.numpy import load_file, save_file
 from written_folders import PageReader, write_lines, write_masks, write_mixture, write_model, write_trained
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.masks import read_masks_file
+from ddp_vllm.pages import pictures
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.summary import lead, units, verdict
 
@@ -54,6 +57,31 @@ def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
     for drawing in re.findall("<svg.*?</svg>", text, re.DOTALL):
         assert drawing.count("<path") + drawing.count("<image") > 10  # not empty
         assert all(color[:2] == color[2:4] == color[4:] for color in re.findall("#([0-9a-f]{6})", drawing))  # greys
+
+
+@pytest.mark.parametrize(("train", "trained_after"), [
+    ("masks", "only the scales"), ("weights", "the scales and the weights"), ("lora", "the scales and the weights"),
+])  # fmt: skip
+def test_captions_hold_in_the_dark_and_for_every_training(train: str, trained_after: str, tmp_path: Path) -> None:
+    """A dark page shows pictures inverted. Code in answers keeps its indentation."""
+    folder = write_trained(tmp_path / "pruned")
+    masks, provenance = read_masks_file(folder / "ddp_masks.safetensors")
+    gates = {name.removesuffix(".gates"): values for name, values in masks.items()}
+    write_masks(folder, gates, provenance | {"run": {"train": train}})
+    passed(invoke("report", folder))
+    text = (folder / "report.html").read_text()
+    captions = re.findall("<figcaption>(.*?)</figcaption>", text, re.DOTALL)
+    assert not re.search("(?i)white|black|dark", " ".join(captions)) and "Blank: removed" in captions[0]
+    assert f"after it {trained_after} are trained" in captions[-1]
+    assert "white-space: pre-wrap" in text
+
+
+def test_a_bar_stands_at_the_number_of_its_layer() -> None:
+    """Layers 0 and 2 have no MLP that is described, as in a mixture whose first layers are dense."""
+    figure = Figure()
+    pictures.draw_widths(figure, kept={1: 5, 3: 0}, dense=8)
+    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in figure.axes[0].patches]
+    assert bars == [(1, 5), (3, 0), (1, 8), (3, 8)]
 
 
 def test_report_of_experts_shows_widths(tmp_path: Path) -> None:

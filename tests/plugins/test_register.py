@@ -45,6 +45,27 @@ def test_register_twice_names_every_family_and_imports_no_model_class(run_in_vll
     assert run_in_vllm(REGISTER).strip().splitlines()[-2:] == ["False", "ddp_gemma2 ddp_gemma3_text"]
 
 
+MASKS = """
+import torch
+from types import SimpleNamespace
+from ddp_plugins.any_model import WidthsConfig
+from ddp_plugins.loading import CheckedLoading
+
+kept = ["model.layers.0.mlp.gates.weight", "model.attn.gates", "attn.proj.weight", "mlpgates"]
+masks = [f"{kind}.{name}" for kind in ("attn", "mlp", "experts") for name in ("gates", "z", "saliency")]
+config = {"layers_module": "model.layers", "mlp": {"inputs": ["mlp.up"], "output": "mlp.down", "intermediate_size": 8}}
+config = WidthsConfig.from_config({"quant_method": "ddp_widths", **config, "layers": [{"intermediate_size": 5}]})
+print(config.get_checkpoint_weight_mapper().apply_list(masks + kept) == kept)
+tensors = [(name, torch.zeros(1)) for name in masks]
+print(list(CheckedLoading._checked(SimpleNamespace(), tensors, set())) == [])
+"""
+
+
+def test_a_loader_that_reads_every_file_loads_no_masks(run_in_vllm: Run) -> None:
+    """As --load-format runai_streamer does, which needs a package of its own."""
+    assert run_in_vllm(MASKS).split()[-2:] == ["True", "True"]
+
+
 BROKEN = """
 import json, logging, sys
 from vllm.config import model

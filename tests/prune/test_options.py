@@ -96,6 +96,18 @@ def test_a_dry_run_prints_what_would_be_removed_and_writes_nothing(case: str, ti
     assert re.search(expected, text, re.MULTILINE) and "\ntime: not measured, because memory is short" in text, text
 
 
+@pytest.mark.parametrize("card", ["h100", "H100-80GB", "2xH100", "h100-80gb"])
+def test_memory_and_time_on_cards_depend_on_no_profile(card: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Nor on how the card is written, if one alone begins so."""
+    text = dry_run(tiny_model, tmp_path, "--speedup", "1.2", "--on", card)
+    assert "the removed units depend on measured time, and this model was not profiled" in text
+    assert re.search(r"masks and weights with adamw on .*: fits, .*; about [\d.]+ seconds for", text), text
+    assert "e-0" not in text
+    for wrong in ("a100-40gb", "h", "0xh100", "xh100"):  # of which there are several, or none
+        result = invoke("prune", tiny_model, "--dry-run", "--sparsity", "0.2", "--on", wrong)
+        assert_refused(result, 2, f"--on is '{wrong}'; give a card", "h100-80gb")
+
+
 def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
     options = ["--sparsity", "0.1,0.3", "--batch-size", "2", "--seq-len", "64"]
     text = dry_run(tiny_model, tmp_path, *options)

@@ -13,7 +13,32 @@ import pytest
 from chat_templates import PARTS, QWEN3, STRICT
 from seams import document
 
-TEMPLATES = {"last thoughts": QWEN3, "strict": STRICT, "parts": PARTS}
+CALLS = "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+DEVELOPERS = (
+    "{% for m in messages %}<{{ m['role'] }}{% if m['role'] == 'developer' %}!{% endif %}>{{ m.content }}" + CALLS
+)
+THINKING = (  # LFM2.5
+    "{% for m in messages %}<{{ m.role }}>{{ m.thinking }}|{{ m.reasoning }}|{{ m.content }}" + CALLS
+)
+KIMI_K2 = (  # writes parts, but by a variable that vLLM does not follow
+    "{% macro render(msg) %}{% set c = msg.get('content') %}{% if c is string %}{{ c }}{% elif c is not none %}"
+    "{% for content in c %}[{{ content['text'] }}]{% endfor %}{% endif %}{% endmacro %}"
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ render(m) }}" + CALLS
+)
+MACRO = (  # of which vLLM follows the parameter, Qwen3.5
+    "{% macro render(words, count=1) %}{% if words is string %}{{ words }}{% else %}"
+    "{% for item in words %}[{{ item.text }}]{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages[0:] %}<{{ m.role }}>{{ render(words=m.content) | trim }}" + CALLS
+)
+SLICED = (
+    "{% set loop_messages = messages[1:] %}{% for m in loop_messages %}"
+    "{% for p in m['content'] %}[{{ p }}]{% endfor %}" + CALLS
+)
+TEMPLATES = {
+    "last thoughts": QWEN3, "strict": STRICT, "parts": PARTS, "developers": DEVELOPERS, "thinking": THINKING,
+    "parts by a variable": KIMI_K2, "parts by a macro": MACRO, "parts of a slice": SLICED,
+}  # fmt: skip
 
 ARGUMENTS = {"city": 'Ålesund "north"', "days": 2, "deep": {"a": [1, None, True], "b": 1.5}}
 TEXT = json.dumps(ARGUMENTS)
@@ -44,6 +69,7 @@ def called(*calls: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
+DEVELOPER = {"role": "developer", "content": "Name it."}
 OTHER_CALL = call("", "other", "c")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"name": "get_weather", "description": "look", "parameters": SCHEMA}
@@ -67,6 +93,17 @@ SAME: dict[str, Any] = {  # the messages of a row are those of the request
     "two calls": [user(), assistant(None, tool_calls=[call(), OTHER_CALL]), result(), result("b", "c"), assistant()],
     "no arguments": called(call("")),
     "a result of parts": [user(), assistant("", tool_calls=[call()]), result(parts("a", "b")), assistant()],
+    "two parts": [user(parts("a", "b", "c")), assistant("d")],
+    "an empty part": [SYSTEM, user(parts("a", "", "b")), assistant(parts("", "c"))],
+    "an empty system": [{"role": "system", "content": ""}, user(), assistant()],
+    "empty turns": [SYSTEM, user(""), assistant(), user(), assistant(""), user(), assistant()],
+    "nothing said": [SYSTEM, user(), assistant(None), user("why"), assistant()],
+    "an empty result": [user(), assistant("", tool_calls=[call()]), result(""), assistant()],
+    "system and developer": [SYSTEM, DEVELOPER, user(), assistant()],
+    "developer and system": [DEVELOPER, SYSTEM, user(), assistant()],
+    "a later developer": [SYSTEM, user(), assistant(), DEVELOPER, user(), assistant()],
+    "a first developer later": [user(), {**DEVELOPER, "content": parts("Now", "in Norse.")}, user(), assistant()],
+    "two systems": [SYSTEM, user(), SYSTEM, assistant()],
     "developer": [{"role": "developer", "content": "Be brief."}, user(), assistant()],
     "unknown keys": [user(), assistant(weight=1, refusal=None, thought="x", metadata={"a": 1}, audio=None)],
     "an agent": AGENT,
@@ -82,12 +119,43 @@ def share_gpt(words: str) -> dict[str, Any]:
     return {"conversations": [{"from": speaker, "value": value} for speaker, value in speakers.items()]}
 
 
+SECOND = json.dumps({"id": "c", "name": "other", "arguments": {}})
+TAGGED, THOUGHT = f"<tool_call>{PACKED}</tool_call><tool_call>{SECOND}</tool_call>", "<think>\nI look.\n</think>"
+TOOL_OF_ANTHROPIC = {"name": "get_weather", "description": "look", "input_schema": SCHEMA}
+
+
+def after(words: str | None, *more: dict[str, Any]) -> dict[str, Any]:
+    """The request of a spoken call after some words."""
+    return {
+        "messages": [
+            user(),
+            assistant(words, tool_calls=[call(), *more]),
+            {"role": "tool", "content": "21"},
+            assistant(),
+        ]
+    }
+
+
+TWO_CALLS = after(None, OTHER_CALL)
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {  # a row, and the request of the same meaning
     "arguments are an object": ({"messages": called(call(ARGUMENTS))}, ASKED),
     "function_call": ({"messages": [user(), assistant(None, function_call=TEXT_OF_ARGUMENTS), *called()[2:]]}, ASKED),
     "spoken call": (share_gpt(PACKED), SPOKEN),
     "bare calls": ({"messages": called({"id": "c00000001", "name": "get_weather", "parameters": ARGUMENTS})}, ASKED),
     "thinking": ({"messages": [user(), assistant(thinking="Look.")]}, {"messages": SAME["reasoning"]}),
+    "thinking of two turns": (
+        {"messages": [user(), assistant(thinking="one"), user("why"), assistant("b", thinking="two")]},
+        {"messages": SAME["thoughts of every turn"]}),
+    "two calls on two lines": (share_gpt(f"{PACKED}\n{SECOND}"), TWO_CALLS),
+    "two calls, one after the other": (share_gpt(TAGGED), TWO_CALLS),
+    "a list of calls": (share_gpt(f"[{PACKED}, {SECOND}]"), TWO_CALLS),
+    "calls in Python": (share_gpt(repr([json.loads(PACKED), json.loads(SECOND)])), TWO_CALLS),
+    "a call after a thought": (share_gpt(f"{THOUGHT}\n\n{PACKED}"), after(THOUGHT)),
+    "a call after words": (share_gpt(f"I look.\n{PACKED}"), after("I look.")),
+    "tools of others": ({"messages": AGENT, "tools": [TOOL_OF_ANTHROPIC]}, {"messages": AGENT, "tools": TOOLS}),
+    "tools of MCP": (
+        {"messages": AGENT, "tools": [{**TOOL_OF_ANTHROPIC, "inputSchema": SCHEMA, "input_schema": None}]},
+        {"messages": AGENT, "tools": TOOLS}),
     "tools": ({"messages": AGENT, "tools": TOOLS}, {"messages": AGENT, "tools": TOOLS}),
     "bare tools": ({"messages": AGENT, "tools": json.dumps([TOOL])}, {"messages": AGENT, "tools": TOOLS}),
     "columns": ({"system": "Be brief.", "prompt": "why", "response": "Because."},
@@ -113,6 +181,6 @@ def rendered(
 def test_renders_as_vllm(template: str, rendered: dict[Any, str | None], tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATES[template]
     expected = {name: text for name in ROWS if (text := rendered[template, name]) is not None}
-    assert len(expected) >= (20 if template == "strict" else len(ROWS))
+    assert len(expected) >= (20 if template == "strict" else len(ROWS) - 6)
     assert {name: document(ROWS[name][0], tokenizer).text for name in expected} == expected
     assert len(set(expected.values())) > len(expected) / 3, "the conversations are alike"

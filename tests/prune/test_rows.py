@@ -100,9 +100,37 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
                                  '"a"', None, []),
     "what is not read": (
         LENIENT, turns(A, {**B, "reasoning_content": "d", "name": "e"}, {"role": "user", "content": ""}, tools=TOOLS),
+        "<user>a<assistant>b<user>", "|b|", [LEFT_OUT.format("tools (2), reasoning (2)")]),
+    "no words at all": (LENIENT, turns({**A, "content": ""}, {**B, "content": None}), "", None,
+                        ["2 answers without words, which are not in the loss", "2 rows without text"]),
+    "an answer without words": (LENIENT, turns(A, {**B, "content": ""}, A, B),
+                                "<user>a<assistant><user>a<assistant>b", "|b",
+                                ["2 answers without words, which are not in the loss"]),
+    "two systems": (LENIENT, turns(SYSTEM, A, {"role": "developer", "content": "d"}, B),
+                    "<system>s\n\nd<user>a<assistant>b", "|b", []),
+    "keys that are not read": (
+        LENIENT, turns({**A, "masked": True}, {**B, "train_on_turn": False, "id": None, "tags": []}),
         "<user>a<assistant>b", "|b",
-        [LEFT_OUT.format("tools (2), reasoning (2)"),
-         "turns without words, which are dropped: user (2)"]),
+        ["keys of messages that are not read, with their messages: masked (2), train_on_turn (2)"]),
+    "a call of no form": (
+        AGENT, said(("human", "a"), ("function_call", "I call {it")), "<user>a<assistant>I call {it", "|I call {it",
+        ["2 calls that are neither JSON nor Python, which are read as words"]),
+    "a call that is cut off": (
+        AGENT, said(("human", "a"), ("function_call", '{"name": "f", "arguments": {}}\n{"name":')),
+        '<user>a<assistant>{"name": "f", "arguments": {}}\n{"name":', '|{"name": "f", "arguments": {}}\n{"name":',
+        ["2 calls that are neither JSON nor Python, which are read as words"]),
+    "half a character, packed": (LENIENT, {"messages": json.dumps([A, {**B, "content": "b \ud83d"}])},
+                                 "<user>a<assistant>b ?", "|b ?", []),
+    "half a character in arguments": (
+        AGENT, turns(A, {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}),
+        '<user>a<assistant>[f {"x": "?"}]', '|[f {"x": "?"}]', []),
+    "half a character in tools": (
+        "{% for t in tools %}{{ t.function.description }}{% endfor %}{{ messages[0].content }}",
+        turns(A, tools=json.dumps([{"name": "f", "description": "\ud83d"}])), "?a", None,
+        [LEFT_OUT.format("tools (2)")]),
+    "half a character, spoken": (
+        AGENT, said(("human", "a"), ("function_call", "{'name': 'f', 'arguments': {'x': '\\ud83d'}}")),
+        '<user>a<assistant>[f {"x": "?"}]', '|[f {"x": "?"}]', []),
     "an agent": (AGENT, turns(*ASKED), '<user>a<assistant><think>hm</think>[look {"city": "Oslo"}]<tool>21'
                  "<assistant><think>ah</think>b", '|<think>hm</think>[look {"city": "Oslo"}]|<think>ah</think>b',
                  []),
@@ -117,6 +145,9 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
         [LEFT_OUT.format("reasoning (4)")]),
     "weights": (LENIENT, turns(A, {**B, "weight": 0}, {**B, "weight": "1", "train": True}, {**B, "train": "False"}),
                 "<user>a<assistant>b<assistant>b<assistant>b", "|b|", []),
+    "weights of others": (
+        LENIENT, turns(A, {**B, "loss": False}, {**B, "training": False}, {**B, "loss": 1, "training": True}),
+        "<user>a<assistant>b<assistant>b<assistant>b", "|b", []),
     "assistant first": (
         GEMMA, said(("gpt", "x"), ("human", "a"), ("gpt", "b"), ("tool", "21")), "<user>a\n<assistant>b\n<user>21\n",
         "|b\n|", [REARRANGED, LEFT_OUT.format("assistant (2)")]),
@@ -155,6 +186,22 @@ def test_a_row_is_a_document_with_a_loss_mask_and_notes(case: str, tokenizer: An
         tokenizer.chat_template = None
         words = [word for word in re.split(r"<\w+>", text) if word]
         assert document(row, tokenizer) == seams.Document("\n\n".join(words))
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+def test_the_template_of_a_processor_is_for_requests_without_tools(file: str, tiny_model: Path, tmp_path: Path) -> None:
+    """As vLLM takes them; a chat_template.jinja is of both."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (folder / file).write_text(json.dumps({"chat_template": LENIENT}))
+    row = turns(A, B)
+    assert document(row, seams.load_tokenizer(str(folder))).text == "<user>a<assistant>b"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": SPOKEN_ONLY}))
+    tokenizer = seams.load_tokenizer(str(folder))
+    assert document(row, tokenizer).text == "<user>a<assistant>b"
+    assert document(row | {"tools": TOOLS}, tokenizer).text == "ab"
+    (folder / "chat_template.jinja").write_text(TWICE)
+    assert document(row, seams.load_tokenizer(str(folder))).text == "<user>aa<assistant>bb"
 
 
 REASONED = [
@@ -240,6 +287,14 @@ BAD: dict[str, tuple[str, bytes, str]] = {  # file name, content, words of the l
     "no turns": ("a.jsonl", second_line({"messages": "a"}), "line 2: messages: a string, not a list of messages"),
     "no role": ("a.jsonl", second_line({"messages": [{"content": "a"}]}), "line 2: messages: turn 1: no role"),
     "weight": ("a.jsonl", second_line(turns({**B, "weight": 0.5})), "turn 1: '0.5' as weight; write 0 or 1"),
+    "loss": ("a.jsonl", second_line(turns({**B, "loss": 1.7})), "turn 1: '1.7' as loss; write 0 or 1"),
+    "UTF-16": ("a.jsonl", json.dumps(turns(A, B)).encode("utf-16"), "line 1: not UTF-8 (invalid start byte); convert "
+               "the file: iconv -f UTF-16 -t UTF-8"),
+    "UTF-16 without a mark": ("a.txt", "füchse".encode("utf-16-le"), "a.txt: not UTF-8"),
+    "Latin-1": ("a.jsonl", '{"text": "Füchse"}\n'.encode("latin1"), "line 1: not UTF-8 (invalid start byte); convert "
+                "the file: iconv -f LATIN1"),
+    "Latin-1 text": ("a.txt", "Füchse".encode("latin1"), "a.txt: not UTF-8 (invalid start byte); convert the file"),
+    "Latin-1, packed": ("a.jsonl.gz", gzip.compress('{"text": "Füchse"}\n'.encode("latin1")), "not UTF-8"),
     "own columns": ("a.jsonl", second_line({"id": 1, "chosen": "a", "rejected": "b"}), "only id, chosen, rejected"),
     "nested too deeply": ("a.jsonl", second_line(f'{{"text": {"[" * 10**6}{"]" * 10**6}}}'),
                           "line 2: not JSON (maximum recursion"),
@@ -256,6 +311,15 @@ def test_bad_text_is_one_line_with_place_and_remedy(case: str, load: Load, tmp_p
     with pytest.raises(TextError, match=r"^[^\n]*;[^\n]*$") as caught:
         load(tmp_path / name)
     assert words in str(caught.value) and not (cache / "tokens").exists()
+
+
+@pytest.mark.parametrize("turns", ["0", "1.5", "100", "-1", "x", ""])
+def test_a_file_may_have_1_to_99_turns(turns: str, load: Load, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    with pytest.raises(TextError, match=f"'{turns}' is not a number of turns; give 1 to 99, as in {file}:3"):
+        load(f"{file}:{turns}")
+    with pytest.raises(TextError, match="is not a number of turns"):
+        seams.check_sources(f"{file},{file}:{turns}")
 
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]

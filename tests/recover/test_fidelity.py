@@ -62,7 +62,11 @@ def test_text_of_ones_own(folder: Path, tiny_model: Path, tiny_text: Path, text:
     gated = ["eval", folder, "--max-length", "16", "--text", text, "-o", tmp_path / "gated", "--max-ratio"]
     missed = invoke(*gated, "0.01", "--json")
     assert missed.exit_code == 9 and json.loads(missed.stdout)["texts"].keys() == {text.name}
-    assert "above --max-ratio 0.01; train for longer" in missed.stderr
+    assert "the dense model's, above --max-ratio 0.01 and top-1 agreement on" in missed.stderr
+    assert "below --min-agreement 0.9; train for longer" in missed.stderr
+    agreement = invoke(*gated, "1e9", "--min-agreement", "0.999")
+    assert agreement.exit_code == 9 and "below --min-agreement 0.999; train for longer" in agreement.stderr
+    assert "--max-ratio" not in agreement.stderr
     assert (met := passed(invoke(*gated, "1e9", "--quiet"))).output == "", met.output
     rows = {row[0]: row[-1] for row in comparison_table(collect([folder])).rows}
     assert "×" in rows[f"perplexity on {text.name}, × dense"]

@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -156,8 +156,8 @@ def stopping(*, alone: bool) -> Iterator[list[int]]:
     def postpone(number: int, _frame: Any) -> None:
         interrupts.append(number)
         signal.signal(number, signal.default_int_handler)
-        # print is not safe in a handler
-        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+        with suppress(OSError):  # print is not safe in a handler
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not (alone and in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler):

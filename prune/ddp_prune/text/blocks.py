@@ -34,7 +34,7 @@ from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
 
 ARRAYS = ("train", "loss_mask", "heldout", "train_hashes", "heldout_hashes")  # of cached blocks
-VERSION = 9  # of cached blocks; raised when the same text gives other blocks
+VERSION = 10  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
 # a source shorter than this many times the held-out text is split into its excerpts

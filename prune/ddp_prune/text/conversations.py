@@ -7,7 +7,19 @@ table of formats. Whatever is dropped, unknown or changed is counted in `Notes`.
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_prune.text.messages import EXAMPLE, Message, Notes, TurnReader, are_turns, at, first, is_empty, kind_of, parsed
+from ddp_prune.text.messages import (
+    EXAMPLE,
+    Message,
+    Notes,
+    TurnReader,
+    are_turns,
+    at,
+    first,
+    is_empty,
+    kind_of,
+    parsed,
+    with_one_system_message,
+)
 from ddp_prune.text.templates import ChatTemplate
 from ddp_vllm.errors import TextError
 
@@ -90,7 +102,8 @@ class RowParser:
             system = ""
         self._note_unread(row, *([turns] if turns else [question, context, answer, HISTORY]), system, tools)
         before = self._column(row, system, "system") if messages else []
-        return Conversation(before + messages, _tools(row[tools], tools) if tools else None)
+        messages = with_one_system_message(before + messages, self.template)
+        return Conversation(messages, _tools(row[tools], tools) if tools else None)
 
     def _note_unread(self, row: dict[str, Any], *read: str) -> None:
         """Count columns that are not read."""
@@ -137,7 +150,8 @@ def _tools(given: Any, name: str) -> list[Any]:
         tool = value.get("function", value) if isinstance(value, dict) else None
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             raise TextError(f"{kind_of(given)} under {name}; write a list of functions")
-        function = {key: tool.get(key) for key in ("name", "description", "parameters")}
+        function = {key: tool.get(key) for key in ("name", "description")}
+        function["parameters"] = tool.get(first(tool, ("parameters", "input_schema", "inputSchema")))
         strict = {"strict": tool["strict"]} if tool.get("strict") is not None else {}
         tools.append({"type": "function", "function": function | strict})
     return tools

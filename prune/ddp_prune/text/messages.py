@@ -5,15 +5,16 @@ arguments of calls are objects, thoughts have every key that templates read, and
 does not hand on are left out. The rules are in `vllm/renderers/chat_utils.py`.
 """
 
+import ast
 import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_prune.text.templates import THOUGHTS, ChatTemplate
+from ddp_prune.text.templates import THOUGHTS, ChatTemplate, texts_of, words_of
 from ddp_vllm.errors import TextError
 
 MAX_NAMES = 6  # in a printed note
@@ -29,8 +30,12 @@ _NAMES = {
 }
 SPEAKERS = {speaker: role for role, speakers in _NAMES.items() for speaker in speakers.split()}
 """The role of each speaker, in lower case and without a version: gpt-4o is gpt."""
-WEIGHTS = ("weight", "train")
-"""Keys with which an author excludes a message from the loss: OpenAI's and Axolotl's."""
+WEIGHTS = ("weight", "train", "training", "loss")
+"""Keys with which an author excludes a message from the loss: OpenAI's, Axolotl's and ms-swift's."""
+SPEAKER, CONTENT, CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")
+REASONING = (*THOUGHTS, "thinking")
+READ = {*SPEAKER, *CONTENT, *CALLS, *REASONING, *WEIGHTS, "name", "tool_call_id"}
+"""The keys of a message that are read."""
 IS_INCLUDED = dict.fromkeys(("none", "", "1", "1.0", "true"), True) | dict.fromkeys(("0", "0.0", "false"), False)
 
 Message = dict[str, Any]
@@ -82,30 +87,33 @@ class TurnReader:
         for number, turn in enumerate(turns, 1):
             with at(f"turn {number}"):
                 messages.append(self._message(turn))
-        return list(filter(None, messages))
+        has_words = any(any(texts_of(message)) or message.keys() & {*CALLS, *THOUGHTS} for message in messages)
+        return messages if has_words else []
 
-    def _message(self, turn: Any) -> Message | None:
-        """Return the message of a turn; None if it is empty. Raises: TextError."""
+    def _message(self, turn: Any) -> Message:
+        """Return the message of a turn. Raises: TextError."""
         if not isinstance(turn, dict):
             raise TextError(f"{kind_of(turn)}, not an object; write {EXAMPLE}")
-        speaker = turn.get(first(turn, ("role", "from")))
+        speaker = turn.get(first(turn, SPEAKER))
         if not isinstance(speaker, str):
             raise TextError("no role; name the speaker under role")
         name = speaker.strip().lower()
         role = SPEAKERS.get(re.split("[^a-z_]", name)[0], "")
-        if name == "developer" and re.search("""["']developer["']""", self.template.source):
-            role = name
-        texts = list(self._texts(turn.get(first(turn, ("content", "value")) or "content")))
+        role = name if name == "developer" else role
+        texts = list(self._texts(turn.get(first(turn, CONTENT) or "content")))
         generated = self._generated(turn, name, texts) if role == "assistant" else {}
-        if not any(texts) and not any(generated.values()) and role != "tool":
-            self.notes.add("turns without words, which are dropped", speaker)
-            return None
+        is_empty_answer = role == "assistant" and not any(texts) and not any(generated.values())
+        if is_empty_answer:
+            self.notes.add("answers without words, which are not in the loss")
+        for key in turn.keys() - READ:
+            if not is_empty(turn[key]):
+                self.notes.add("keys of messages that are not read, with their messages", key)
         if not role:
             self.notes.add("unknown speakers, read as the user, with their turns", speaker)
-        message: Message = {"role": role or "user", "content": "\n".join(texts)} | generated
+        message: Message = {"role": role or "user", "content": "\n".join(filter(None, texts))} | generated
         if role != "tool" and self.template.reads_parts:
             message["content"] = [{"type": "text", "text": text} for text in texts]
-        if _is_excluded(turn):
+        if is_empty_answer or _is_excluded(turn):
             message["weight"] = 0
         return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
 
@@ -127,14 +135,18 @@ class TurnReader:
 
         name: of the speaker. Raises: TextError.
         """
-        key = first(turn, ("tool_calls", "function_call"))
+        key = first(turn, CALLS)
         calls = self._calls(turn[key]) if key else []
         if calls is None:
             raise TextError(f"{kind_of(turn[key])} under {key}; write calls with name and arguments")
         is_call = "call" in name and "tool_calls" in self.template.source
-        if is_call and not calls and (calls := self._calls("".join(texts))):
-            texts.clear()
-        thoughts = next((turn[key] for key in THOUGHTS if turn.get(key) is not None), None)
+        if is_call and not calls:
+            before, values = _spoken("".join(texts))
+            if calls := self._calls(values):
+                texts[:] = filter(None, [before])
+            elif any(texts):
+                self.notes.add("calls that are neither JSON nor Python, which are read as words")
+        thoughts = next((turn[key] for key in REASONING if turn.get(key) is not None), None)
         if not isinstance(thoughts, str | None):
             raise TextError(f"the reasoning is {kind_of(thoughts)}; write it as a string")
         generated = {} if thoughts is None else dict.fromkeys(THOUGHTS, thoughts)
@@ -159,10 +171,42 @@ class TurnReader:
 
 def _is_excluded(turn: Message) -> bool:
     """Tell whether a turn is excluded from the loss. Raises: TextError."""
-    try:
-        return not all(IS_INCLUDED[str(turn.get(key)).lower()] for key in WEIGHTS)
-    except KeyError as error:
-        raise TextError(f"{error} as weight; write 0 or 1") from None
+    flags = {key: str(turn.get(key)).lower() for key in WEIGHTS}
+    for key, flag in flags.items():
+        if flag not in IS_INCLUDED:
+            raise TextError(f"{flag!r} as {key}; write 0 or 1")
+    return not all(map(IS_INCLUDED.__getitem__, flags.values()))
+
+
+def _spoken(text: str) -> tuple[str, list[Any]]:
+    """Return the words before the calls that a text ends with, and the values of the calls: JSON or
+    Python, one after the other. Without calls at its end, there are no values."""
+    text = re.sub("</?tool_call>", "\n", text)
+    start = min((place for mark in "{[" if (place := text.find(mark)) >= 0), default=len(text))
+    rest, values = text[start:].strip(), list[Any]()
+    with suppress(ValueError, SyntaxError, RecursionError):
+        while rest:
+            try:
+                value, stop = json.JSONDecoder().raw_decode(rest)
+            except ValueError:
+                line = rest.partition("\n")[0]
+                value, stop = ast.literal_eval(line), len(line)
+            values += value if isinstance(value, list) else [value]
+            rest = rest[stop:].lstrip(" \n\r\t,;")
+        return text[:start].strip(), _cleaned(values)
+    return text, []
+
+
+def with_one_system_message(messages: list[Message], template: ChatTemplate) -> list[Message]:
+    """Return the messages with those of developers as the system's, all in the first message, if the
+    template knows no developers, as vLLM does."""
+    if re.search("""["']developer["']""", template.source) or all(turn["role"] != "developer" for turn in messages):
+        return messages
+    system = [turn for turn in messages if turn["role"] in ("system", "developer")]
+    merged = system[0] | {"role": "system"}
+    if system != messages[:1]:
+        merged = {"role": "system", "content": "\n\n".join(filter(None, map(words_of, system)))}
+    return [merged, *(turn for turn in messages if turn not in system)]
 
 
 def first(row: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -179,9 +223,21 @@ def parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return load_json(value)
     except (RecursionError, ValueError):
         return None
+
+
+def load_json(text: str) -> Any:
+    """Return the value of a JSON text, without halves of characters, which no tokenizer takes.
+    Raises: ValueError, RecursionError."""
+    value = json.loads(text)
+    return _cleaned(value) if re.search(r"\\u[dD]", text) else value
+
+
+def _cleaned(value: Any) -> Any:
+    """Return a value of JSON with ? in the place of half a character, which is a lone surrogate."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def are_turns(value: Any) -> bool:

@@ -7,9 +7,7 @@ whose table gives every message the keys of all others and changes values of mix
 
 import glob
 import itertools
-import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.text.conversations import COLUMNS, RowParser
-from ddp_prune.text.messages import Notes, are_turns, at
+from ddp_prune.text.messages import Notes, are_turns, at, load_json
 from ddp_prune.text.templates import ChatTemplate
 from ddp_vllm.cache import cache_folder, sha256
 from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.names import split_sources
 from ddp_vllm.output import atomic_file
+from ddp_vllm.remote_code.files import check_no_pointer
 
 FORMATS, COMPRESSIONS = (".txt", ".jsonl", ".json", ".parquet"), (".gz", ".xz", ".zst")
 KINDS = f"{'/'.join(FORMATS)} (plain or {', '.join(COMPRESSIONS)})"
@@ -73,21 +72,22 @@ def open_rows(name: str, column: str = "") -> Rows:
             return _parquet_rows(name, path, file, column)
         if ending != ".txt":
             return _json_rows(name, file)
-        text = {column or "text": file.read_text(encoding="utf-8")}
+        text = {column or "text": _decoded(file.read_bytes(), name)}
         return Rows(name=name, num_rows=1, read=lambda _: iter([(name, text)]))
 
 
-def check_sources(data: str, column: str = "") -> None:
+def check_sources(data: str, column: str = "", *, of_hub: bool = True) -> None:
     """Refuse text that is missing or has no format that is read, before torch is imported and a
     model is loaded.
 
     The first row of a file of JSON Lines is read too. An unreachable hub is no error here if tokens
-    are cached: they may be those of this text. Raises: TextError.
+    are cached: they may be those of this text. of_hub: look at datasets of the hub too. Raises:
+    TextError.
     """
     for name in dict.fromkeys(sources_of(data)):
         with reading_text(name):
             ending = _format_of(Path(name))
-            if not ending and not any((cache_folder() / "tokens").glob("*.tokens")):
+            if not ending and of_hub and not any((cache_folder() / "tokens").glob("*.tokens")):
                 _check_hub(name)
             if ending == ".jsonl":
                 place, first = next(open_rows(name, column).read(None))
@@ -98,10 +98,15 @@ def check_sources(data: str, column: str = "") -> None:
 def _format_of(path: Path) -> str:
     """Return the ending of a file that tells its format; "" for a dataset of the hub. Raises: TextError."""
     ending = next((suffix for suffix in reversed(path.suffixes) if suffix not in COMPRESSIONS), "")
+    plain, _, turns = str(path).rpartition(":")
+    if not path.exists() and os.path.isfile(plain):
+        raise TextError(f"{path}: {turns!r} is not a number of turns; give 1 to 99, as in {plain}:3")
     if not path.exists() and ending not in FORMATS:
         return ""
     if not path.is_file() or ending not in FORMATS:
         raise TextError(f"{path} is not a file, or has another ending; give a {KINDS} file or a hub dataset")
+    with open(path, "rb") as file:
+        check_no_pointer(file.read(40), path)
     return ending
 
 
@@ -176,18 +181,24 @@ def _is_conversation(values: list[Any]) -> bool:
 
 def _parse(content: bytes, name: str, line: int = 1) -> Any:
     """Return the JSON value of a line, or of a file whose first line is `line`."""
+    text = _decoded(content, f"{name}, line {line}")
     try:
-        text = content.decode("utf-8-sig")
-        value = json.loads(text)
-        if re.search(r"\\u[dD]", text):  # perhaps half a character (a lone surrogate), which no tokenizer takes
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-        return value
+        return load_json(text)
     except (RecursionError, ValueError) as error:
         line += getattr(error, "lineno", 1) - 1
         raise TextError(
             f"{name}, line {line}: not JSON ({getattr(error, 'msg', error)}); is the file cut off? Repair or delete "
             "the line"
         ) from None
+
+
+def _decoded(content: bytes, place: str) -> str:
+    """Return the text of bytes. Raises: TextError."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        kind = "UTF-16" if b"\0" in content[:200] else "LATIN1"
+        raise TextError(f"{place}: not UTF-8 ({error.reason}); convert the file: iconv -f {kind} -t UTF-8") from None
 
 
 def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:

@@ -14,14 +14,13 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
 
 from ddp_vllm.errors import TextError, reading
 
 PLACEHOLDER = chr(0x100000)  # a character to which Unicode gives no meaning
-THOUGHTS = ("reasoning", "reasoning_content", "thinking")
-"""Keys under which templates read thoughts: vLLM hands on the first two; it renders gpt-oss, whose
-template reads the third, without a template."""
+THOUGHTS = ("reasoning", "reasoning_content")
+"""Keys under which vLLM hands on thoughts to templates."""
 UNREADABLE = (TemplateError, TypeError, ValueError)
 
 Message = Mapping[str, Any]
@@ -47,11 +46,13 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template writes each part of a content that is a list. vLLM then hands on parts, and joins them
-        for other templates, which it tells from their syntax."""
+        """Whether the template loops over the parts of a content. vLLM then hands on parts, and joins them for other
+        templates; it tells them by their syntax, as here (`_detect_content_format` of its hf.py)."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
         with suppress(*UNREADABLE, AttributeError):
-            text = self.text([{"role": "user", "content": [{"type": "text", "text": PLACEHOLDER}]}])
-            return PLACEHOLDER in text and '"text"' not in text  # not a list that is written as JSON
+            source = self.tokenizer.get_chat_template()
+            return _loops_over_parts(_compile_jinja_template(source).environment.parse(source))
         return False
 
     @cached_property
@@ -148,6 +149,42 @@ class ChatTemplate:
             prompt_end = _shared_length(text[:start], self.text(earlier, tools, prompt=True))
             return prompt_end if has_tags or text[prompt_end:start].isspace() else start
         return start
+
+
+def _loops_over_parts(root: Any) -> bool:
+    """Tell whether a template has a loop over the content of a message, or over a macro's parameter
+    that is one."""
+
+    def reads(node: Any, name: str, key: str = "") -> bool:
+        while isinstance(node, nodes.Filter | nodes.Test) or (
+            isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        ):
+            node = node.node
+        if key:
+            field = node.attr if isinstance(node, nodes.Getattr) else getattr(getattr(node, "arg", None), "value", "")
+            return field == key and reads(node.node, name)
+        return isinstance(node, nodes.Name) and node.name == name
+
+    def is_content(node: Any) -> bool:
+        return any(reads(node, turn, "content") for turn in turns)
+
+    lists, loops, in_macros = ["messages"], [*root.find_all(nodes.For)], dict[int, set[str]]()
+    for name in lists:  # it grows
+        assigned = [node.target.name for node in root.find_all(nodes.Assign) if reads(node.node, name)]
+        lists += [target for target in assigned if target not in lists]
+    turns = [loop.target.name for loop in loops if any(reads(loop.iter, name) for name in lists)]
+    for macro in root.find_all(nodes.Macro):
+        names = [argument.name for argument in macro.args]
+        calls = [call for call in root.find_all(nodes.Call) if reads(call.node, macro.name)]
+        given = [pair for call in calls for pair in zip(names, call.args, strict=False)]
+        given += [(word.key, word.value) for call in calls for word in call.kwargs]
+        contents = {name for name, value in given if is_content(value)}
+        in_macros |= dict.fromkeys(map(id, macro.find_all(nodes.For)), contents)
+    return any(
+        is_content(loop.iter)
+        or (isinstance(loop.iter, nodes.Name) and loop.iter.name in in_macros.get(id(loop), {"content"}))
+        for loop in loops
+    )
 
 
 def texts_of(message: Message) -> list[str]:

@@ -3,12 +3,14 @@ to tokens."""
 
 import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ddp_prune.text.documents import Document, hash_of
 from ddp_vllm.errors import ModelError, reading
+from ddp_vllm.remote_code.files import read_json
 
 TEXTS_PER_BATCH = 64  # texts that are tokenized at a time
 
@@ -31,9 +33,23 @@ def load_tokenizer(model: str) -> Any:
     with reading(f"the tokenizer of {model}", ModelError, "put tokenizer.json into the model's folder"):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         tokenizer("A word, and another.", verbose=False)  # some settings are read only then
+        if template := _processor_template(Path(model)):
+            own = tokenizer.chat_template
+            tokenizer.chat_template = {"default": template} | ({"tool_use": own} if isinstance(own, str) else {})
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {model} has no EOS token, which separates documents; set eos_token in it")
     return tokenizer
+
+
+def _processor_template(folder: Path) -> str:
+    """Return the chat template of a model's processor, if it has one of its own: vLLM takes it for
+    requests without tools. Raises: ValueError, OSError."""
+    for file in (folder / "chat_template.json", folder / "processor_config.json"):
+        if file.is_file() and not (folder / "chat_template.jinja").exists():
+            content = read_json(file)
+            if isinstance(content, dict) and isinstance(template := content.get("chat_template"), str):
+                return template
+    return ""
 
 
 def leading_bos(tokenizer: Any) -> list[int]:
