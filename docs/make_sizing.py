@@ -59,8 +59,8 @@ lowest row whose weights, teacher and optimizer fit into 70 % of the free memory
 | adamw | 20 | `--train weights --optimizer adamw` |
 
 A pass reads at least 8,192 tokens; with ¹, fewer. Layers are checkpointed, except with ². Several GPUs share the
-weights. "–" does not fit; rows that fit nowhere are left out. Memory is a formula, which gives 246 MB for a step that added 247 MB
-on a CPU. Hours are counted FLOPs at {UTILIZATION:.0%} of the GPU's peak.
+weights. "–" does not fit; rows that fit nowhere are left out. Memory is a formula, which gives 246 MB for a step that
+added 247 MB on a CPU. Hours are counted FLOPs at {UTILIZATION:.0%} of the GPU's peak.
 
 """
 NAMES = dict(zip(MODES, ("adamw", "8-bit", "lora", "masks"), strict=True))

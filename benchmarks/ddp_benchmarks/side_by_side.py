@@ -186,17 +186,21 @@ def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int
     }
 
 
-def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) -> dict[str, Any]:
+def compare_steps(
+    settings: StepSettings, *, print_line: Callable[[str], None], save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """Time steps of all models in turns; return the seconds and, per pruned model, the speedup as
     `verdicts`.
 
     Prompts are prefilled anyway, so each verdict also has that of `prefill`.
 
+    save: gets the results after every round, so that a stop loses at most one.
     Raises: SettingError before an engine starts; ServingError if an engine fails.
     """
     vllm_command()
     workload, models = settings.workload, (settings.dense, *settings.pruned)
     cells: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
+    results = new_results(STEPS_FORMAT, asdict(settings) | {"workload": asdict(workload)})
     largest = largest_of([workload.batch], [workload.context], settings.steps)
     scratch = Path(tempfile.mkdtemp(prefix="ddp-vllm-steps-"))
     engines: dict[str, StepEngine] = {}
@@ -213,16 +217,18 @@ def compare_steps(settings: StepSettings, *, print_line: Callable[[str], None]) 
                 engine.wait_for_model()
         for engine in engines.values() if runs_on_cpu() else ():
             engine.wait_for_model()
-        for turn in range(-1, settings.rounds):  # the first one is discarded
-            print_line("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
-            measured = take_turns(engines, workload, TURN if turn < 0 else settings.steps, max(turn, 0))
-            for model, cell in measured.items() if turn >= 0 else ():
+        print_line("warm-up")
+        take_turns(engines, workload, TURN, 0)
+        for turn in range(settings.rounds):
+            for model, cell in take_turns(engines, workload, settings.steps, turn).items():
                 cells[model].append(cell)
+            seconds = {name: [cell[workload.phase] for cell in cells[name]] for name in models}
+            results |= {"seconds": seconds, "verdicts": verdicts_of(settings, cells)}
+            save(results)
+            ratios = ", ".join(f"{verdict['ratio']:.2f}×" for verdict in results["verdicts"])
+            print_line(f"round {turn + 1} of {settings.rounds}: {ratios} so far")
     shutil.rmtree(scratch, ignore_errors=True)
-    seconds = {model: [cell[workload.phase] for cell in cells[model]] for model in models}
-    verdicts = verdicts_of(settings, cells)
-    stated = asdict(settings) | {"workload": asdict(workload)}
-    return new_results(STEPS_FORMAT, stated) | {"seconds": seconds, "verdicts": verdicts}
+    return results
 
 
 def verdicts_of(settings: StepSettings, cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -141,8 +141,9 @@ def bench_steps(
     All engines run at once and take turns, so memory must hold all of them. ENGINE_ARGUMENTS after
     -- are passed to every vLLM engine.
 
-    In Python `settings` are any fields of `StepSettings`. The results are returned as they are
-    written to `output`; `["verdicts"]` states how much faster each pruned model is, and was
+    Each round is written to the output and its ratio printed, so a stop loses at most one round. In
+    Python `settings` are any fields of `StepSettings`. The results are returned as they are written
+    to `output`; `["verdicts"]` states how much faster each pruned model is, and was
     predicted to be if this workload was its budget.
     """
     if output:
@@ -153,13 +154,15 @@ def bench_steps(
     folders = [known_folder(name) for name in chosen.pruned]
     provenances = [read_provenance(folder / MASKS_FILE) if folder and is_pruned(folder) else {} for folder in folders]
     predictions = [provenance.get("latency", {}) for provenance in provenances]
-    results = compare_steps(chosen, print_line=line_printer(verbose))
-    for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
-        if prediction.get("workload") == asdict(chosen.workload):
-            verdict["predicted"] = prediction["speedup"]
-    if output:
-        write_results(results, Path(output))
-    return results
+
+    def save(results: dict[str, Any]) -> None:
+        for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
+            if prediction.get("workload") == asdict(chosen.workload):
+                verdict["predicted"] = prediction["speedup"]
+        if output:
+            write_results(results, Path(output))
+
+    return compare_steps(chosen, print_line=line_printer(verbose), save=save)
 
 
 @typed(EvalSettings)

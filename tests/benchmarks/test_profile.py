@@ -9,7 +9,7 @@ import pytest
 from commands import invoke
 
 import ddp_vllm
-from ddp_benchmarks import profile, side_by_side
+from ddp_benchmarks import profile, side_by_side, verbs
 from ddp_benchmarks.profile import ProfileSettings, run_profile
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Workload, read_profile, shapes_of
@@ -134,6 +134,27 @@ def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: P
         ddp_vllm.bench_steps(tiny, halved, context_length=48, steps=60)
     with pytest.raises(SettingError, match="name each once"):
         ddp_vllm.bench_steps(tiny, tiny)
+
+
+@pytest.mark.usefixtures("known")
+def test_a_stopped_comparison_keeps_its_rounds(
+    tiny: Path, halved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped in round 3 of 3 once, and nothing was left of nine minutes."""
+    printed = list[str]()
+
+    def interrupt(line: str) -> None:
+        printed.append(line)
+        if line.startswith("round 2"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(verbs, "line_printer", lambda verbose: interrupt)
+    output = tmp_path / "steps.json"
+    with pytest.raises(KeyboardInterrupt):
+        ddp_vllm.bench_steps(tiny, halved, output=output, concurrency=2, context_length=48, rounds=3, steps=24)
+    assert printed[-1] == "round 2 of 3: 2.00× so far"
+    saved = json.loads(output.read_text())
+    assert saved["seconds"] == {str(tiny): [2.0] * 2, str(halved): [1.0] * 2} and saved["verdicts"][0]["ratio"] == 2.0
 
 
 @pytest.mark.vllm
