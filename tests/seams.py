@@ -69,9 +69,9 @@ from ddp_prune.text.blocks import (
     load_blocks,
     select_loss_mask,
 )
-from ddp_prune.text.documents import Document, read_documents
+from ddp_prune.text.documents import Document, DocumentReader
 from ddp_prune.text.messages import Notes
-from ddp_prune.text.rows import Rows, open_rows, sources_of
+from ddp_prune.text.rows import open_rows, sources_of
 from ddp_prune.text.templates import ChatTemplate
 from ddp_prune.text.tokens import Tokens, load_tokenizer, tokenize
 from ddp_vllm import model_files
@@ -119,8 +119,8 @@ def logits(model: Any, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor:
 
 def document(row: Any, tokenizer: Any, notes: Notes | None = None) -> Document:
     """Return a row as a document."""
-    rows = Rows(name="chat.jsonl", num_rows=1, read=lambda _: iter([("chat.jsonl, line 1", row)]))
-    return next(read_documents(rows, ChatTemplate(tokenizer), notes or Notes()))
+    reader = DocumentReader("chat.jsonl", ChatTemplate(tokenizer), notes or Notes())
+    return next(reader.read(lambda: iter([("chat.jsonl, line 1", row)])))
 
 
 def in_loss(document: Document) -> str:
