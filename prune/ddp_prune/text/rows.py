@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ddp_prune.text.conversations import COLUMNS, TURNS, RowParser
 from ddp_prune.text.messages import Notes, are_turns, at
@@ -73,12 +72,18 @@ def _numbered(
 ) -> Rows:
     """Return the rows of a file, which can be read in any order. hashes: returns those of all rows."""
 
+    def shuffled(seed: int) -> Iterator[Row]:
+        import numpy as np
+
+        return read(np.random.default_rng(seed).permutation(num_rows).tolist())
+
     def by_hash(notes: Notes, *_: int) -> Iterator[Row]:
+        import numpy as np
+
         different = np.unique(np.fromiter(hashes(), np.uint64, num_rows), return_index=True)[1]
         notes.add(COPIES, count=num_rows - len(different))
         return read(different.tolist())
 
-    shuffled = lambda seed: read(np.random.default_rng(seed).permutation(num_rows).tolist())  # noqa: E731
     return Rows(name=name, read=partial(read, range(num_rows)), shuffled=shuffled, by_hash=by_hash)
 
 
