@@ -68,7 +68,6 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console) -> None:
     accelerator, print_line = run.accelerator, run.print_line
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe))
     start_tracker(accelerator, "ddp-vllm-recover", recipe)
-    set_seed(recipe.seed)
     devices, tokenizer = Devices.here(recipe, accelerator), load_tokenizer(str(pruned.folder))
     mode = resolve_training_mode(recipe, dense, run.resolved, devices, accelerator, print_line)
     with explained(too_large(recipe)):
@@ -145,6 +144,7 @@ class Models:
         self.mode = mode
         if hasattr(self, "weights"):
             del self.weights
+        set_seed(self.recipe.seed)  # of additions
         model = load(self.pruned, self.recipe, self.accelerator)
         self.weights = TrainedWeights(model, self.accelerator, mode.train, self.recipe.rank, mode.optimizer)
         return self.seconds

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 
 from ddp_prune.core.batches import Batches, sequences_at_once
 from ddp_prune.core.budget import Pool
@@ -297,6 +298,7 @@ def time_run(run: Run, loaded: Loaded, pools: Sequence[Pool], accelerator: Accel
 def load_trained(run: Run, source: Source, head_unit: str, accelerator: Accelerator) -> Loaded:
     """Load the model of a run with its gates, and what is trained besides the gates; it must not
     have run forward. Raises: TrainingError if a device cannot hold it."""
+    set_seed(run.recipe.seed)  # of additions
     with explained(too_large(run.recipe)):
         model, weights, teacher = load(source, run.recipe, accelerator), None, None
         if run.train != "masks":  # gates scale the input of adapters too, so these are added first

@@ -216,18 +216,19 @@ def test_a_step_is_timed_until_two_agree(seconds: list[float], mean: float, num_
     assert seams.loop_module.seconds_a_step(make, 8, 2) == pytest.approx(mean * 2.5)
 
 
+@pytest.mark.parametrize(("mode", "num_loaded"), [("weights", 2), pytest.param("lora", 1, marks=pytest.mark.nightly)])
 def test_a_model_is_loaded_once_to_be_timed_and_trained(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, num_loaded: int, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Model and teacher; the result is that of the same steps without minutes, and of the stored recipe."""
     loaded, load = list[object](), resolve.load
     monkeypatch.setattr(resolve, "load", lambda *given: loaded.append(given) or load(*given))
     monkeypatch.setattr(seams.loading_module, "load", lambda *given: loaded.append(given) or load(*given))
-    options = [*of(tiny_model, tiny_text), "--learning-rate", "1e-3", "--minutes", "0.2", "--train", "weights"]
+    options = [*of(tiny_model, tiny_text), "--learning-rate", "1e-3", "--minutes", "0.2", "--train", mode]
     result = passed(invoke("prune", *options, "-o", tmp_path / "out"))
-    assert len(loaded) == 2 and "timing steps on random tokens" in result.output
+    assert len(loaded) == num_loaded and "timing steps on random tokens" in result.output
     stored = read_checkpoint(tmp_path / "out").provenance["recipe"]
-    assert "minutes" not in stored and stored["train"] == "weights"
+    assert "minutes" not in stored and stored["train"] == mode
     recipe = load_recipe(stored, {"data": str(tiny_text)})  # a checkpoint has the bare name
     again = ddp_vllm.prune(tiny_model, recipe=recipe, output=tmp_path / "again")
     assert_same_weights(tmp_path / "out", again.folder)
