@@ -33,6 +33,7 @@ from ddp_prune.core.experts import grouped, looped
 from ddp_prune.core.fusion import ROTARY, fuse_elementwise
 from ddp_prune.core.gates import GatedModel, Masks, NarrowLayers, _Scale
 from ddp_prune.core.learn import PRIOR_PRECISION, Learned, Trainer, learn, natural_step
+from ddp_prune.core.loop import Learner
 from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses
 from ddp_prune.core.processes import raise_on_all_ranks
 from ddp_prune.core.rate import RATES, change, find_rate
@@ -51,13 +52,14 @@ from ddp_prune.export import apply_masks, export, read_masks, read_scores
 from ddp_prune.fidelity import open_model
 from ddp_prune.fit import MODES, Devices, Fit, Mode, choose, held_bytes
 from ddp_prune.models import evaluation as evaluation_module
+from ddp_prune.models import loading as loading_module
 from ddp_prune.models.evaluation import bos_warning
 from ddp_prune.models.loading import check_head, load_model, load_sharded
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.plan import estimate
 from ddp_prune.pools import make_pools
 from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
-from ddp_prune.resolve import fit_minutes, resolve_training_mode
+from ddp_prune.resolve import choose_in_minutes, fit_minutes, resolve_training_mode
 from ddp_prune.run import Run, schedule
 from ddp_prune.run_folder import RunFolder, find_record
 from ddp_prune.settings import RecoveryRecipe
@@ -69,7 +71,7 @@ from ddp_prune.text.blocks import (
     load_blocks,
     select_loss_mask,
 )
-from ddp_prune.text.documents import Document, read_documents
+from ddp_prune.text.documents import Document, DocumentReader
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import Rows, check_sources, open_rows, sources_of
 from ddp_prune.text.templates import ChatTemplate
@@ -119,8 +121,8 @@ def logits(model: Any, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor:
 
 def document(row: Any, tokenizer: Any, notes: Notes | None = None) -> Document:
     """Return a row as a document."""
-    rows = Rows(name="chat.jsonl", num_rows=1, read=lambda _: iter([("chat.jsonl, line 1", row)]))
-    return next(read_documents(rows, ChatTemplate(tokenizer), notes or Notes()))
+    reader = DocumentReader("chat.jsonl", ChatTemplate(tokenizer), notes or Notes())
+    return next(reader.read(lambda: iter([("chat.jsonl, line 1", row)])))
 
 
 def in_loss(document: Document) -> str:

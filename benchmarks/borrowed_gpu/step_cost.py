@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import Trainer, prepare_passes
+from ddp_prune.core.learn import trainer_of
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.pools import make_checked_pools
 from ddp_prune.recipe import Recipe
@@ -81,8 +81,8 @@ def mask_step(
         with suppress(Exception):  # as `load_trained` does
             fuse_elementwise(model)
     gated, run = GatedModel(model, source.widths, sizes, unit), Run.alone(recipe)
-    batches = prepare_passes(model, Batches(blocks, recipe, accelerator), run)
-    trainer = Trainer(gated, batches, run, pools, accelerator)
+    batches = Batches(blocks, recipe, accelerator)
+    trainer = trainer_of(gated, batches, run, pools, accelerator)
     if share := options.get("open_share"):
         support = trainer.gates.support
         trainer.gates.support = {kind: torch.rand(mask.shape, device=DEVICE) < share for kind, mask in support.items()}

@@ -82,7 +82,7 @@ def read_conversations(path: Path) -> list[dict[str, Any]]:
     rows, parser = open_rows(str(path)), RowParser(Notes(), ChatTemplate())
     conversations = []
     with reading_text(str(path)):
-        for place, row in rows.read(None):
+        for place, row in rows.read():
             with at(place):
                 conversations.append(row if _is_share_gpt(row) else _as_share_gpt(parser.parse(row)))
     return conversations

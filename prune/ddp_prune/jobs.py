@@ -21,11 +21,11 @@ from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.devices import describe_device, explained, finish_run, make_accelerator, start_tracker
 from ddp_prune.export import export, layer_widths
 from ddp_prune.models.evaluation import Evaluation, bos_warning
-from ddp_prune.models.loading import check_sharding, load_teacher
+from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
 from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_checked_pools
 from ddp_prune.recipe import Recipe
-from ddp_prune.resolve import load_trained, resolve_runs, too_large
+from ddp_prune.resolve import Loaded, load_trained, resolve_runs, too_large
 from ddp_prune.run import Run
 from ddp_prune.run_folder import RunFolder, inputs_of
 from ddp_prune.settings import TrainingSettings
@@ -183,7 +183,7 @@ def _prune(
     source.describe_rest(print_line)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
-    runs, _ = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
+    runs, _, loaded, _ = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
     last, tokenizer = runs[-1], load_tokenizer(str(source.folder))
     start_tracker(accelerator, "ddp-vllm", last.recipe)
     text = main_process_first(
@@ -203,7 +203,11 @@ def _prune(
         run.size, run.search = number, size.steps.search if size is not last else None
         set_seed(first.seed)
         with explained(too_large(size.recipe)):
-            result = _learn_size(size, pools[number], source, tokenizer, text, run, console)
+            model = (
+                loaded.pop() if loaded else load_trained(size, source, head_unit_of(size.recipe, source), accelerator)
+            )
+            result = _learn_size(size, model, pools[number], source, tokenizer, text, run, console)
+            del model
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
                 checkpoint = _write(size, pools[number], source, inputs, result, run, folders[number])
@@ -245,18 +249,24 @@ class Result(NamedTuple):
 
 
 def _learn_size(
-    size: Run, pools: Sequence[Pool], source: Source, tokenizer: Any, text: Text, run: RunFolder, console: Console
+    size: Run,
+    loaded: Loaded,
+    pools: Sequence[Pool],
+    source: Source,
+    tokenizer: Any,
+    text: Text,
+    run: RunFolder,
+    console: Console,
 ) -> Result:
-    """Load the dense model, train gates, and weights too if the size's run says so, and evaluate both
-    models.
+    """Train gates, and weights too if the size's run says so, and evaluate the dense and the pruned
+    model.
 
     Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no
         sequence fits a device.
     """
     recipe, accelerator, print_line = size.recipe, run.accelerator, run.print_line
-    heldout, head_unit = text.blocks.heldout, head_unit_of(recipe, source)
-    gated, weights = load_trained(size, source, head_unit, accelerator)
-    joint = Joint(weights, heldout, print_line=print_line) if weights else None
+    heldout, (gated, weights, teacher) = text.blocks.heldout, loaded
+    joint = Joint(weights, heldout, teacher, print_line) if weights else None
     evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
     evaluation.evaluate("dense", gated.model)
     if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
@@ -265,8 +275,6 @@ def _learn_size(
         )
     if warning := bos_warning(gated.model, recipe.model, tokenizer, heldout):
         print_line(warning)
-    if joint and recipe.holds_teacher(size.train):
-        joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, gated.model))
     phase = partial(_phase, size, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
     with StepProgress(console, size.steps.last, phase, accelerator.is_main_process) as report:
         learned = learn(
@@ -278,7 +286,7 @@ def _learn_size(
         if recipe.distillation > 0:
             dense = gated
             if joint.teacher is not None:
-                dense = GatedModel(joint.teacher, source.widths, source.sizes, head_unit)
+                dense = GatedModel(joint.teacher, source.widths, source.sizes, gated.head_unit)
             with dense.masks(gates), joint.weights.adapters_disabled():
                 untrained = evaluation.divergences(dense.model)
         transform = joint.weights.finish()

@@ -24,15 +24,24 @@ from ddp_prune.fit import (
 )
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
-from ddp_prune.pools import find_model, latency_profile, make_checked_pools
+from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_checked_pools
 from ddp_prune.recipe import Recipe
-from ddp_prune.resolve import resolve_runs, seconds_a_step
+from ddp_prune.resolve import (
+    SHORTEST,
+    TIMING,
+    load_trained,
+    resolve_runs,
+    resolve_training_mode,
+    time_run,
+)
 from ddp_prune.run import Run, schedule
 from ddp_prune.run_folder import find_record
 from ddp_vllm.costs import experts_chosen, prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 from ddp_vllm.model_facts import dense_kv_bytes
+
+TOO_SHORT = "time: not measured, because memory is short"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +69,7 @@ def plan(
     on: cards as `parse_cards` reads them; memory and time are then estimated for these, not
         for this machine, and the weights of a hub model are not downloaded.
     """
-    first, last = recipes[0], recipes[-1]
+    first = recipes[0]
     source = find_model(first, load=not on)
     lines, removed, pools_of, profile, is_known = list[str](), list[float | None](), [], None, True
     try:
@@ -74,37 +83,61 @@ def plan(
     for recipe in recipes if is_known else ():
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
-        head_unit, pools = make_checked_pools(recipe, source, source.shapes, profile)
+        _, pools = make_checked_pools(recipe, source, source.shapes, profile)
         pools_of.append(pools)
         lines += [pool.describe() for pool in pools]
         share, described = _removed_of_model(recipe, source, pools)
         removed.append(share)
         lines += described
     if on:
-        if last.budget in ("units", "params"):
-            lines.append(_decode_bound(last, source, pools_of[-1], on))
-        return _plan_on_cards(recipes, source, on, lines, removed)
+        return _plan_on_cards(recipes, source, pools_of, on, lines, removed)
+    return _plan_here(recipes, source, profile, pools_of, output, lines, removed, print_line)
+
+
+def _plan_here(
+    recipes: Sequence[Recipe],
+    source: Source,
+    profile: Profile | None,
+    pools_of: Sequence[Sequence[Pool]],
+    output: Path,
+    lines: list[str],
+    removed: list[float | None],
+    print_line: Callable[[str], None],
+) -> Plan:
+    """Add lines on memory, text and time on this machine, on which steps are timed."""
+    first, last = recipes[0], recipes[-1]
     accelerator = make_accelerator(output, None)
     print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
     record = broadcast_from_main(accelerator, find_record(output, recipes, overwrite=True))
-    runs, fitted = resolve_runs(
-        recipes, pools_of, source, profile, record.get("resolved", {}), accelerator, lines.append
-    )
+    resumed, seconds = record.get("resolved", {}), 0.0
+    if last.minutes and not resumed:  # memory first: timing takes minutes
+        devices = Devices.here(first, accelerator)
+        mode = resolve_training_mode(last, source, resumed, devices, accelerator, lambda _: None)
+        fitted = fit(replace(last, batch_size=1, seq_len=min(last.seq_len, SHORTEST)), source, devices, mode)
+        if fitted.peak > USABLE * fitted.free:
+            lines += [_memory(fitted, last), TOO_SHORT]
+            return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=fitted.peak)
+
+    def print_soon(line: str) -> None:
+        """Print at once what takes time, and everything else at the end."""
+        (print_line if line == TIMING else lines.append)(line)
+
+    runs, fitted, _, seconds = resolve_runs(recipes, pools_of, source, profile, resumed, accelerator, print_soon)
     last, steps = runs[-1].recipe, runs[-1].steps.last
-    held = "the model and its teacher" if runs[-1].train == "weights" and last.distillation > 0 else "the model"
     lines += [
-        f"memory: about {gigabytes(fitted.peak)}: {gigabytes(fitted.held)} for {held}, {gigabytes(fitted.passing)} for "
-        f"{fitted.num_sequences} × {last.seq_len:,} tokens per forward pass; {gigabytes(fitted.free)} are free",
+        _memory(fitted, last),
         f"text: {steps:,} steps of {last.batch_size:,} × {last.seq_len:,} tokens, "
         f"{steps * last.batch_size * last.seq_len:,} in all, from {last.data}",
     ]
-    if fitted.peak > USABLE * fitted.free:
-        lines.append("time: not measured, because memory is short")
+    if fitted.peak > USABLE * fitted.free and not seconds:
+        lines.append(TOO_SHORT)
         return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=fitted.peak)
-    print_line("timing steps on random tokens")
-    seconds = seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
-    num_trials, steps = trial_steps(runs[-1]), sum(run.steps.last - run.steps.first for run in runs)
+    if not seconds:
+        print_line(TIMING)
+        model = load_trained(runs[-1], source, head_unit_of(last, source), accelerator)
+        seconds = time_run(runs[-1], model, pools_of[-1], accelerator)
+    num_trials, steps = trial_steps(last, runs[-1].train), sum(run.steps.last - run.steps.first for run in runs)
     trials = f" and trials of the learning rate that take as long as {num_trials}" * bool(num_trials)
     total = (steps + num_trials) * seconds
     lines.append(
@@ -114,10 +147,26 @@ def plan(
     return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=fitted.peak, seconds=total)
 
 
+def _memory(fitted: Fit, recipe: Recipe) -> str:
+    held = "the model and its teacher" if recipe.holds_teacher(fitted.mode.train) else "the model"
+    return (
+        f"memory: about {gigabytes(fitted.peak)}: {gigabytes(fitted.held)} for {held}, {gigabytes(fitted.passing)} for "
+        f"{fitted.num_sequences} × {recipe.seq_len:,} tokens per forward pass; {gigabytes(fitted.free)} are free"
+    )
+
+
 def _plan_on_cards(
-    recipes: Sequence[Recipe], source: Source, on: str, lines: list[str], removed: list[float | None]
+    recipes: Sequence[Recipe],
+    source: Source,
+    pools_of: Sequence[Sequence[Pool]],
+    on: str,
+    lines: list[str],
+    removed: list[float | None],
 ) -> Plan:
-    """Add a line per training mode, from the one that takes least: memory, tokens and hours."""
+    """Add a line on decode steps, and one per training mode, from the one that takes least: memory,
+    tokens and hours."""
+    if recipes[-1].budget in ("units", "params"):
+        lines.append(_decode_bound(recipes[-1], source, pools_of[-1], on))
     recipe, devices = recipes[-1], Devices.of_cards(on)
     fits = estimate(recipes, source, devices)
     taken = choose([fitted for fitted, _, _ in fits])
@@ -172,9 +221,9 @@ def estimate(recipes: Sequence[Recipe], source: Source, devices: Devices) -> lis
         fitted = fit(recipe, source, devices, mode)
         rate = tokens_per_second(recipe, source, devices, fitted)
         runs = [Run(recipe=recipe, steps=steps, **mode._asdict()) for steps in schedule(recipes)]
-        steps = trial_steps(runs[-1]) + sum(run.steps.last - run.steps.first for run in runs)
+        steps = trial_steps(recipe, mode.train) + sum(run.steps.last - run.steps.first for run in runs)
         tokens = rate * 60 * recipe.minutes if recipe.minutes else float(steps * recipe.batch_size * recipe.seq_len)
-        estimates.append((fitted, tokens, 60 * recipe.minutes or tokens / rate))
+        estimates.append((fitted, tokens, 60 * recipe.minutes if recipe.minutes else tokens / rate))
     return estimates
 
 

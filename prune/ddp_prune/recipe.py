@@ -176,12 +176,12 @@ class Recipe(TrainingSettings):
     )
 
     steps: int = setting(1000, "Optimizer steps in total: search and polish.", least=1)
-    minutes: float = setting(
-        0.0,
-        """Minutes of training, without loading and evaluation. A step is timed first, and the number of
-        steps that fit replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. The numbers
-        are saved with the run, so that an interrupted run resumes with the same numbers.""",
-        least=0,
+    minutes: float | None = setting(
+        None,
+        """Minutes of training, without loading and evaluation. Steps are timed first, and the number of
+        steps that fit replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. If fewer
+        than 20 fit, `train` auto takes the next simpler mode. The numbers are saved with the run, so
+        that an interrupted run resumes with the same numbers.""",
         heading="Basic",
     )
 
@@ -218,6 +218,8 @@ class Recipe(TrainingSettings):
         if self.budget == "units" and (self.speedup or self.target):
             object.__setattr__(self, "budget", "latency" if self.speedup else "params")
         super().__post_init__()
+        if self.minutes is not None and self.minutes <= 0.0:
+            raise SettingError("minutes", f"is {self.minutes:g}; give at least 1, or leave it out to take `steps`")
         self._check_size()
         for name in ("profile", "other_machine") if self.budget != "latency" else ():
             if getattr(self, name):

@@ -3,31 +3,30 @@ trained weights → checkpoint."""
 
 import dataclasses
 import json
-import math
 import shutil
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.core.batches import Batches, Teacher
-from ddp_prune.core.decoder import checkpoint_layers, fit_attention
-from ddp_prune.core.loop import Learner, take_steps
+from ddp_prune.core.decoder import attention_kept, checkpoint_layers, fit_attention
+from ddp_prune.core.loop import TIMED_STEPS, Learner, seconds_a_step, take_steps
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate, rate_of, step_seed
 from ddp_prune.devices import explained, start_tracker
 from ddp_prune.export import read_masks, read_scores, write_masks
-from ddp_prune.fit import Devices, fit
+from ddp_prune.fit import Devices, Mode, fit
 from ddp_prune.jobs import begin_job, read_text
 from ddp_prune.models.evaluation import Evaluation, bos_warning
 from ddp_prune.models.loading import load
 from ddp_prune.models.source import Source, check_index, open_pruned, open_source
-from ddp_prune.resolve import resolve_training_mode, too_large
+from ddp_prune.resolve import choose_in_minutes, resolve_training_mode, too_large
 from ddp_prune.run_folder import RunFolder
 from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text.rows import sources_of
@@ -43,7 +42,7 @@ from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.provenance import local_provenance
 
-RESOLVED = ("train", "optimizer", "learn_from", "learning_rate", "tokens")
+RESOLVED = ("train", "optimizer", "learn_from", "learning_rate", "tokens", "batch_size", "seq_len")
 """Settings that are resolved before the first step; a resumed run keeps them."""
 
 
@@ -69,33 +68,25 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console) -> None:
     accelerator, print_line = run.accelerator, run.print_line
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe))
     start_tracker(accelerator, "ddp-vllm-recover", recipe)
-    set_seed(recipe.seed)
     devices, tokenizer = Devices.here(recipe, accelerator), load_tokenizer(str(pruned.folder))
     mode = resolve_training_mode(recipe, dense, run.resolved, devices, accelerator, print_line)
-    fitted = fit(recipe, dense, devices, mode)
     with explained(too_large(recipe)):
-        model, teacher = load(pruned, recipe, accelerator), load(dense, recipe, accelerator)
+        models = Models(recipe, pruned, dense, devices, accelerator)
+        teacher = models.teacher
         sizes = teacher.config.get_text_config()
-        learn_from = recipe.learn_from
-        if learn_from == "auto":
-            learn_from = "assistant" if tokenizer.chat_template else "all"
-        rate = recipe.learning_rate or highest_rate(mode.train, sizes.hidden_size)
-        chosen = {**mode._asdict(), "learn_from": learn_from, "learning_rate": rate}
-        resolved = dataclasses.replace(recipe, **run.resolved or chosen)
-        weights = TrainedWeights(model, accelerator, resolved.train, resolved.rank, resolved.optimizer)
-        checkpoint_layers(model, fitted.checkpointed)
-        for loaded in (model, teacher):
-            fit_attention(loaded, recipe.seq_len, accelerator.device)
-
-        def trainer_on(blocks: torch.Tensor, loss_mask: torch.Tensor | None = None) -> WeightTrainer:
-            batches = Batches(blocks, resolved, accelerator, loss_mask, fitted.num_sequences)
-            return WeightTrainer(model, teacher, weights, batches, resolved)
-
-        if not resolved.tokens:  # as many as fit into the minutes
-            shape, generator = (recipe.batch_size, recipe.seq_len), torch.Generator().manual_seed(recipe.seed)
-            seconds = trainer_on(torch.randint(sizes.vocab_size, shape, generator=generator)).seconds_a_step()
-            steps = max(1, int(60.0 * recipe.minutes / seconds))
-            resolved = dataclasses.replace(resolved, tokens=steps * math.prod(shape))
+        resolved = dataclasses.replace(recipe, **run.resolved)
+        if resolved.tokens:
+            models.open(mode)
+        else:  # as many as fit into the minutes
+            mode, shape = choose_in_minutes(recipe, mode, models.open, print_line, accelerator.num_processes)
+            batch, seq_len = shape.batch_size, shape.seq_len
+            tokens = shape.steps * batch * seq_len
+            resolved = dataclasses.replace(resolved, tokens=tokens, batch_size=batch, seq_len=seq_len)
+        if not run.resolved:
+            resolved = _with_defaults(resolved, mode, tokenizer, sizes.hidden_size)
+        # so that the recipe in the checkpoint repeats the run
+        resolved = dataclasses.replace(resolved, minutes=0.0)
+        weights, model = models.weights, models.weights.model
         provenance = local_provenance(checkpoint.folder / MASKS_FILE)
         text = main_process_first(
             accelerator,
@@ -107,7 +98,7 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console) -> None:
         heldout = text.blocks.heldout
         print_line(
             f"text: {text.blocks.train.numel():,} tokens of {recipe.data} for {resolved.steps:,} steps of "
-            f"{recipe.batch_size * recipe.seq_len:,}, {heldout.numel():,} held out; training mode {resolved.train} "
+            f"{resolved.batch_size * resolved.seq_len:,}, {heldout.numel():,} held out; training mode {resolved.train} "
             f"with {resolved.optimizer}, learning rate up to {resolved.learning_rate:g}"
         )
         if not text.watched:
@@ -121,7 +112,7 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console) -> None:
         if warning := bos_warning(teacher, recipe.model, tokenizer, heldout):
             print_line(warning)
         evaluation.evaluate("pruned", model)
-        trainer = trainer_on(text.blocks.train, text.loss_mask)
+        trainer = models.trainer(resolved, text.blocks.train, text.loss_mask)
         with StepProgress(console, resolved.steps, _phase, accelerator.is_main_process) as report:
             take_steps(trainer, resolved.steps, run, report)
         transform = weights.finish()
@@ -133,6 +124,62 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console) -> None:
                 for line in evaluation.recovery_summary():
                     print_line(line)
                 print_written(written, recipe.teacher, console)
+
+
+class Models:
+    """The teacher and the pruned model in memory, and what is trained of the latter in a mode."""
+
+    weights: TrainedWeights
+    mode: Mode
+
+    def __init__(
+        self, recipe: RecoveryRecipe, pruned: Source, dense: Source, devices: Devices, accelerator: Accelerator
+    ) -> None:
+        self.recipe, self.pruned, self.dense = recipe, pruned, dense
+        self.devices, self.accelerator = devices, accelerator
+        self.teacher = load(dense, recipe, accelerator)
+
+    def open(self, mode: Mode) -> Callable[[RecoveryRecipe], float]:
+        """Load the pruned model to train it in a mode; return what times a step of a recipe."""
+        self.mode = mode
+        if hasattr(self, "weights"):
+            del self.weights
+        set_seed(self.recipe.seed)  # of additions
+        model = load(self.pruned, self.recipe, self.accelerator)
+        self.weights = TrainedWeights(model, self.accelerator, mode.train, self.recipe.rank, mode.optimizer)
+        return self.seconds
+
+    def seconds(self, recipe: RecoveryRecipe) -> float:
+        vocabulary = self.teacher.config.get_text_config().vocab_size
+
+        def make(size: int) -> "WeightTrainer":
+            blocks = torch.randint(vocabulary, (TIMED_STEPS * size, recipe.seq_len))
+            return self.trainer(dataclasses.replace(recipe, batch_size=size), blocks)
+
+        at_once = fit(recipe, self.dense, self.devices, self.mode).num_sequences * self.accelerator.num_processes
+        with attention_kept(self.weights.model, self.teacher):
+            seconds = seconds_a_step(make, recipe.batch_size, at_once)
+        self.weights.reset_optimizer()
+        return seconds
+
+    def trainer(
+        self, recipe: RecoveryRecipe, blocks: torch.Tensor, loss_mask: torch.Tensor | None = None
+    ) -> "WeightTrainer":
+        model, fitted = self.weights.model, fit(recipe, self.dense, self.devices, self.mode)
+        checkpoint_layers(model, fitted.checkpointed)
+        for loaded in (model, self.teacher):
+            fit_attention(loaded, recipe.seq_len, self.accelerator.device)
+        batches = Batches(blocks, recipe, self.accelerator, loss_mask, fitted.num_sequences)
+        return WeightTrainer(model, self.teacher, self.weights, batches, recipe)
+
+
+def _with_defaults(recipe: RecoveryRecipe, mode: Mode, tokenizer: Any, hidden_size: int) -> RecoveryRecipe:
+    """Return a recipe with everything resolved that it leaves open."""
+    learn_from = recipe.learn_from
+    if learn_from == "auto":
+        learn_from = "assistant" if tokenizer.chat_template else "all"
+    rate = recipe.learning_rate or highest_rate(mode.train, hidden_size)
+    return dataclasses.replace(recipe, **mode._asdict(), learn_from=learn_from, learning_rate=rate)
 
 
 def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
@@ -217,22 +264,13 @@ class WeightTrainer(Learner):
     ) -> None:
         self.student, self.weights, self.batches = student, weights, batches
         self.recipe, self.accelerator = recipe, batches.accelerator
-        assert recipe.learning_rate is not None  # resolved
-        self.highest = recipe.learning_rate
+        self.highest = 0.0
         self.head, self.dense_head = OutputHead.of(student), OutputHead.of(dense)
         self.teacher = Teacher(dense, batches) if recipe.distillation > 0 else None
 
-    def seconds_a_step(self) -> float:
-        """Return the seconds per step, of the slowest process; no weight changes."""
-        for _ in range(2):  # the first step warms up
-            began = time.perf_counter()
-            self._backward(0)
-            if math.isfinite(norm := self.weights.reduce_gradients()):
-                self.weights.step(0.0, norm)
-            seconds = time.perf_counter() - began
-        # also gradients that are not finite, which the run will report
-        self.weights.reset_optimizer()
-        return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
+    def begin(self) -> None:
+        assert self.recipe.learning_rate is not None  # resolved
+        self.highest = self.recipe.learning_rate
 
     def step(self, step: int) -> dict[str, float]:
         metrics = self.metrics_of(step, self._backward(step))

@@ -7,19 +7,22 @@ memory that it requires, and minutes become steps by timing a step.
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 
 from ddp_prune.core.batches import Batches, sequences_at_once
 from ddp_prune.core.budget import Pool
+from ddp_prune.core.decoder import attention_kept
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import Joint, prepare_passes, trainer_class
+from ddp_prune.core.learn import Joint, Trainer, trainer_of
+from ddp_prune.core.loop import TIMED_STEPS, seconds_a_step
 from ddp_prune.core.rate import trial_steps
 from ddp_prune.core.weights import TrainedWeights, obstacle_to_8_bits
 from ddp_prune.devices import explained
@@ -39,7 +42,7 @@ from ddp_prune.models.source import Source
 from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Run, schedule
-from ddp_prune.settings import RecoveryRecipe
+from ddp_prune.settings import RecoveryRecipe, TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 
@@ -50,8 +53,41 @@ FEWEST_TOKENS = 512  # per step
 SHORTEST, SHORTEST_OF_WEIGHTS = 256, 1024
 """Tokens of a sequence, unless the recipe has shorter ones: weights get worse in contexts longer
 than they train on. In a short run they get shorter ones all the same."""
+TIMING = "timing steps on random tokens"
+Settled = TypeVar("Settled", Recipe, RecoveryRecipe)
 
-Shape = tuple[int, int, int]  # steps, batch size, sequence length
+
+class Shape(NamedTuple):
+    """The steps that fit into the minutes of a run."""
+
+    steps: int
+    batch_size: int
+    seq_len: int
+    seconds: float
+    """Of a step."""
+    minutes: int
+    """At least required for FEWEST_STEPS."""
+
+
+class Loaded(NamedTuple):
+    """What a run trains, in memory."""
+
+    gated: GatedModel
+    weights: TrainedWeights | None
+    """Trained besides the gates."""
+    teacher: Any
+    """The dense model, loaded a second time; None where the first one is the teacher too."""
+
+
+class Resolved(NamedTuple):
+    runs: list[Run]
+    """One per size."""
+    fit: Fit
+    """How they fit into memory."""
+    loaded: list[Loaded]
+    """The model of the runs, if their steps were timed."""
+    seconds: float
+    """Of a step, if they were timed."""
 
 
 def resolve_runs(
@@ -62,7 +98,7 @@ def resolve_runs(
     resumed: Mapping[str, Any],
     accelerator: Accelerator,
     print_line: Callable[[str], None],
-) -> tuple[list[Run], Fit]:
+) -> Resolved:
     """Return the run of each size, and how they fit into memory.
 
     The search of a size begins at the keep ratios of the previous size.
@@ -74,29 +110,30 @@ def resolve_runs(
     """
     last, devices = recipes[-1], Devices.here(recipes[0], accelerator)
     mode = resolve_training_mode(last, source, resumed, devices, accelerator, print_line)
-    fits = lambda recipe: fit(recipe, source, devices, mode)  # noqa: E731
+    loaded, seconds = list[Loaded](), 0.0
     if last.minutes:
+
+        def open_mode(mode: Mode) -> Callable[[Recipe], float]:
+            alone = lambda recipe: Run.alone(recipe, **fit(recipe, source, devices, mode).resolved())  # noqa: E731
+            loaded.clear()
+            loaded.append(load_trained(alone(last), source, head_unit_of(last, source), accelerator))
+            return lambda recipe: time_run(alone(recipe), loaded[0], pools[-1], accelerator)
+
         if resumed:
-            shape: Shape = (resumed["steps"], resumed["batch_size"], resumed["seq_len"])
+            steps, batch, seq_len = resumed["steps"], resumed["batch_size"], resumed["seq_len"]
+            print_line(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
         else:
-            fixed = source, head_unit_of(last, source), pools[-1], accelerator
-            run = Run.alone(last, **fits(last).resolved())
-            shape = fit_minutes(
-                run,
-                len(recipes),
-                lambda run: seconds_a_step(run, *fixed),
-                accelerator.num_processes,
-                lambda recipe: fits(recipe).resolved(),
+            mode, (steps, batch, seq_len, seconds, _) = choose_in_minutes(
+                last, mode, open_mode, print_line, accelerator.num_processes, len(recipes)
             )
-        steps, batch, seq_len = shape
-        print_line(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
-        if steps < WANTED_STEPS // 2:
-            enough = math.ceil(last.minutes * WANTED_STEPS / steps)
-            print_line(f"so few steps are a demonstration; --minutes {enough} allows {WANTED_STEPS}, a better model")
-        recipes = [dataclasses.replace(recipe, steps=steps, batch_size=batch, seq_len=seq_len) for recipe in recipes]
+        shape = {"steps": steps, "batch_size": batch, "seq_len": seq_len, "minutes": None}
+        recipes = [dataclasses.replace(recipe, **shape) for recipe in recipes]
         # a resumed run may have had fewer processes
         check_sharding(recipes[-1], accelerator.num_processes)
-    fitted = fits(recipes[-1])
+    # so that the recipe in a checkpoint repeats the run
+    optimizer = mode.optimizer or last.optimizer
+    recipes = [dataclasses.replace(recipe, train=mode.train, optimizer=optimizer) for recipe in recipes]
+    fitted = fit(recipes[-1], source, devices, mode)
     usual = sequences_at_once(recipes[-1], devices.number, devices.type)
     if fitted.num_sequences < usual:
         print_line(f"memory is short: the micro-batch size is {fitted.num_sequences} instead of {usual} sequences")
@@ -106,7 +143,7 @@ def resolve_runs(
         Run(recipe=recipe, steps=steps, **fitted.resolved(), profile=profile, start=start, in_family=in_family)
         for recipe, steps, start in zip(recipes, schedule(recipes), starts, strict=True)
     ]
-    return runs, fitted
+    return Resolved(runs, fitted, loaded, seconds)
 
 
 def resolve_training_mode(
@@ -129,9 +166,7 @@ def resolve_training_mode(
         return modes[0]
     itemsize = loading_options(source, recipe.dtype, accelerator.device)["dtype"].itemsize
     needed = {mode: held_bytes(recipe, source, mode, itemsize, devices.num_shards) for mode in suited_modes(recipe)}
-    is_recovery = isinstance(recipe, RecoveryRecipe)  # which trains no masks
-    trained = {mode: str(mode).removeprefix("masks and ") if is_recovery else str(mode) for mode in needed}
-    needs = {mode: f"{trained[mode]} requires {gigabytes(number)}" for mode, number in needed.items()}
+    needs = {mode: f"{name_of(mode, recipe)} requires {gigabytes(number)}" for mode, number in needed.items()}
     usable = list[Mode]()
     for mode in modes:
         if mode.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
@@ -158,99 +193,128 @@ def resolve_training_mode(
     return chosen
 
 
-def fit_minutes(
-    run: Run,
-    num_sizes: int,
-    measure: Callable[[Run], float],
+def choose_in_minutes(
+    recipe: Settled,
+    mode: Mode,
+    open_mode: Callable[[Mode], Callable[[Settled], float]],
+    print_line: Callable[[str], None],
     num_processes: int = 1,
-    fits: Callable[[Recipe], Mapping[str, Any]] = lambda _: {},
-) -> Shape:
-    """Return the steps, batch size and sequence length that fit into the minutes of a run.
+    num_sizes: int = 1,
+) -> tuple[Mode, Shape]:
+    """Return the best training mode that fits FEWEST_STEPS into the minutes of a recipe, from `mode`
+    on, and its steps.
 
-    Every process gets equally many sequences, at least one, unless the recipe has a smaller batch.
-    num_sizes: that share the search. measure: returns the seconds of a step of a run. fits: fits
-        smaller steps into memory.
-    Raises: SettingError.
+    open_mode: loads a mode, and returns what times a step of a recipe. Raises: SettingError if no
+    mode that the recipe allows fits.
     """
-    recipe = run.recipe
-    seconds = 60.0 * recipe.minutes
-    batch, seq_len = recipe.batch_size, recipe.seq_len
-    step_seconds = measure(run)
-    tokens = seconds / step_seconds * batch * seq_len
-    tokens_per_step = batch * seq_len
-    while tokens_per_step > max(FEWEST_TOKENS, tokens / WANTED_STEPS):
-        tokens_per_step //= 2
-    sizes = FAMILY_STEPS if num_sizes > 1 else 1.0
-    steps = int((seconds / step_seconds - trial_steps(run)) / sizes)
-    for shortest in (SHORTEST,) if run.train == "masks" else (SHORTEST_OF_WEIGHTS, SHORTEST):
-        if tokens_per_step < recipe.batch_size * recipe.seq_len:
-            seq_len = min(recipe.seq_len, max(shortest, tokens_per_step // max(2, num_processes)))
-            batch = min(recipe.batch_size, max(1, tokens_per_step // seq_len // num_processes) * num_processes)
-        if (batch, seq_len) != (run.recipe.batch_size, run.recipe.seq_len):
-            smaller = dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len)
-            run = dataclasses.replace(run, recipe=smaller, **fits(smaller))
-            step_seconds = measure(run)
-            steps = int((seconds / step_seconds - trial_steps(run)) / sizes)
-        if steps >= SHORT_RUN:
-            break
+    print_line(TIMING)
+    modes = allowed_modes(recipe)
+    shapes: dict[Mode, Shape] = {}
+    shape = shapes[mode] = fit_minutes(recipe, mode, open_mode(mode), num_processes, num_sizes)
+    simpler = [other for other in modes[modes.index(mode) + 1 :] if other.train != mode.train]
+    while shape.steps < FEWEST_STEPS and simpler:
+        mode = simpler.pop(0)
+        shape = shapes[mode] = fit_minutes(recipe, mode, open_mode(mode), num_processes, num_sizes)
+    better = [*shapes][:-1]
+    others = "".join(f"; {name_of(other, recipe)} requires --minutes {shapes[other].minutes}" for other in better)
+    steps, tokens, trained = shape.steps, f"{shape.batch_size} × {shape.seq_len:,} tokens", name_of(mode, recipe)
     if steps < FEWEST_STEPS:
-        least = (trial_steps(run) + FEWEST_STEPS * sizes) * step_seconds / 60.0
+        remedy = ", or leave out --train" * (recipe.train not in ("auto", "masks"))
+        remedy += ", or a lower --seq-len" * (shape.seq_len > FEWEST_TOKENS // 2)
         raise SettingError(
             "minutes",
-            f"is {recipe.minutes:g}, enough for {max(0, steps)} steps of {batch} × {seq_len:,} tokens where "
-            f"{FEWEST_STEPS} are needed; give at least {math.ceil(least)}, or --train masks, or a lower --seq-len",
+            f"is {recipe.minutes:g}, enough for {steps} steps of {tokens} where {FEWEST_STEPS} are needed; give at "
+            f"least {shape.minutes} for {trained}{remedy}{others}",
         )
-    return steps, batch, seq_len
+    print_line(f"{recipe.minutes:g} minutes: {steps:,} steps of {tokens}, {trained}{others}")
+    if steps < WANTED_STEPS // 2:
+        enough = math.ceil((recipe.minutes or 0.0) * WANTED_STEPS / steps)
+        print_line(f"so few steps are a demonstration; --minutes {enough} allows {WANTED_STEPS}, a better model")
+    return mode, shape
 
 
-def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator) -> float:
-    """Return the seconds of a step, of the slowest process.
+def fit_minutes(
+    recipe: Settled, mode: Mode, measure: Callable[[Settled], float], num_processes: int = 1, num_sizes: int = 1
+) -> Shape:
+    """Return the steps of a mode that fit into the minutes of a recipe; shorter sequences if they
+    are few.
 
-    Steps of one and of two micro-batches over random tokens with all gates open are timed, after a
-    warm-up. The difference is the time of a micro-batch; the rest, such as the optimizer of trained
-    weights, counts once a step.
+    Every process gets equally many sequences, at least one, unless the recipe has a smaller batch.
+    measure: returns the seconds of a step. num_sizes: that share the search.
     """
-    recipe = run.recipe
-    with explained(too_large(recipe)):
-        gated, weights = load_trained(run, source, head_unit, accelerator)
-        number = accelerator.num_processes
-        share = -(-recipe.batch_size // number)
-        at_once = run.num_sequences or sequences_at_once(recipe, number, accelerator.device.type)
-        tried = dataclasses.replace(recipe, batch_size=at_once * number)
-        model: Any = gated.model
-        blocks = torch.randint(model.config.get_text_config().vocab_size, (4 * tried.batch_size, recipe.seq_len))
-        batches = prepare_passes(model, Batches(blocks, tried, accelerator), run)
-        joint = Joint(weights) if weights else None
-        if joint and run.train == "weights" and recipe.distillation > 0:
-            joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, model))
-        run = dataclasses.replace(run, recipe=tried)
-        trainer = trainer_class(recipe.controller)(gated, batches, run, pools, accelerator, joint)
-        trainer.rate = {"highest": 0.0}
-        seconds = list[float]()
-        # all on other blocks
-        for size, step in ((1, 0), (1, 1), (2, 1)) if share > at_once else ((1, 0), (1, 1)):
-            batches.size = size * tried.batch_size
-            trainer.recipe = dataclasses.replace(tried, batch_size=batches.size)
-            began = time.perf_counter()
-            trainer.step(step)
-            seconds.append(time.perf_counter() - began)
-        another = max(0.0, seconds[-1] - seconds[1])
-        total = torch.tensor([seconds[1] + another * (share / at_once - 1)], device=accelerator.device)
-        return float(accelerator.gather(total).max())
+    seconds, sizes = 60.0 * (recipe.minutes or 0.0), FAMILY_STEPS if num_sizes > 1 else 1.0
+    usual = recipe.batch_size, recipe.seq_len
+
+    def shaped(tokens_per_step: int, shortest: int) -> tuple[int, int]:
+        if tokens_per_step >= math.prod(usual):
+            return usual
+        seq_len = min(recipe.seq_len, max(shortest, tokens_per_step // max(2, num_processes)))
+        sequences = max(1, tokens_per_step // seq_len // num_processes) * num_processes
+        return min(recipe.batch_size, sequences), seq_len
+
+    @cache
+    def timed(batch: int, seq_len: int) -> float:
+        return measure(dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len))
+
+    # from the smallest step up, because a larger one takes less time per token but minutes on a CPU
+    tokens_per_step, shape = 0, shaped(FEWEST_TOKENS, SHORTEST)
+    while math.prod(shape) > tokens_per_step:
+        tokens_per_step, tokens = math.prod(shape), seconds / timed(*shape) * math.prod(shape)
+        fitting = math.prod(usual)
+        while fitting > max(FEWEST_TOKENS, tokens / WANTED_STEPS):
+            fitting //= 2
+        shape = shaped(fitting, SHORTEST)
+    tokens_per_step = fitting
+    for shortest in (SHORTEST,) if mode.train == "masks" else (SHORTEST_OF_WEIGHTS, SHORTEST):
+        batch, seq_len = shaped(tokens_per_step, shortest)
+        step = timed(batch, seq_len)
+        trials = trial_steps(dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len), mode.train)
+        steps = max(0, int((seconds / step - trials) / sizes))
+        if steps >= SHORT_RUN:
+            break
+    return Shape(steps, batch, seq_len, step, math.ceil((trials + FEWEST_STEPS * sizes) * step / 60.0))
 
 
-def load_trained(
-    run: Run, source: Source, head_unit: str, accelerator: Accelerator
-) -> tuple[GatedModel, TrainedWeights | None]:
+def time_run(run: Run, loaded: Loaded, pools: Sequence[Pool], accelerator: Accelerator) -> float:
+    """Return the seconds of a step over random tokens with all gates open, of the slowest process."""
+    recipe, number, (gated, weights, teacher) = run.recipe, accelerator.num_processes, loaded
+    model: Any = gated.model
+    vocabulary = model.config.get_text_config().vocab_size
+
+    def make(size: int) -> Trainer:
+        tried = dataclasses.replace(recipe, batch_size=size)
+        batches = Batches(torch.randint(vocabulary, (TIMED_STEPS * size, recipe.seq_len)), tried, accelerator)
+        joint = Joint(weights, teacher=teacher) if weights else None
+        return trainer_of(gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator, joint)
+
+    at_once = run.num_sequences or sequences_at_once(recipe, number, accelerator.device.type)
+    with explained(too_large(recipe)), attention_kept(*filter(None, (model, teacher))):
+        seconds = seconds_a_step(make, recipe.batch_size, at_once * number)
+    if weights:
+        weights.reset_optimizer()
+    return seconds
+
+
+def load_trained(run: Run, source: Source, head_unit: str, accelerator: Accelerator) -> Loaded:
     """Load the model of a run with its gates, and what is trained besides the gates; it must not
-    have run forward."""
-    model, weights = load(source, run.recipe, accelerator), None
-    if run.train != "masks":  # gates scale the input of adapters too, so these are added first
-        weights = TrainedWeights(model, accelerator, run.train, optimizer=run.optimizer)
-    if accelerator.device.type == "cuda":
-        with suppress(Exception):  # without a C compiler, eager mode is slower and right
-            fuse_elementwise(model)
-    return GatedModel(model, source.widths, source.sizes, head_unit), weights
+    have run forward. Raises: TrainingError if a device cannot hold it."""
+    set_seed(run.recipe.seed)  # of additions
+    with explained(too_large(run.recipe)):
+        model, weights, teacher = load(source, run.recipe, accelerator), None, None
+        if run.train != "masks":  # gates scale the input of adapters too, so these are added first
+            weights = TrainedWeights(model, accelerator, run.train, optimizer=run.optimizer)
+        if accelerator.device.type == "cuda":
+            with suppress(Exception):  # without a C compiler, eager mode is slower and right
+                fuse_elementwise(model)
+        gated = GatedModel(model, source.widths, source.sizes, head_unit)
+        if run.recipe.holds_teacher(run.train):
+            teacher = load_teacher(source, run.recipe, accelerator, model)
+    return Loaded(gated, weights, teacher)
+
+
+def name_of(mode: Mode, recipe: TrainingSettings) -> str:
+    """Return what a mode trains, in words; a recovery trains no masks."""
+    return str(mode).removeprefix("masks and ") if isinstance(recipe, RecoveryRecipe) else str(mode)
 
 
 def too_large(recipe: Recipe | RecoveryRecipe) -> str:

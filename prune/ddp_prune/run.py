@@ -34,7 +34,8 @@ class Run:
     saved with the run."""
 
     recipe: Recipe
-    """The settings that the user passed."""
+    """The settings that the user passed, with the training mode, and instead of minutes the steps and
+    their shape, as resolved."""
     steps: Steps
     train: str = "masks"
     """`masks`, `lora` or `weights`: the training mode, resolved if the recipe has `auto`."""

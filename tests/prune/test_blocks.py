@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from seams import blocks_module, check_watched, load_blocks, sources_of
+from seams import ChatTemplate, blocks_module, check_watched, load_blocks, sources_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -36,17 +36,17 @@ CHATML = (
 )
 WORDS = ["fox", "crow", "cheese", "river", "cloud", "harbour", "boat", "lantern", "winter", "bread"]
 GOLDEN = {  # data, seed, most training blocks, held-out blocks -> training blocks, loss mask, held-out blocks
-    ("plain.jsonl", 0, 40, 4): ("eebbe5874564", "7b9e7b8c3c5f", "716b803246c8"),
+    ("plain.jsonl", 0, 40, 4): ("eebbe5874564", "7b9e7b8c3c5f", "8f7a4605c414"),
     # a tokenizer that begins every text with BOS, as Llama-3's does
-    ("BOS plain.jsonl", 0, 40, 4): ("9cdd5d6ca972", "7b9e7b8c3c5f", "0a33fc5083dd"),
-    ("plain.jsonl", 3, 40, 4): ("93b0e9278f63", "7b9e7b8c3c5f", "716b803246c8"),
-    ("book.txt", 0, 40, 4): ("dcb04a64a444", "7b9e7b8c3c5f", "b97c3aee7a8c"),
-    ("chats.jsonl", 0, 40, 4): ("830a086c742d", "50e1dcedfee3", "6396c8b9020f"),
-    ("answers.jsonl", 0, 40, 4): ("c195a3231a13", "e230a7d35e7f", "9a86f68f898e"),
-    ("plain.jsonl:2,chats.jsonl", 0, 40, 4): ("33c05cb6f43b", "443e0da2ec94", "716b803246c8"),
+    ("BOS plain.jsonl", 0, 40, 4): ("9cdd5d6ca972", "7b9e7b8c3c5f", "3f2f368e5973"),
+    ("plain.jsonl", 3, 40, 4): ("93b0e9278f63", "7b9e7b8c3c5f", "8f7a4605c414"),
+    ("book.txt", 0, 40, 4): ("b40d386db5d6", "7b9e7b8c3c5f", "b97c3aee7a8c"),
+    ("chats.jsonl", 0, 40, 4): ("830a086c742d", "50e1dcedfee3", "999909e435ff"),
+    ("answers.jsonl", 0, 40, 4): ("e0f12b3fa5bd", "0ede401a1643", "9d35cafa2ecd"),
+    ("plain.jsonl:2,chats.jsonl", 0, 40, 4): ("33c05cb6f43b", "443e0da2ec94", "8f7a4605c414"),
     # all text: sources end one after another, and a copy of a document that is held out is not trained on
-    ("plain.jsonl:2,chats.jsonl,copies.jsonl:3", 0, 10_000, 20): ("d87a1e49a4ac", "a1372979e8c7", "2e6687b5d589"),
-    ("long.jsonl", 0, 40, 4): ("81fa9ae26318", "7b9e7b8c3c5f", "d03b7fa8b0d5"),
+    ("plain.jsonl:2,chats.jsonl,copies.jsonl:3", 0, 10_000, 20): ("4a3e72260be8", "da93b5d9ac5c", "d129df02dc22"),
+    ("long.jsonl", 0, 40, 4): ("81fa9ae26318", "7b9e7b8c3c5f", "6e6c760db838"),
 }
 
 
@@ -179,6 +179,73 @@ def test_text_of_which_a_part_is_trained_on_is_not_watched(words: int, load: Loa
     again = load(write_texts("d.jsonl", texts), heldout_blocks=2, **only)
     assert again.heldout.equal(blocks.heldout)
     check_watched(again, "d.jsonl", blocks, "a.jsonl")
+
+
+def chats_of(count: int, turns: int = 6) -> list[dict[str, Any]]:
+    """Conversations with an id each; every tenth is the same as the one before it, with another id."""
+    words = [f"{WORDS[i % 9]} {i}" for i in (number - (number % 10 == 9) for number in range(count))]
+    says = ("user", "assistant")
+    return [
+        {"id": i, "messages": [{"role": says[n % 2], "content": f"{word} sees {n}"} for n in range(turns)]}
+        for i, word in enumerate(words)
+    ]
+
+
+@pytest.fixture
+def renderings(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of messages of all conversations that are rendered."""
+    rendered, render = list[int](), tokenizer.apply_chat_template
+    tokenizer.chat_template = CHATML
+
+    def count(messages: Any, **options: Any) -> Any:
+        rendered.append(len(messages))
+        return render(messages, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
+    return rendered
+
+
+def test_only_rows_that_are_used_are_rendered(load: Load, tmp_path: Path, renderings: list[int]) -> None:
+    """Each at most three times, for training and for what is held out of it, however long it is. Copies of
+    conversations that are held out are not trained on, and the copies are counted."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats_of(20_000)))
+    few = load(path, train_blocks=4)
+    assert len(renderings) < 300
+    copies = "2,000 rows that are copies of others; copies of text that is held out are not trained on"
+    assert any(note.endswith(copies) for note in few.notes)
+    again = load(path, train_blocks=8, seed=5)
+    assert torch.equal(few.heldout, again.heldout) and not torch.equal(few.train, again.train[:4])
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats_of(200, turns=2)))
+    every = load(path)
+    assert not every.train_hashes & every.heldout_hashes and every.num_tokens > 100 * 16
+    renderings.clear()
+    load(path, heldout_blocks=0, train_blocks=4)
+    assert len(renderings) < 150
+
+
+def test_a_long_conversation_is_rendered_twice(tokenizer: Any, renderings: list[int], monkeypatch: Any) -> None:
+    """Once as it is, and once with marks in the places of all answers, which are found where one mark at a time finds
+    them."""
+    template = ChatTemplate(tokenizer)
+    (chat,) = chats_of(1, turns=40)
+    template.render(chat["messages"][:2])  # what is asked of a template once
+    renderings.clear()
+    rendered = template.render(chat["messages"])
+    assert len(renderings) == 2 and len(rendered.answers) == 20
+    answers = [rendered.text[start:stop] for start, stop in rendered.answers]
+    assert answers == [f"fox 0 sees {n}" for n in range(1, 40, 2)]
+    monkeypatch.setattr(ChatTemplate, "_answers", lambda *_: {})
+    assert template.render(chat["messages"]) == rendered
+
+
+def test_several_short_files_are_split_and_not_held_out_whole(load: Load, tmp_path: Path) -> None:
+    """A book that is one document, also if little is held out."""
+    names = [tmp_path / f"{word}.txt" for word in WORDS[:3]]
+    for name in names:
+        name.write_text(" ".join(f"{name.stem} {number}" for number in range(300)))
+    blocks = load(",".join(map(str, names)), heldout_blocks=1)
+    assert len(blocks.train) > 100 and len(blocks.heldout) == 1
 
 
 def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Load) -> None:

@@ -18,7 +18,7 @@ import seams
 import torch
 from chat_templates import PARTS, PUBLISHED, STRICT, tokenizer_of
 from runs import small_files
-from seams import Blocks, ChatTemplate, Notes, document, open_rows, read_documents
+from seams import Blocks, ChatTemplate, DocumentReader, Notes, document, open_rows
 
 from ddp_vllm.errors import OutputError, TextError
 
@@ -169,7 +169,7 @@ def notes_of(rows: list[Any], tokenizer: Any, folder: Path) -> list[str]:
     """Return the lines that reading these rows prints."""
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     notes = Notes()
-    list(read_documents(open_rows(str(folder / "chat.jsonl")), ChatTemplate(tokenizer), notes))
+    list(DocumentReader("chat.jsonl", ChatTemplate(tokenizer), notes).read(open_rows(str(folder / "chat.jsonl")).read))
     return [line.removeprefix(f"{folder / 'chat.jsonl'}: ") for line in notes.lines(str(folder / "chat.jsonl"))]
 
 
@@ -250,7 +250,7 @@ def test_a_table_adds_no_keys(tokenizer: Any, tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([{"text": "no", "chat": chat} for chat in chats])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     rows = open_rows(str(tmp_path / "a.parquet"), "chat")
-    found = [read.text for read in read_documents(rows, ChatTemplate(tokenizer), Notes(), column="chat")]
+    found = [read.text for read in DocumentReader("a", ChatTemplate(tokenizer), Notes(), "chat").read(rows.read)]
     assert found == [document(turns(*chat), tokenizer).text for chat in chats]
 
 
@@ -375,7 +375,7 @@ def test_text_may_be_in_another_column(load: Load, tmp_path: Path) -> None:
     assert same_blocks(blocks, load(plain))
     book = write(tmp_path / "book.txt", DOCUMENTS)
     assert load(f"{book},{named}", text_column="body").num_tokens > blocks.num_tokens
-    with pytest.raises(TextError, match=r"plain.jsonl, line 1: no column body, only text; name another with --text"):
+    with pytest.raises(TextError, match=r"plain.jsonl, line \d+: no column body, only text; name another with --text"):
         load(f"{named},{plain}", text_column="body")
 
 

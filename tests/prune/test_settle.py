@@ -6,6 +6,7 @@ And estimates for GPUs that are not here, which describe the run that would foll
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,21 @@ from accelerate import Accelerator
 from click.testing import Result
 from commands import invoke, passed
 from runs import assert_same_weights
-from seams import MODES, RATES, Devices, Mode, Run, devices, die_at, fit_minutes, load_recipe, open_source, resolve
+from seams import (
+    MODES,
+    RATES,
+    Devices,
+    Mode,
+    choose_in_minutes,
+    devices,
+    die_at,
+    fit_minutes,
+    load_recipe,
+    open_source,
+    resolve,
+)
 
+import ddp_vllm
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
 
@@ -79,7 +93,7 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
     assert "resuming after step 4" in result.output, result.output
     recipe = read_checkpoint(tmp_path / "out").provenance["recipe"]
     line = f"0.05 minutes: {recipe['steps']:,} steps of {recipe['batch_size']} × {recipe['seq_len']} tokens"
-    assert recipe["steps"] == 60 and line in result.output.replace("\n", " ")
+    assert recipe["steps"] == 60 and "minutes" not in recipe and line in result.output.replace("\n", " ")
     anew = run("--overwrite")  # nothing is resumed
     assert anew.exit_code == 2 and "minutes is 0.05, enough for 0 steps" in anew.output
     both = run("--overwrite", "--steps", "9")
@@ -100,12 +114,127 @@ def test_tokens_per_step_follow_from_the_time(
 ) -> None:
     """On machines that train 1,000 tokens per second and device; every device gets equally many sequences."""
     settings = {"model": "m", "sparsity": 0.2, "minutes": minutes, "batch_size": batch}
-    measure = lambda run: -(-run.recipe.batch_size // devices) * run.recipe.seq_len / 1000.0  # noqa: E731
-    assert fit_minutes(Run.alone(load_recipe(None, settings), train=train), 1, measure, devices) == shape
-    short = Run.alone(load_recipe(None, settings | {"minutes": 0.15}), train="masks")
+    measure = lambda recipe: -(-recipe.batch_size // devices) * recipe.seq_len / 1000.0  # noqa: E731
+    mode = Mode(train, "adamw" * (train != "masks"))
+    assert fit_minutes(load_recipe(None, settings), mode, measure, devices)[:3] == shape
     if devices == 1:
+        short = load_recipe(None, settings | {"minutes": 0.15, "train": "masks"})
         with pytest.raises(SettingError, match=r"enough for 17 steps of 2 × 256 tokens where 20 are needed; give at"):
-            fit_minutes(short, 1, measure)
+            choose_in_minutes(short, MASKS, lambda _: measure, print)
+
+
+# minutes, the mode that the user names; the mode that is taken, steps and tokens of a sequence; words of the line
+IN_MINUTES: dict[str, tuple[float, str, tuple[str, int, int] | None, str]] = {
+    "all weights": (
+        60.0, "auto", ("weights", 436, 2048), r"60 minutes: 436 steps of .*, masks and weights with adamw$"),
+    "weights in shorter sequences": (
+        1.8, "auto", ("weights", 29, 256), "29 steps of 2 × 256 tokens, masks and weights with adamw$"),
+    "additions": (
+        0.8, "auto", ("lora", 45, 256), "masks and low-rank additions; masks and weights .* requires --minutes 2"),
+    "masks alone": (
+        0.3, "auto", ("masks", 70, 256),
+        "masks only; masks and weights with adamw requires --minutes 2; masks and low-rank additions requires --mi"),
+    "masks that cannot": (
+        0.05, "auto", None,
+        r"is 0\.05, enough for 11 steps .* where 20 are needed; give at least 1 for masks only; masks and weights"),
+    "a mode that the user named": (
+        0.8, "weights", None, "0 steps .* give at least 2 for masks and weights with adamw, or leave out --train"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_MINUTES)
+def test_minutes_choose_the_best_mode_that_fits(case: str) -> None:
+    """With a step of weights, additions and masks that takes so many seconds on top of 0.4 ms per token; weights and
+    additions need trials too."""
+    minutes, train, chosen, words = IN_MINUTES[case]
+    extra, opened, lines = {"weights": 1.0, "lora": 0.25, "masks": 0.05}, list[str](), list[str]()
+    recipe = load_recipe(None, {"model": "m", "sparsity": 0.2, "minutes": minutes, "train": train})
+
+    def open_mode(mode: Mode) -> Callable[[seams.Recipe], float]:
+        opened.append(mode.train)
+        return lambda recipe: extra[mode.train] + 4e-4 * recipe.batch_size * recipe.seq_len
+
+    if chosen is None:
+        with pytest.raises(SettingError, match=words):
+            choose_in_minutes(recipe, MODES[0], open_mode, lines.append)
+        return
+    mode, shape = choose_in_minutes(recipe, MODES[0], open_mode, lines.append)
+    assert (mode.train, shape.steps, shape.seq_len) == chosen and re.search(words, lines[1]), (lines, shape)
+    assert lines[0] == "timing steps on random tokens"
+    assert opened == ["weights", "lora", "masks"][: ["weights", "lora", "masks"].index(mode.train) + 1]
+
+
+def test_a_dry_run_looks_at_memory_before_it_times(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And prints that it is timing before it does."""
+    options = ["--sparsity", "0.4", "--minutes", "0.2", "--dry-run", "-o", tmp_path / "out", "--seq-len", "16"]
+    with monkeypatch.context() as patch:
+        patch.setattr(seams.plan, "USABLE", 0.0)
+        patch.setattr(resolve, "load", lambda *_: pytest.fail("nothing is loaded to be timed"))
+        short = passed(invoke("prune", tiny_model, *options, "--train", "masks"))
+    assert "timing" not in short.output and "time: not measured, because memory is short" in short.output
+    printed = list[str]()
+    monkeypatch.setattr(resolve, "seconds_a_step", lambda *_: printed.append("timed") or 0.05)
+    settings = {"model": str(tiny_model), "sparsity": 0.4, "minutes": 0.2, "train": "masks", "seq_len": 16}
+    plan = seams.plan.plan([load_recipe(None, settings)], tmp_path / "out", print_line=printed.append)
+    assert printed[1] == "timing steps on random tokens" and set(printed[2:]) == {"timed"}
+    assert any("0.2 minutes: 240 steps" in line for line in plan.lines)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "mean", "num_steps"),
+    [
+        ([11.4, 8.6, 6.4, 6.6, 6.6], 6.5, 4),  # measured on two AVX2 cores, where the second was taken for the time
+        ([3.0, 2.9, 1.0, 1.0, 1.0], 2.95, 2),
+        ([9.0, 7.0, 5.0, 4.0, 3.0], 3.5, 5),
+    ],
+)
+def test_a_step_is_timed_until_two_agree(seconds: list[float], mean: float, num_steps: int, monkeypatch: Any) -> None:
+    clock, steps = [0.0], list[int]()
+
+    class Slow(seams.Learner):
+        accelerator = Accelerator(cpu=True)
+
+        def step(self, step: int) -> dict[str, float]:
+            clock[0] += seconds[step] * factor
+            steps.append(step)
+            return {}
+
+        def remedy(self, step: int) -> str:
+            return ""
+
+    def make(size: int) -> seams.Learner:
+        nonlocal factor
+        factor = 1.0 if size == 2 else 1.5
+        return Slow()
+
+    factor = 1.0
+    monkeypatch.setattr(seams.loop_module.time, "perf_counter", lambda: clock[0])
+    assert seams.loop_module.seconds_a_step(make, 2, 2) == pytest.approx(mean) and len(steps) == num_steps
+    # a batch of four micro-batches, of which each takes half of the first step
+    assert seams.loop_module.seconds_a_step(make, 8, 2) == pytest.approx(mean * 2.5)
+
+
+@pytest.mark.parametrize(("mode", "num_loaded"), [("weights", 2), pytest.param("lora", 1, marks=pytest.mark.nightly)])
+def test_a_model_is_loaded_once_to_be_timed_and_trained(
+    mode: str, num_loaded: int, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model and teacher; the result is that of the same steps without minutes, and of the stored recipe."""
+    loaded, load = list[object](), resolve.load
+    monkeypatch.setattr(resolve, "load", lambda *given: loaded.append(given) or load(*given))
+    monkeypatch.setattr(seams.loading_module, "load", lambda *given: loaded.append(given) or load(*given))
+    options = [*of(tiny_model, tiny_text), "--learning-rate", "1e-3", "--minutes", "0.2", "--train", mode]
+    result = passed(invoke("prune", *options, "-o", tmp_path / "out"))
+    assert len(loaded) == num_loaded and "timing steps on random tokens" in result.output
+    stored = read_checkpoint(tmp_path / "out").provenance["recipe"]
+    assert "minutes" not in stored and stored["train"] == mode
+    recipe = load_recipe(stored, {"data": str(tiny_text)})  # a checkpoint has the bare name
+    again = ddp_vllm.prune(tiny_model, recipe=recipe, output=tmp_path / "again")
+    assert_same_weights(tmp_path / "out", again.folder)
+    for given in ("0", "-1"):
+        refused = invoke("prune", *options[:-4], "--minutes", given, "-o", tmp_path / "no")
+        assert refused.exit_code == 2 and f"minutes is {given}; give at least 1" in refused.output
 
 
 CHOICES: dict[str, tuple[float, dict[str, str], tuple[str, str] | None, str]] = {  # free, settings, mode, last line

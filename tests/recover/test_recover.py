@@ -65,6 +65,25 @@ def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, 
     assert lines == list(range(1, 31))
 
 
+def test_minutes_have_the_floor_of_pruning_and_become_tokens(
+    pruned: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose clock tells 0.05 seconds per step; the stored recipe repeats the run."""
+    monkeypatch.setattr("ddp_prune.recover.seconds_a_step", lambda *_: 0.05)
+    refused = invoke("recover", pruned, "-o", tmp_path / "no", "--minutes", "0.01")
+    words = "minutes is 0.01, enough for 11 steps of 2 × 16 tokens where 20 are needed; give at least 1 for low-rank"
+    assert_refused(refused, 2, words, "weights with adamw requires --minutes 1")
+    result = passed(invoke("recover", pruned, "-o", tmp_path / "out", "--minutes", "0.025"))
+    assert "0.025 minutes: 30 steps of 2 × 16 tokens, weights with adamw" in result.output.replace("\n", " ")
+    recipe = read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]
+    assert recipe["tokens"] == 960 and not recipe["minutes"]
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in recipe.items() if name not in ("model", "teacher")]
+    (tmp_path / "recipe.toml").write_text("".join(lines))
+    again = ["--recipe", tmp_path / "recipe.toml", "--data", tiny_text]
+    passed(invoke("recover", pruned, "-o", tmp_path / "again", *again))
+    assert_same_weights(tmp_path / "out", tmp_path / "again")
+
+
 def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
     pruned: Path, recovered: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
 ) -> None:

@@ -1,6 +1,8 @@
 """Finds the decoder layers of a transformers model, whatever it is called and whatever is built
 around it, and sets how a pass computes them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -74,6 +76,17 @@ def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
     biased = any("k_proj" in name and name.endswith("bias") for name, _ in model.named_parameters())
     if short and not biased and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
+
+
+@contextmanager
+def attention_kept(*models: Any) -> Iterator[None]:
+    """Let the block choose the attention of models, and restore it."""
+    stock = [model.config._attn_implementation for model in models]
+    try:
+        yield
+    finally:
+        for model, attention in zip(models, stock, strict=True):
+            model.set_attn_implementation(attention)
 
 
 def checkpoint_layers(model: nn.Module, checkpointed: bool) -> None:

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from ddp_prune.core.batches import Batches, Teacher
 from ddp_prune.core.budget import LatencyPool, Pool, keep_schedule, kept_share
-from ddp_prune.core.decoder import checkpoint_layers, fit_attention
+from ddp_prune.core.decoder import attention_kept, checkpoint_layers, fit_attention
 from ddp_prune.core.experts import neutral_where_idle
 from ddp_prune.core.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.core.loop import Learner, Report, take_steps
@@ -254,7 +254,7 @@ class Trainer(Learner):
             self.search(step, masks, gradients)
         if weights:  # in a size family the rate does not decay before the search of the size ends
             _, search, last = self.run.steps
-            rate = rate_of(step, last, self.rate["highest"], WARMUP, search if self.run.in_family else 0)
+            rate = rate_of(step, last, self.rate.get("highest", 0.0), WARMUP, search if self.run.in_family else 0)
             weights.step(rate, weights.reduce_gradients(), step_seed(self.recipe.seed, step))
         return values | self.measure(step)
 
@@ -394,19 +394,25 @@ def natural_step(
     return z - gradient / (PRIOR_PRECISION + (1.0 + assumed) * information)
 
 
-def trainer_class(controller: str) -> type[Trainer]:
-    """Return the trainer of a recipe's controller."""
+def trainer_of(
+    gated: GatedModel,
+    batches: Batches,
+    run: Run,
+    pools: Sequence[Pool],
+    accelerator: Accelerator,
+    joint: Joint | None = None,
+    make: Callable[..., Trainer] | None = None,
+) -> Trainer:
+    """Choose attention, checkpointed layers and the number of sequences of a pass as fitted, and
+    return the trainer of a recipe's controller, or the one that `make` makes."""
     from ddp_prune.core.alm import AlmTrainer  # which changes the search of this file
 
-    return {"gradual": Trainer, "alm": AlmTrainer}[controller]
-
-
-def prepare_passes(model: Any, batches: Batches, run: Run) -> Batches:
-    """Choose attention, checkpointed layers and the number of sequences of a pass as fitted."""
-    fit_attention(model, run.recipe.seq_len, batches.accelerator.device)
-    checkpoint_layers(model, run.checkpointed or run.recipe.activation_checkpointing == "on")
+    for model in filter(None, (gated.model, joint and joint.teacher)):
+        fit_attention(model, run.recipe.seq_len, accelerator.device)
+    checkpoint_layers(gated.model, run.checkpointed or run.recipe.activation_checkpointing == "on")
     batches.micro_batch_size = run.num_sequences or batches.micro_batch_size
-    return batches
+    make = make or {"gradual": Trainer, "alm": AlmTrainer}[run.recipe.controller]
+    return make(gated, batches, run, pools, accelerator, joint)
 
 
 def learn(
@@ -430,12 +436,8 @@ def learn(
 
     Raises: as `take_steps`.
     """
-    model: Any = gated.model
-    stock_attention = model.config._attn_implementation
-    batches = prepare_passes(model, Batches(blocks, run.recipe, accelerator, loss_mask), run)
-    if joint and joint.teacher is not None:
-        fit_attention(joint.teacher, run.recipe.seq_len, accelerator.device)
-    trainer = (make or trainer_class(run.recipe.controller))(gated, batches, run, pools, accelerator, joint)
-    take_steps(trainer, run.steps.last, progress, report)
-    model.set_attn_implementation(stock_attention)  # evaluated like the dense model
+    with attention_kept(gated.model):  # evaluated like the dense model
+        batches = Batches(blocks, run.recipe, accelerator, loss_mask)
+        trainer = trainer_of(gated, batches, run, pools, accelerator, joint, make)
+        take_steps(trainer, run.steps.last, progress, report)
     return trainer.learned()

@@ -25,6 +25,8 @@ from ddp_vllm.errors import TrainingError
 SAVE_SECONDS = 120.0
 # shortest time between two saves, in multiples of the last save: saving takes at most 5 % of a run
 SAVE_SHARE = 20
+TIMED_STEPS = 5  # at most: the first ones of a process take up to twice as long
+AGREEMENT = 0.15  # largest difference of two successive steps whose mean is the time of a step
 OUT_OF_MEMORY = 'try a recipe with micro_batch_size = 1 and activation_checkpointing = "on", or --shard on more devices'
 
 Report = Callable[[dict[str, float]], None]
@@ -84,6 +86,34 @@ class Learner(ABC):
         together."""
         if self.weights:
             self.weights.restore(step, tensors)
+
+
+def seconds_a_step(make: Callable[[int], Learner], batch_size: int, at_once: int) -> float:
+    """Return the seconds of a step, of the slowest process; nothing is trained.
+
+    Steps of one and, if the batch has more, of two micro-batches are timed. The difference is the
+    time of a micro-batch; the rest, such as the optimizer of trained weights, counts once a step.
+    make: returns a learner, which does not `begin`, whose steps have so many sequences.
+    at_once: sequences of a micro-batch, over all processes.
+    """
+    seconds = _seconds_of(make(at_once))
+    if batch_size <= at_once:
+        return seconds
+    another = max(0.0, _seconds_of(make(2 * at_once)) - seconds)
+    return seconds + another * (batch_size / at_once - 1)
+
+
+def _seconds_of(learner: Learner) -> float:
+    """Return the mean of the first two successive steps that take equally long."""
+    seconds = list[float]()
+    while len(seconds) < TIMED_STEPS:
+        began = time.perf_counter()
+        learner.step(len(seconds))
+        took = torch.tensor([time.perf_counter() - began], device=learner.accelerator.device)
+        seconds.append(float(learner.accelerator.gather(took).max()))
+        if len(seconds) > 1 and abs(seconds[-1] - seconds[-2]) <= AGREEMENT * max(seconds[-2:]):
+            break
+    return sum(seconds[-2:]) / 2
 
 
 def take_steps(learner: Learner, num_steps: int, run: Unsaved, report: Report) -> None:

@@ -23,7 +23,7 @@ from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.processes import broadcast_from_main
 from ddp_prune.core.weights import TrainedWeights, step_seed
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
+from ddp_prune.settings import TrainingSettings
 from ddp_vllm.errors import TrainingError
 
 RATES = {"weights": (2.5e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4), "lora": (6.25e-5, 2.5e-4, 1e-3, 4e-3, 1.6e-2)}
@@ -38,16 +38,16 @@ def change(loss: float, dense: float) -> str:
     return f"{round(loss - dense, 2) + 0.0:+.2f}" if math.isfinite(loss) else "no number"
 
 
-def trial_steps(run: Run) -> int:
+def trial_steps(recipe: TrainingSettings, train: str) -> int:
     """Return about how many steps the trials of a run take at most, with the evaluations of
-    held-out text."""
-    if run.train == "masks" or run.recipe.distillation == 0 or run.recipe.learning_rate is not None:
+    held-out text. train: its training mode; a recovery has no trials."""
+    if not isinstance(recipe, Recipe) or train == "masks" or recipe.distillation == 0 or recipe.learning_rate:
         return 0
-    trials = len(RATES[run.train][FIRST:])
+    trials = len(RATES[train][FIRST:])
     # the dense model is evaluated too; two forward passes per block, where a step does about four
     # per sequence
-    blocks = (trials + 1) * _num_blocks(run.recipe.seq_len)
-    return trials * TRIAL_STEPS + blocks // (2 * run.recipe.batch_size)
+    blocks = (trials + 1) * _num_blocks(recipe.seq_len)
+    return trials * TRIAL_STEPS + blocks // (2 * recipe.batch_size)
 
 
 def _num_blocks(seq_len: int) -> int:

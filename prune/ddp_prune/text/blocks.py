@@ -1,7 +1,8 @@
 """Text in, blocks of tokens out: read, hold out, take excerpts in turn, tokenize, pack, cache.
 
-The held-out documents are those of lowest hash, so they are the same for any seed and any number of
-steps. A short run should see all of its text, not only the first documents. Therefore documents
+The held-out documents are those whose rows have the lowest hash, so they are the same for any seed
+and any number of steps. Rows are hashed as they stand in the file: only documents that are used are
+rendered. A short run should see all of its text, not only the first documents. Therefore documents
 take turns: each gives an excerpt of about one block, then each gives another. Sources take turns as
 well. If the tokenizer begins every text with BOS, so does every block: models of such a family
 (Llama-3, Mistral, Gemma) were never trained on text without BOS, and their attention uses it as a
@@ -24,9 +25,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ddp_prune.text.documents import Document, hash_of, read_documents
+from ddp_prune.text.documents import Document, DocumentReader, hash_of
 from ddp_prune.text.messages import Notes
-from ddp_prune.text.rows import open_rows, reading_text, sources_of
+from ddp_prune.text.rows import Rows, open_rows, reading_text, sources_of
 from ddp_prune.text.templates import ChatTemplate
 from ddp_prune.text.tokens import Tokens, leading_bos, pack
 from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
@@ -37,7 +38,7 @@ ARRAYS = ("train", "loss_mask", "heldout", "train_hashes", "heldout_hashes")  # 
 VERSION = 10  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
-# a source shorter than this many times the held-out text is split into its excerpts
+# a source shorter than this many times the held-out text, or with fewer documents, is split into its excerpts
 SHORT_SOURCE = 4
 # times the held-out text: the part of a stream that held-out text is chosen from
 STREAMED_CANDIDATES = 16
@@ -129,9 +130,8 @@ def _read_blocks(
     candidates, excerpts = dict[str, Iterable[Document]](), dict[str, Iterable[Document]]()
     for name, count in turns.items():
         heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
-        rows = open_rows(name, text_column)
-        read = partial(read_documents, rows, template, column=text_column)
-        candidates[name], excerpts[name] = _open(rows.num_rows, read, notes[name], seed, excerpt_size, heldout_size)
+        reader = DocumentReader(name, template, notes[name], text_column)
+        candidates[name], excerpts[name] = _open(open_rows(name, text_column), reader, seed, excerpt_size, heldout_size)
     heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
     for name, documents in excerpts.items():
         stream = excerpts_of(documents, excerpt_size, seed, hidden)
@@ -156,12 +156,7 @@ def _read_blocks(
 
 
 def _open(
-    num_rows: int | None,
-    read: Callable[..., Iterator[Document]],
-    notes: Notes,
-    seed: int,
-    excerpt_size: int,
-    heldout_size: int,
+    rows: Rows, reader: DocumentReader, seed: int, excerpt_size: int, heldout_size: int
 ) -> tuple[Iterable[Document], Iterable[Document]]:
     """Return the documents of a source that may be held out, lowest hash first, and all documents,
     shuffled.
@@ -169,26 +164,18 @@ def _open(
     A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is
     split into its excerpts, which are then treated as documents. Of a stream, only the first
     documents may be held out.
-    num_rows, read: of the source; None: a stream. notes: of what is read first, which is all of a
-    file. excerpt_size, heldout_size: characters per excerpt, and characters to hold out.
+    excerpt_size, heldout_size: characters per excerpt, and characters to hold out.
     """
-    documents, again = read(notes), partial(read, Notes())
-    first, size = list[Document](), 0
-    for document in documents:
+    limits = STREAMED_CANDIDATES * heldout_size, excerpt_size
+    rest, first, size = reader.read(partial(rows.by_hash, reader.notes, *limits)), list[Document](), 0
+    while heldout_size and (size < SHORT_SOURCE * heldout_size or len(first) < SHORT_SOURCE):
+        if (document := next(rest, None)) is None:
+            excerpts = {hash_of(excerpt.text): excerpt for whole in first for excerpt in cut(whole, excerpt_size)}
+            candidates = [excerpts[number] for number in sorted(excerpts)]
+            return candidates, map(candidates.__getitem__, np.random.default_rng(seed).permutation(len(candidates)))
         first.append(document)
         size += min(len(document.text), excerpt_size)
-        if size >= heldout_size * (SHORT_SOURCE if num_rows else STREAMED_CANDIDATES):
-            break
-    rng, is_short = np.random.default_rng(seed), size < SHORT_SOURCE * heldout_size
-    if num_rows and not is_short:
-        row_of = {hash_of(document.text): row for row, document in enumerate(itertools.chain(first, documents))}
-        by_hash = [row_of[number] for number in sorted(row_of)]
-        return again(order=by_hash), again(order=rng.permutation(num_rows).tolist())
-    if is_short:
-        first = [excerpt for document in first for excerpt in cut(document, excerpt_size)]
-    candidate_of = {hash_of(document.text): document for document in first}
-    candidates = [candidate_of[number] for number in sorted(candidate_of)]
-    return candidates, [first[index] for index in rng.permutation(len(first))] if is_short else again(order=[seed])
+    return itertools.chain(first, rest), reader.read(partial(rows.shuffled, seed))
 
 
 def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, int]) -> Iterator[Document]:
@@ -225,17 +212,23 @@ def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hid
     hidden excerpts.
 
     Each document starts at an excerpt that its hash and the seed choose, not at its beginning.
-    Documents take turns in groups of NEIGHBORS, so that each document is read once.
+    Documents take turns in groups of NEIGHBORS, so that each document is read once. None is read
+    before it is needed.
     """
     rest = iter(documents)
-    while neighbors := list(itertools.islice(rest, NEIGHBORS)):
+    while first := next(rest, None):
         columns = []
-        for document in neighbors:
+        for document in itertools.chain([first], itertools.islice(rest, NEIGHBORS - 1)):
             excerpts = cut(document, excerpt_size)
             start = (hash_of(document.text) + seed) % max(1, len(excerpts))
-            columns.append(excerpts[start:] + excerpts[:start])
+            columns.append(iter(excerpts[start:] + excerpts[:start]))
+            yield from _not_hidden(itertools.islice(columns[-1], 1), hidden)
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*columns))
-        yield from (excerpt for excerpt in in_turn if excerpt and hash_of(excerpt.text) not in hidden)
+        yield from _not_hidden(filter(None, in_turn), hidden)
+
+
+def _not_hidden(excerpts: Iterable[Document], hidden: set[int]) -> Iterator[Document]:
+    return (excerpt for excerpt in excerpts if hash_of(excerpt.text) not in hidden)
 
 
 def _not_empty(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 
 from ddp_prune.text.conversations import Conversation, RowParser
 from ddp_prune.text.messages import Message, Notes, at
-from ddp_prune.text.rows import Rows, reading_text
+from ddp_prune.text.rows import Row, reading_text
 from ddp_prune.text.templates import ChatTemplate, Rendered, texts_of, words_of
 
 
@@ -33,22 +33,33 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
-def read_documents(
-    rows: Rows, template: ChatTemplate, notes: Notes, *, order: Sequence[int] | None = None, column: str = ""
-) -> Iterator[Document]:
-    """Yield the documents of a source, in the order of its rows or as `Rows.read`.
+class DocumentReader:
+    """Reads the rows of a source as documents; each row is counted in the notes once.
 
-    notes: counts whatever was dropped, unknown or changed. column: the column to read, if not one
-    of the known names.
-    Raises: as `reading_text`; TextError as `RowParser.parse` and `ChatTemplate.render`.
+    notes: counts whatever was dropped, unknown or changed in the rows that were read. column: the
+    column to read, if not one of the known names.
     """
-    parser = RowParser(notes, template, column)
-    with reading_text(rows.name):
-        for place, row in rows.read(order):
-            with at(place):
-                content = parser.parse(row)
-                document = _render(content, template, notes) if isinstance(content, Conversation) else Document(content)
-            yield document
+
+    def __init__(self, name: str, template: ChatTemplate, notes: Notes, column: str = "") -> None:
+        self.name, self.template, self.notes, self.column = name, template, notes, column
+        self.counted = set[str]()
+
+    def read(self, rows: Callable[[], Iterator[Row]]) -> Iterator[Document]:
+        """Yield the documents of rows.
+
+        Raises: as `reading_text`; TextError as `RowParser.parse` and `ChatTemplate.render`.
+        """
+        with reading_text(self.name):
+            for place, row in rows():
+                notes = Notes() if place in self.counted else self.notes
+                self.counted.add(place)
+                with at(place):
+                    content = RowParser(notes, self.template, self.column).parse(row)
+                    if isinstance(content, Conversation):
+                        document = _render(content, self.template, notes)
+                    else:
+                        document = Document(content)
+                yield document
 
 
 def _render(conversation: Conversation, template: ChatTemplate, notes: Notes) -> Document:

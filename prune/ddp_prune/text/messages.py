@@ -47,9 +47,10 @@ class Notes:
     def __init__(self) -> None:
         self.counts = defaultdict[str, Counter[str]](Counter)
 
-    def add(self, statement: str, name: str = "") -> None:
-        """Count one case of a statement about a name."""
-        self.counts[statement][name] += 1
+    def add(self, statement: str, name: str = "", count: int = 1) -> None:
+        """Count cases of a statement about a name."""
+        if count:
+            self.counts[statement][name] += count
 
     def lines(self, source: str) -> Iterator[str]:
         """Yield a line per statement, with the most frequent names."""

@@ -6,17 +6,21 @@ whose table gives every message the keys of all others and changes values of mix
 """
 
 import glob
+import hashlib
 import itertools
 import os
 import shutil
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_prune.text.conversations import COLUMNS, RowParser
+import msgspec
+
+from ddp_prune.text.conversations import COLUMNS, TURNS, RowParser
 from ddp_prune.text.messages import Notes, are_turns, at, load_json
 from ddp_prune.text.templates import ChatTemplate
 from ddp_vllm.cache import cache_folder, sha256
@@ -27,8 +31,14 @@ from ddp_vllm.output import atomic_file
 from ddp_vllm.remote_code.files import check_no_pointer
 
 FORMATS, COMPRESSIONS = (".txt", ".jsonl", ".json", ".parquet"), (".gz", ".xz", ".zst")
+BATCH = 1000  # rows of a table that are hashed at a time
 KINDS = f"{'/'.join(FORMATS)} (plain or {', '.join(COMPRESSIONS)})"
 BOM = b"\xef\xbb\xbf"
+COPIES = "rows that are copies of others; copies of text that is held out are not trained on"
+
+
+Row = tuple[str, Any]
+"""A row after its place, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +46,44 @@ class Rows:
     """The rows of a source."""
 
     name: str
-    num_rows: int | None
-    """None: a stream."""
-    read: Callable[[Sequence[int] | None], Iterator[tuple[str, Any]]]
-    """Yields (place, row), the place for messages, in the order of the given numbers, which start
-    at 0; None: in their own order. A stream takes `[seed]` instead, and shuffles among neighbors."""
+    read: Callable[[], Iterator[Row]]
+    """Yields them in their own order."""
+    shuffled: Callable[[int], Iterator[Row]]
+    """Yields them in an order that a seed chooses; a stream shuffles among neighbors."""
+    by_hash: Callable[[Notes, int, int], Iterator[Row]]
+    """Yields different rows, lowest `hash_of_row` first: of a file all, of a stream the first ones
+    that hold `size` characters, of which each row counts at most `most`. Notes count the copies."""
+
+
+def hash_of_row(row: Any, column: str = "") -> int:
+    """Return 64 bits of the SHA-256 of the values of a row that may be read, in any format of its
+    file. Nothing is rendered."""
+    if isinstance(row, list):
+        row = {TURNS[0]: row}
+    if isinstance(row, dict):
+        row = [row[name] for name in ([column] if column in row else sorted(_used_columns([*row], column)))]
+    content = msgspec.json.encode(row, enc_hook=lambda value: type(value).__name__, order="deterministic")
+    return int.from_bytes(hashlib.sha256(content).digest()[:8])
+
+
+def _numbered(
+    name: str, num_rows: int, read: Callable[[Iterable[int]], Iterator[Row]], hashes: Callable[[], Iterable[int]]
+) -> Rows:
+    """Return the rows of a file, which can be read in any order. hashes: returns those of all rows."""
+
+    def shuffled(seed: int) -> Iterator[Row]:
+        import numpy as np
+
+        return read(np.random.default_rng(seed).permutation(num_rows).tolist())
+
+    def by_hash(notes: Notes, *_: int) -> Iterator[Row]:
+        import numpy as np
+
+        different = np.unique(np.fromiter(hashes(), np.uint64, num_rows), return_index=True)[1]
+        notes.add(COPIES, count=num_rows - len(different))
+        return read(different.tolist())
+
+    return Rows(name=name, read=partial(read, range(num_rows)), shuffled=shuffled, by_hash=by_hash)
 
 
 def sources_of(data: str) -> list[str]:
@@ -71,9 +114,9 @@ def open_rows(name: str, column: str = "") -> Rows:
         if ending == ".parquet":
             return _parquet_rows(name, path, file, column)
         if ending != ".txt":
-            return _json_rows(name, file)
+            return _json_rows(name, file, column)
         text = {column or "text": _decoded(file.read_bytes(), name)}
-        return Rows(name=name, num_rows=1, read=lambda _: iter([(name, text)]))
+        return _numbered(name, 1, lambda _: iter([(name, text)]), lambda: [0])
 
 
 def check_sources(data: str, column: str = "", *, of_hub: bool = True) -> None:
@@ -90,7 +133,7 @@ def check_sources(data: str, column: str = "", *, of_hub: bool = True) -> None:
             if not ending and of_hub and not any((cache_folder() / "tokens").glob("*.tokens")):
                 _check_hub(name)
             if ending == ".jsonl":
-                place, first = next(open_rows(name, column).read(None))
+                place, first = next(open_rows(name, column).read())
                 with at(place):
                     RowParser(Notes(), ChatTemplate(), column).parse(first)
 
@@ -142,36 +185,38 @@ def _decompressed(path: Path) -> Path:
     return copy
 
 
-def _json_rows(name: str, file: Path) -> Rows:
+def _json_rows(name: str, file: Path, column: str) -> Rows:
     """Open JSON Lines, or one JSON value that holds all rows."""
-    starts, position = list[tuple[int, int]](), 0  # of lines: the number, from 1, and the first byte
+    numbers, starts, position = array("q"), array("q"), 0  # of lines: the number, from 1, and the first byte
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.removeprefix(BOM).strip():
-                starts.append((number, position))
+                numbers.append(number)
+                starts.append(position)
             position += len(line)
 
-    def read(order: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
+    def read(order: Iterable[int]) -> Iterator[Row]:
         with open(file, "rb") as lines:
-            for number, start in _ordered(starts, order):
-                lines.seek(start)
-                yield f"{name}, line {number}", _parse(lines.readline(), name, number)
+            for index in order:
+                lines.seek(starts[index])
+                yield f"{name}, line {numbers[index]}", _parse(lines.readline(), name, numbers[index])
+
+    def hashes() -> Iterator[int]:
+        return (hash_of_row(row, column) for _, row in read(range(len(starts))))
 
     try:
-        value: Any = next((row for _, row in read(None)), [])
+        value: Any = next((row for _, row in read(range(len(starts)))), [])
         if len(starts) > 1 or isinstance(value, dict):
-            return Rows(name=name, num_rows=len(starts), read=read)
+            return _numbered(name, len(starts), read, hashes)
     except TextError:  # the first line is a part of a value
         value = _parse(file.read_bytes(), name)
     if value == []:
         raise TextError(f"{name} is empty; give a file with text")
     values = value if isinstance(value, list) and not _is_conversation(value) else [value]
     rows = [(f"{name}, row {number}", row) for number, row in enumerate(values, 1)]
-    return Rows(name=name, num_rows=len(rows), read=partial(_ordered, rows))
-
-
-def _ordered(values: Sequence[tuple[Any, Any]], order: Sequence[int] | None) -> Iterator[tuple[Any, Any]]:
-    return map(values.__getitem__, range(len(values)) if order is None else order)
+    return _numbered(
+        name, len(rows), partial(map, rows.__getitem__), lambda: (hash_of_row(row, column) for row in values)
+    )
 
 
 def _is_conversation(values: list[Any]) -> bool:
@@ -181,6 +226,8 @@ def _is_conversation(values: list[Any]) -> bool:
 
 def _parse(content: bytes, name: str, line: int = 1) -> Any:
     """Return the JSON value of a line, or of a file whose first line is `line`."""
+    with suppress(msgspec.MsgspecError, RecursionError, ValueError):  # which is faster, and stricter
+        return msgspec.json.decode(content.removeprefix(BOM))
     text = _decoded(content, f"{name}, line {line}")
     try:
         return load_json(text)
@@ -211,11 +258,16 @@ def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:
     table = datasets.Dataset.from_parquet(glob.escape(str(file)), cache_dir=cache)
     table = table.select_columns(_used_columns(table.column_names, column))
 
-    def read(order: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
-        numbers = range(len(table)) if order is None else order
+    def read(order: Iterable[int]) -> Iterator[Row]:
+        numbers = [*order]
         return _rows_of(name, table.select(numbers), numbers)
 
-    return Rows(name=name, num_rows=len(table), read=read)
+    def hashes() -> Iterator[int]:
+        for batch in table.iter(BATCH):  # far faster than row by row
+            for values in zip(*batch.values(), strict=True):
+                yield hash_of_row(_without_nulls(dict(zip(batch, values, strict=True))), column)
+
+    return _numbered(name, len(table), read, hashes)
 
 
 def _hub_rows(name: str, column: str) -> Rows:
@@ -226,10 +278,19 @@ def _hub_rows(name: str, column: str) -> Rows:
     if columns := stream.column_names:  # a stream may not know them before it is read
         stream = stream.select_columns(_used_columns(columns, column))
 
-    def read(seeds: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
-        return _rows_of(name, stream if seeds is None else stream.shuffle(seed=seeds[0]), itertools.count())
+    def read(seed: int | None = None) -> Iterator[Row]:
+        return _rows_of(name, stream if seed is None else stream.shuffle(seed=seed), itertools.count())
 
-    return Rows(name=name, num_rows=None, read=read)
+    def by_hash(_: Notes, size: int, most: int) -> Iterator[Row]:
+        candidates, held = dict[int, Row](), 0
+        for place, row in read():
+            candidates.setdefault(hash_of_row(row, column), (place, row))
+            held += min(most, len(str(row)))
+            if held >= size:
+                break
+        return (candidates[number] for number in sorted(candidates))
+
+    return Rows(name=name, read=read, shuffled=read, by_hash=by_hash)
 
 
 def _used_columns(columns: Sequence[str], column: str) -> list[str]:

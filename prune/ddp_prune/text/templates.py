@@ -1,10 +1,11 @@
 """The chat template of a tokenizer: conversations in, texts out, and where the assistant's words
 are.
 
-To locate an answer, the conversation is rendered once more with a placeholder in the place of that
-message. The text before and after the placeholder is not the assistant's, so the rest is. A
-template that strips, splits or drops words does so in the first rendering only, which shows what
-remains of them. Long conversations are rendered once per answer.
+To locate the answers, the conversation is rendered once more with a placeholder in the place of
+each of them. The text between placeholders is not the assistant's, so the rest is. A template that
+strips, splits or drops words does so in the first rendering only, which shows what remains of them.
+Where the text between placeholders is found in more than one way, or not at all, the conversation
+is rendered once per answer, with one placeholder.
 """
 
 import re
@@ -18,7 +19,7 @@ from jinja2 import TemplateError, nodes
 
 from ddp_vllm.errors import TextError, reading
 
-PLACEHOLDER = chr(0x100000)  # a character to which Unicode gives no meaning
+PLACEHOLDER = chr(0x100000)  # a character to which Unicode gives no meaning, nor to the 60,000 after it
 THOUGHTS = ("reasoning", "reasoning_content")
 """Keys under which vLLM hands on thoughts to templates."""
 UNREADABLE = (TemplateError, TypeError, ValueError)
@@ -64,6 +65,14 @@ class ChatTemplate:
             return text.removeprefix(before) if text.startswith(before) else ""
         return ""
 
+    @cached_property
+    def prompted(self) -> str:
+        """What the template writes between the words of a user and those of the model; PLACEHOLDER if nothing."""
+        with suppress(*UNREADABLE):
+            text = self.text([{"role": "user", "content": PLACEHOLDER}], prompt=True)
+            return text.rpartition(PLACEHOLDER)[2] or PLACEHOLDER
+        return PLACEHOLDER
+
     def text(
         self,
         messages: Sequence[Message],
@@ -95,9 +104,11 @@ class ChatTemplate:
     def _rendered(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
         """Return where the answers are in the text of a conversation."""
         numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        included = [number for number in numbers if messages[number].get("weight") != 0]
+        spans = self._answers(text, messages, included, tools)
         answers, left_out = list[tuple[int, int]](), list[str]()
-        for number in (n for n in numbers if messages[n].get("weight") != 0):
-            span = self._answer(text, messages, number, tools)
+        for number in included:
+            span = spans[number] if spans else self._answer(text, messages, number, tools)
             thoughts = _thoughts_of(messages[number])
             if span is None:
                 left_out.append("they cannot be located where the chat template repeats or hides words")
@@ -116,14 +127,40 @@ class ChatTemplate:
             return thoughts in self.text(messages, tools)
         return False
 
+    def _answers(
+        self, text: str, messages: Sequence[Message], numbers: Sequence[int], tools: Sequence[Any] | None
+    ) -> dict[int, tuple[int, int]]:
+        """Return where each of these messages is in the text, as `_answer` does; {} if one rendering
+        does not tell."""
+        marks = {number: chr(ord(PLACEHOLDER) + place) for place, number in enumerate(numbers)}
+        marked = [_placeholder(turn, marks[n]) if n in marks else turn for n, turn in enumerate(messages)]
+        try:
+            *parts, rest = re.split(f"[{PLACEHOLDER}-{chr(0x10FFFD)}]", written := self.text(marked, tools))
+        except UNREADABLE:
+            return {}
+        if re.findall(f"[{PLACEHOLDER}-{chr(0x10FFFD)}]", written) != [*marks.values()] or not text.endswith(rest):
+            return {}
+        starts, end = list[int](), 0  # of the parts
+        for part in parts:
+            starts.append(text.find(part, end))
+            end = starts[-1] + len(part)
+        spans, stop = dict[int, tuple[int, int]](), len(text) - len(rest)
+        # an answer is located if the parts are found in the same places from both ends
+        for number, part, place in zip(numbers[::-1], parts[::-1], starts[::-1], strict=True):
+            ending = self.prompted if self.prompted in part else self.prompt or PLACEHOLDER
+            _, prompt, blanks = part.rpartition(ending) if part[-1:].isspace() else (part, "known", "")
+            if not prompt or (place and not 0 < place == text.rfind(part, 0, stop)):
+                return {}
+            start = place + len(part) - len(blanks) * blanks.isspace()
+            spans[number] = start, _after_blanks(text, stop)
+            stop = place
+        return spans if stop == 0 else {}
+
     def _answer(
         self, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
     ) -> tuple[int, int] | None:
         """Return where one assistant's message is in the text; None if it cannot be located."""
-        content: Any = PLACEHOLDER
-        if isinstance(messages[number].get("content"), list):
-            content = [{"type": "text", "text": PLACEHOLDER}]
-        placeholder = {"role": "assistant", "content": content}
+        placeholder = _placeholder(messages[number], PLACEHOLDER)
         # some templates reject a result of a tool without its call: then without later turns
         for turns in (messages, messages[: number + 1]):
             with suppress(*UNREADABLE):
@@ -133,8 +170,7 @@ class ChatTemplate:
                 stop = len(rendered) - len(after)
                 if rendered.endswith(after) and text.startswith(rendered[:stop]):
                     start = self._start(text[:stop], before, messages[:number], tools)
-                    blanks = len(text[stop:]) - len(text[stop:].lstrip())
-                    return start, stop + blanks
+                    return start, _after_blanks(text, stop)
         return None
 
     def _start(self, text: str, before: str, earlier: Sequence[Message], tools: Sequence[Any] | None) -> int:
@@ -187,6 +223,12 @@ def _loops_over_parts(root: Any) -> bool:
     )
 
 
+def _placeholder(message: Message, mark: str) -> Message:
+    """Return an assistant's message with a mark in the place of its words, thoughts and calls."""
+    content = [{"type": "text", "text": mark}] if isinstance(message.get("content"), list) else mark
+    return {"role": "assistant", "content": content}
+
+
 def texts_of(message: Message) -> list[str]:
     """Return the texts of the parts of a message."""
     content = message["content"]
@@ -196,6 +238,11 @@ def texts_of(message: Message) -> list[str]:
 def words_of(message: Message) -> str:
     """Return the text of a message."""
     return "\n".join(texts_of(message))
+
+
+def _after_blanks(text: str, stop: int) -> int:
+    """Return where the blanks end that begin at a place of a text."""
+    return len(text) - len(text[stop:].lstrip())
 
 
 def _shared_length(one: str, other: str) -> int:
