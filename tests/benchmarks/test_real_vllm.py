@@ -69,7 +69,7 @@ def test_requests_over_http_are_measured_and_judged(
         tiny, halved, output=output, dataset=talks, mode="serve", request_rate=64, num_prompts=6, pairs=1,
         warmups=0, warmup_round=False, engine_arguments=ENGINE[1:],
     )  # fmt: skip
-    assert results["complete"] and json.loads(output.read_text()) == results
+    assert results["complete"] and json.loads(output.read_text()) == json.loads(json.dumps(results))
     assert [(run["label"], run["load"]) for run in results["runs"]] == [
         (label, "64 requests/s") for label in ("dense", "halved")
     ]
