@@ -9,6 +9,8 @@ rename.
 | `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, in later writers |
 | `NAME.run` | the state of an interrupted run (`ddp_prune.run_folder`) | the run, at the end of its command |
 
+A folder whose proof failed (`ddp_vllm.proof`) becomes `NAME.unproved`, and replaces an older one of that name.
+
 No link is followed, and only folders of ours (`is_ours`) are removed. Nothing here imports torch.
 """
 
@@ -24,8 +26,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddp_vllm.errors import OutputError
-from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.errors import CheckpointError, OutputError
+from ddp_vllm.masks import MASKS_FILE, read_provenance
 
 # on some network file systems; filelock itself handles ENOSYS
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
@@ -128,7 +130,8 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Files are synced before the rename, so a crash leaves the old folder or the new one. The block
     writes the masks file, by which the folder can be replaced later.
     Raises: OutputError as `check_output`, if another process writes the same output, if a link or
-        files of others have the name of the temporary folder, and for any OSError of the block.
+        files of others have the name of the temporary folder, and for any OSError of the block;
+        CheckpointError if the masks file states that the folder's proof failed.
     """
     check_output(output, overwrite=overwrite)
     temporary, old, lock = _working_paths(output)
@@ -148,6 +151,15 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                     path.chmod(temporary.stat().st_mode & 0o666)
                 sync(path)
             sync(temporary)
+            if fault := read_provenance(temporary / MASKS_FILE).get("proof", {}).get("fault"):
+                unproved = output.with_name(f"{output.name}.unproved")
+                check_output(unproved, overwrite=True)
+                shutil.rmtree(unproved, ignore_errors=True)
+                os.rename(temporary, unproved)
+                raise CheckpointError(
+                    f"the written model is not the one that was measured: {fault}; it is kept as {unproved}, do not "
+                    "serve it; please report this, or pass --no-proof to write it all the same"
+                )
             if output.exists():
                 os.rename(output, old)
             os.rename(temporary, output)

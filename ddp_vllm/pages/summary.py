@@ -16,6 +16,7 @@ from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.masks import Latency
 from ddp_vllm.names import bare_name
 from ddp_vllm.pages.page import Section, Table
+from ddp_vllm.proof import statement
 from ddp_vllm.provenance import dense_model
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
@@ -121,6 +122,7 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     """Yield further statements: where the widths are from, how the model can be served, and notes
     on its quality."""
     provenance = checkpoint.provenance
+    yield "read back", statement(provenance)
     if converted := provenance.get("converted"):
         sizes_of = "its config.json and its widest layers" if "applied_to" not in provenance else dense_name(checkpoint)
         yield "converted", f"widths from the {converted['format']} of {converted['from']}; dense sizes from {sizes_of}"

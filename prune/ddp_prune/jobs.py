@@ -20,7 +20,7 @@ from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.devices import describe_device, explained, finish_run, make_accelerator, start_tracker
 from ddp_prune.export import export, layer_widths
-from ddp_prune.models.evaluation import Evaluation, bos_warning
+from ddp_prune.models.evaluation import Evaluation, bos_warning, reference_of
 from ddp_prune.models.loading import check_sharding, load_teacher
 from ddp_prune.models.source import Source
 from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_checked_pools
@@ -41,6 +41,7 @@ from ddp_vllm.names import bare_name
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
+from ddp_vllm.proof import Reference
 from ddp_vllm.remote_code.files import weight_files
 
 
@@ -148,6 +149,7 @@ def prune(
     output: Path,
     *,
     overwrite: bool,
+    proof: bool,
     tracker: str | None,
     console: Console,
     measure: Measure,
@@ -165,7 +167,7 @@ def prune(
         recipes, output, folders, reads=[recipes[0].model], overwrite=overwrite, tracker=tracker, console=console
     ) as (run, left):
         if left:
-            _prune(recipes, run, left, folders, console, measure)
+            _prune(recipes, run, left, folders, console, measure, proof=proof)
     return list(map(read_checkpoint, folders))
 
 
@@ -176,6 +178,8 @@ def _prune(
     folders: Sequence[Path],
     console: Console,
     measure: Measure,
+    *,
+    proof: bool,
 ) -> None:
     """Resolve the sizes, read the text, and train and write each size that is not written yet."""
     first, accelerator, print_line = recipes[0], run.accelerator, run.print_line
@@ -203,7 +207,7 @@ def _prune(
         run.size, run.search = number, size.steps.search if size is not last else None
         set_seed(first.seed)
         with explained(too_large(size.recipe)):
-            result = _learn_size(size, pools[number], source, tokenizer, text, run, console)
+            result = _learn_size(size, pools[number], source, tokenizer, text, run, console, proof=proof)
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
                 checkpoint = _write(size, pools[number], source, inputs, result, run, folders[number])
@@ -242,10 +246,20 @@ class Result(NamedTuple):
     """Perplexity and samples of the dense and the pruned model."""
     transform: UpdatedWeights | None
     """The updated weights; None if only masks were trained."""
+    reference: Reference | None
+    """Of the pruned model, which the written folder must repeat; None for --no-proof."""
 
 
 def _learn_size(
-    size: Run, pools: Sequence[Pool], source: Source, tokenizer: Any, text: Text, run: RunFolder, console: Console
+    size: Run,
+    pools: Sequence[Pool],
+    source: Source,
+    tokenizer: Any,
+    text: Text,
+    run: RunFolder,
+    console: Console,
+    *,
+    proof: bool,
 ) -> Result:
     """Load the dense model, train gates, and weights too if the size's run says so, and evaluate both
     models.
@@ -284,13 +298,14 @@ def _learn_size(
         transform = joint.weights.finish()
     with gated.masks(gates):
         evaluation.evaluate("pruned", gated.model)
+        reference = reference_of(gated.model, tokenizer, heldout) if proof else None
     warn_of_harm(evaluation, untrained, print_line)
     for name in text.watched:
         print_line(evaluation.summary(name))
     metrics = {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}
     if text.watched:
         metrics["watched"] = {name: evaluation.perplexity(name) for name in text.watched}
-    return Result(learned, metrics, transform)
+    return Result(learned, metrics, transform, reference)
 
 
 def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], print_line: Callable[[str], None]) -> None:
@@ -353,5 +368,6 @@ def _write(
         overwrite=run.record["overwrite"],
         extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
         transform=result.transform,
+        reference=result.reference,
         finish=write_pages,
     )
