@@ -31,7 +31,7 @@ from ddp_vllm.formats import (
 )
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import known_folder
-from ddp_vllm.model_files import has_tokenizer, state_tokenizer_class, write_model_files, write_weights
+from ddp_vllm.model_files import has_tokenizer, state_tokenizer, write_model_files, write_weights
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Proof, Reference, prove, read_back, statement
@@ -126,8 +126,7 @@ def convert(
         for place in sources:
             write_model_files(writing, place, plan.config)
         write_weights(_planned(plan), writing)
-        if "ddp_layers" in plan.config:
-            state_tokenizer_class(sources[0], writing)
+        state_tokenizer(sources[0], writing, has_own_type="ddp_layers" in plan.config)
         provenance |= prove(writing, _reference(source, sources[0]) if proof else None)
         write_provenance(writing / MASKS_FILE, provenance | ({"applied_to": str(dense)} if dense else {}))
         return write_card(writing, target)

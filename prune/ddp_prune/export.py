@@ -6,6 +6,7 @@ and writes too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
-from ddp_vllm.errors import CheckpointError
+from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import fewer_experts, pruned_config
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
-from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer_class, stored_tensors, write_model
+from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer, stored_tensors, write_model
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Reference, prove
@@ -75,8 +76,7 @@ def export(
         config = pruned_config(stock, slicer.widths)
     with atomic_folder(output, overwrite=overwrite) as folder:
         write_model(folder, source.folder, config, sliced_tensors(source, slicer, transform))
-        if "ddp_layers" in config:
-            state_tokenizer_class(source.folder, folder)
+        state_tokenizer(source.tokenizer, folder, has_own_type="ddp_layers" in config)
         proved = {**provenance, **prove(folder, reference)}
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=proved, scores=scores)
         for name, text in (extra_files or {}).items():
@@ -228,13 +228,14 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
     outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
     scores = read_scores(masks)
-    reference = None
-    if proof:
-        masked = GatedModel(load_model(source, "auto"), source.widths, source.sizes, head_unit)
-        tokenizer = load_tokenizer(source.tokenizer) if has_tokenizer(source.folder) else None
-        with masked.masks(gates):
-            reference = reference_of(masked.model, tokenizer)
-        del masked
+    reference = Reference() if proof else None
+    with suppress(ModelError):  # transformers loads no shards without an index, which can be cut all the same
+        if proof:
+            masked = GatedModel(load_model(source, "auto"), source.widths, source.sizes, head_unit)
+            tokenizer = load_tokenizer(source.tokenizer) if has_tokenizer(source.folder) else None
+            with masked.masks(gates):
+                reference = reference_of(masked.model, tokenizer)
+            del masked
     return export(
         source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite,
         reference=reference,

@@ -47,7 +47,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
             f"{settings.model} has a vocabulary of {pruned_size} tokens and {dense.folder} one of {dense_size}; pass "
             "the model that it was made from"
         )
-    tokenizer = load_tokenizer(str(source.folder))
+    tokenizer = load_tokenizer(source.tokenizer)
     texts = {name: _load_text(name, settings, tokenizer, int(dense_size or 0), print_line) for name in settings.texts}
     make_folder(output)
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))

@@ -188,7 +188,7 @@ def _prune(
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
     runs, _ = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
-    last, tokenizer = runs[-1], load_tokenizer(str(source.folder))
+    last, tokenizer = runs[-1], load_tokenizer(source.tokenizer)
     start_tracker(accelerator, "ddp-vllm", last.recipe)
     text = main_process_first(
         accelerator,
