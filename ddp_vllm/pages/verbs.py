@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import LimitError, OutputError, echo, line_printer
+from ddp_vllm.errors import CheckpointError, LimitError, OutputError, echo, line_printer
+from ddp_vllm.families import check_present
 from ddp_vllm.output import check_file, write_text
+from ddp_vllm.remote_code.files import WidthsError
+from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.settings import Option, command
 
 if TYPE_CHECKING:
@@ -40,7 +43,13 @@ def inspect(folder: str | Path) -> dict[str, Any]:
     """
     from ddp_vllm.pages.summary import summary
 
-    return summary(read(folder))
+    checkpoint = read(folder)
+    if states_widths(checkpoint.config):
+        try:
+            check_present(checkpoint.folder, checkpoint.config, checkpoint.widths, checkpoint.shapes)
+        except WidthsError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+    return summary(checkpoint)
 
 
 @command("report", show=lambda page, _: echo(f"written: {page}"))
