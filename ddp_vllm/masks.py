@@ -69,6 +69,7 @@ _Converted = TypedDict("_Converted", {"from": str, "format": str})
 
 class _Training(TypedDict, total=False):
     recipe: _Recipe
+    tokens: Count
     texts: list[str]
     watched: dict[str, Quality | None]
     prompts: list[str]

@@ -54,6 +54,13 @@ def is_ours(folder: Path) -> bool:
     return not names or MASKS_FILE in names
 
 
+def check_name(output: Path) -> None:
+    """Refuse the current folder, its parent and the root, which an unset variable gives too. Raises:
+    OutputError."""
+    if output.name in ("", ".."):
+        raise OutputError(f"the output {str(output)!r} has no name of its own; give one, such as ./pruned")
+
+
 def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
     """Refuse an output folder that exists, before any work is done, after a `clear`.
 
@@ -61,13 +68,14 @@ def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] =
     Raises: OutputError if `output` exists and `overwrite` is off, if ddp-vllm did not write it or
         cannot rename it, if it holds a folder of `reads`, or if nothing can be written there.
     """
+    check_name(output)
     for folder in map(Path, reads):
         if folder.is_dir() and folder.resolve().is_relative_to(output.resolve()):
             raise OutputError(f"{output} holds {folder}, which this command reads; choose another folder")
     clear(output)
     with writing(output):
-        if output.is_symlink() or output.name in ("", "..") or os.path.ismount(output):
-            raise OutputError(f"{output} is a link, a mount point or no name, so a finished folder cannot replace it")
+        if output.is_symlink() or os.path.ismount(output):
+            raise OutputError(f"{output} is a link or a mount point, so a finished folder cannot replace it")
         parent = next(folder for folder in output.absolute().parents if folder.exists())
         # os.access trusts root, whom some mounts refuse
         tempfile.TemporaryFile(dir=parent).close()
@@ -80,6 +88,7 @@ def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] =
 def check_file(output: Path, *, overwrite: bool) -> None:
     """Refuse an output file that exists, before any work is done, after a `clear_file`. Raises:
     OutputError."""
+    check_name(output)
     clear_file(output)
     if output.is_dir():
         raise OutputError(f"{output} is a folder; give the name of a file")

@@ -258,7 +258,7 @@ def weight_training(provenance: Mapping[str, Any]) -> str:
     elif trained_together(provenance) and "applied_to" in provenance:
         training = "those of the dense model, although the masks were learned together with trained weights"
     if recovery := provenance.get("recovery"):
-        tokens = recovery.get("recipe", {}).get("tokens", 0)
+        tokens = recovery.get("tokens", recovery.get("recipe", {}).get("tokens", 0))
         training += f"; then trained on the dense model's outputs, on {tokens:,} tokens of {texts_of(provenance)}"
     return training
 

@@ -18,18 +18,20 @@ from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.models.evaluation import reference_of
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_source
+from ddp_prune.run_folder import inputs_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
 from ddp_vllm.errors import CheckpointError, ModelError
-from ddp_vllm.families import fewer_experts, pruned_config
+from ddp_vllm.families import fewer_experts, pruned_config, warn
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
 from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer, stored_tensors, write_model
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Reference, prove
 from ddp_vllm.provenance import local_provenance, published, remember
+from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 
 
@@ -224,6 +226,11 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
             f"{masks} holds gates of {_shown(shapes)}, {model} requires gates of {_shown(needed)}; the masks "
             "were made for another model"
         )
+    # another fine-tune may have the same masks on purpose, another model hardly
+    known = provenance.get("fingerprint", {}).get("weights")
+    if known and known != inputs_of({}, weight_files(source.folder), [])["weights"]:
+        made_for = provenance.get("recipe", {}).get("model", "another model")
+        warn(f"{masks} was made for other weights ({made_for}) than those of {model}; evaluate the result")
     # they describe other weights
     outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}

@@ -75,9 +75,12 @@ def begin_job(
         with raise_on_all_ranks(accelerator):
             for folder in folders[num_written:] if accelerator.is_main_process else ():
                 check_output(folder, overwrite=run.record["overwrite"], reads=reads)
-        yield run, range(num_written, len(folders))
+        try:
+            yield run, range(num_written, len(folders))
+        finally:  # also after Ctrl-C, or the tracker would show a run that never ends
+            finish_run(accelerator)
         run.remove()
-    finish_run(accelerator)
+    accelerator.wait_for_everyone()  # the caller reads what the main process wrote
 
 
 class Text(NamedTuple):
@@ -199,7 +202,8 @@ def _prune(
     )  # fmt: skip
     announce(last, source, text, print_line)
     inputs = text.identity(source, profile=str(profile.path) if profile else "")
-    run.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1)
+    if run.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1):
+        left = range(len(runs))  # also the sizes that were written from other text or weights
     for number in left:
         size = runs[number]
         for pool in pools[number]:
@@ -218,7 +222,7 @@ def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
     """Return the folder that each size is written to."""
     if len(recipes) == 1:
         return [output]
-    return [output / f"{recipe.size_name}-{recipe.size:g}" for recipe in recipes]
+    return [output / f"{recipe.size_name}-{recipe.size!r}" for recipe in recipes]
 
 
 def announce(run: Run, source: Source, text: Text, print_line: Callable[[str], None]) -> None:

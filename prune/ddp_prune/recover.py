@@ -171,6 +171,7 @@ def _results(recipe: RecoveryRecipe, run: RunFolder, evaluation: Evaluation) -> 
     recovery = {
         "recipe": recipe.to_dict(),
         "texts": sources_of(trained_on),
+        "tokens": len(steps) * recipe.batch_size * recipe.seq_len,
         "seconds": sum(json.loads(step)["seconds"] for step in steps),
         "watched": {name: evaluation.perplexity(name) for name in watched},
         **evaluation.samples(),

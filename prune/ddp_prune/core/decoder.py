@@ -1,6 +1,8 @@
 """Finds the decoder layers of a transformers model, whatever it is called and whatever is built
 around it, and sets how a pass computes them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -74,6 +76,25 @@ def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
     biased = any("k_proj" in name and name.endswith("bias") for name, _ in model.named_parameters())
     if short and not biased and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
+
+
+@contextmanager
+def lent(*models: Any) -> Iterator[None]:
+    """Give models back as they were: their attention, checkpointed layers and settings of generation,
+    which the block may change."""
+    before = [(model, model.config._attn_implementation, getattr(model, "generation_config", None)) for model in models]
+    modules = [module for model in models for module in model.modules()]
+    layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    checkpointed = [(layer, layer.gradient_checkpointing, layer.training) for layer in layers]
+    try:
+        yield
+    finally:
+        for model, attention, generation in before:
+            if model.config._attn_implementation != attention:
+                model.set_attn_implementation(attention)
+            model.generation_config = generation
+        for layer, is_checkpointed, is_training in checkpointed:
+            layer.gradient_checkpointing, layer.training = is_checkpointed, is_training
 
 
 def checkpoint_layers(model: nn.Module, checkpointed: bool) -> None:

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from ddp_prune.core.batches import Batches, Teacher
 from ddp_prune.core.budget import LatencyPool, Pool, keep_schedule, kept_share
-from ddp_prune.core.decoder import checkpoint_layers, fit_attention
+from ddp_prune.core.decoder import checkpoint_layers, fit_attention, lent
 from ddp_prune.core.experts import neutral_where_idle
 from ddp_prune.core.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.core.loop import Learner, Report, take_steps
@@ -431,11 +431,10 @@ def learn(
     Raises: as `take_steps`.
     """
     model: Any = gated.model
-    stock_attention = model.config._attn_implementation
-    batches = prepare_passes(model, Batches(blocks, run.recipe, accelerator, loss_mask), run)
-    if joint and joint.teacher is not None:
-        fit_attention(joint.teacher, run.recipe.seq_len, accelerator.device)
-    trainer = (make or trainer_class(run.recipe.controller))(gated, batches, run, pools, accelerator, joint)
-    take_steps(trainer, run.steps.last, progress, report)
-    model.set_attn_implementation(stock_attention)  # evaluated like the dense model
+    with lent(model):  # it is evaluated like the dense model
+        batches = prepare_passes(model, Batches(blocks, run.recipe, accelerator, loss_mask), run)
+        if joint and joint.teacher is not None:
+            fit_attention(joint.teacher, run.recipe.seq_len, accelerator.device)
+        trainer = (make or trainer_class(run.recipe.controller))(gated, batches, run, pools, accelerator, joint)
+        take_steps(trainer, run.steps.last, progress, report)
     return trainer.learned()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
-from ddp_prune.core.decoder import checkpoint_layers
+from ddp_prune.core.decoder import checkpoint_layers, lent
 from ddp_prune.core.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 from ddp_prune.text.templates import ChatTemplate, Rendered
 from ddp_prune.text.tokens import leading_bos
@@ -69,15 +69,16 @@ class Evaluation:
         serving uses."""
         num_blocks = sum(map(len, self.texts.values()))
         self.print_line(f"evaluating the {who} model: {num_blocks:,} held-out sequences, {len(PROMPTS)} answers")
-        checkpoint_layers(model, False)
-        if model._supports_sdpa and not model.config.get_text_config().to_dict().get("attn_logit_softcapping"):
-            model.set_attn_implementation("sdpa")
-        self.evaluate_texts(who, model)
-        try:
-            self.answers[who] = sample(model, self.tokenizer)
-        except Exception as error:  # answers illustrate the report: a model that cannot generate is pruned without
-            reason = shorten(f"{type(error).__name__}: {error}", 200)
-            self.print_line(f"the report will lack answers of the {who} model, which cannot generate ({reason})")
+        with lent(model):
+            checkpoint_layers(model, False)
+            if model._supports_sdpa and not model.config.get_text_config().to_dict().get("attn_logit_softcapping"):
+                model.set_attn_implementation("sdpa")
+            self.evaluate_texts(who, model)
+            try:
+                self.answers[who] = sample(model, self.tokenizer)
+            except Exception as error:  # answers illustrate the report: a model that cannot generate is pruned without
+                reason = shorten(f"{type(error).__name__}: {error}", 200)
+                self.print_line(f"the report will lack answers of the {who} model, which cannot generate ({reason})")
 
     @torch.no_grad()
     def evaluate_texts(self, who: str, model: Any) -> None:

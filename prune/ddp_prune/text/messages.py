@@ -92,7 +92,8 @@ class TurnReader:
         if not isinstance(speaker, str):
             raise TextError("no role; name the speaker under role")
         name = speaker.strip().lower()
-        role = SPEAKERS.get(re.split("[^a-z_]", name)[0], "")
+        # `gpt-4o` has a version, `assistant_1` an ordinal
+        role = SPEAKERS.get(re.split("[^a-z_]", name)[0].rstrip("_"), "")
         if name == "developer" and re.search("""["']developer["']""", self.template.source):
             role = name
         texts = list(self._texts(turn.get(first(turn, ("content", "value")) or "content")))
