@@ -49,6 +49,7 @@ class TrackingLoader(DefaultModelLoader):
     parameters a checkpoint must have.
     """
 
+    enable_weights_track: bool | None
     _load, _track = DefaultModelLoader.load_weights, DefaultModelLoader.track_weights_loading
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:

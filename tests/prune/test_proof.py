@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seams
 from commands import assert_refused, invoke, passed
 from runs import assert_same_weights, edit_json, edit_weights, prune, recover
 
@@ -91,7 +92,7 @@ def test_a_folder_that_differs_is_kept_under_another_name(
         edit(folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ddp_prune.export.write_model", write_spoiled)
+        patch.setattr(seams.export_module, "write_model", write_spoiled)
         result = prune(tiny_model, tiny_text, output)
     unproved = tmp_path / "out.unproved"
     assert_refused(result, 7, words, str(unproved), "do not serve it", "--no-proof")

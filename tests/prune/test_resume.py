@@ -351,8 +351,7 @@ def test_a_run_is_given_up_when_the_new_one_has_something_to_resume_from(
     wrong = {"text": ("--data", tmp_path / "short.txt"), "seq_len": ("--seq-len", "4096"), "memory": ("--seed", "7")}
     with monkeypatch.context() as patch:
         if fault == "memory":
-            patch.setattr("ddp_prune.resolve.load_model", seams.out_of_memory, raising=False)
-            patch.setattr("ddp_prune.resolve.load", seams.out_of_memory, raising=False)
+            patch.setattr(seams.resolve, "load", seams.out_of_memory)
         if fault == "text":
             result = prune(tiny_model, tmp_path / "short.txt", tmp_path / "out", "--overwrite")
         else:
