@@ -125,16 +125,31 @@ def check_links(folder: Path) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the config of a model. Raises: ModelError if it is missing, not a JSON object, or as
     `check_links`."""
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise ModelError(f"{folder} is a LoRA adapter; merge it into its model by merge_and_unload of peft first")
     try:
+        check_whole(folder)
         config = read_json(folder / "config.json")
         check_links(folder)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict):
         raise ModelError(f"{folder / 'config.json'} is not an object; download the model again")
+    if (name := config.get("transformers_weights")) is not None:
+        raise ModelError(
+            f"{folder / 'config.json'} states transformers_weights {short(name)}, which transformers reads instead of "
+            "the files that vLLM reads; load the model in transformers and write it with save_pretrained"
+        )
     return config
+
+
+def check_whole(folder: Path) -> None:
+    """Refuse a LoRA adapter, alone or with the weights of its model: transformers adds it to them
+    when it loads them, vLLM does not. Raises: CheckpointError."""
+    if (folder / "adapter_config.json").exists():
+        what = "has the weights of a model and of" if (folder / "config.json").exists() else "is"
+        raise CheckpointError(
+            f"{folder} {what} a LoRA adapter; merge it into its model by merge_and_unload of peft first, or move "
+            "adapter_config.json away"
+        )
 
 
 def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
@@ -146,6 +161,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         require, if its index names other files, or as `check_links`; ModelError for a dense model
         of an unsupported family.
     """
+    check_whole(folder)
     config = read_json(folder / "config.json")
     check_links(folder)
     provenance = read_provenance(folder / MASKS_FILE)

@@ -12,7 +12,7 @@ Of a model without a row here, the MLPs or routed experts are pruned, which
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,24 @@ def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
         why = "experts in groups" if config["model_type"] != DEEPSEEK else "no stock class in transformers"
         raise SettingError(f"this {config['model_type']} model has {why}, so it keeps all experts; prune channels")
     return {key: kept for key in EXPERT_COUNT_KEYS if config.get(key)}
+
+
+def check_present(folder: Path, config: Mapping[str, Any], widths: Widths, stored: Iterable[str]) -> None:
+    """Refuse a checkpoint of a stock class that lacks a tensor, as transformers does when it loads
+    it; no weight is read.
+
+    stored: the names on disk. Raises: WidthsError.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from ddp_vllm.remote_code import configuration_ddp_widths as code
+
+    register_pruned(config)
+    stock = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kinds = [kind for kind in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(stock) in kind._model_mapping]
+    with torch.device("meta"):
+        code.check_present(kinds[0].from_config(stock, trust_remote_code=False), widths, stored)
 
 
 def register_pruned(config: Mapping[str, Any]) -> None:

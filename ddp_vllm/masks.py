@@ -69,6 +69,7 @@ _Converted = TypedDict("_Converted", {"from": str, "format": str})
 
 class _Training(TypedDict, total=False):
     recipe: _Recipe
+    tokens: Count
     texts: list[str]
     watched: dict[str, Quality | None]
     prompts: list[str]
@@ -89,6 +90,13 @@ class Latency(Measured, kw_only=True):
     workload: Workload
 
 
+class _Proof(TypedDict, total=False):
+    tokens: Count
+    logits: AtLeastZero
+    tolerance: AtLeastZero
+    fault: str
+
+
 class Provenance(_Training, total=False):
     """What the masks file says of its checkpoint, as far as it is read again."""
 
@@ -105,6 +113,7 @@ class Provenance(_Training, total=False):
     routing: _Routing
     latency: Latency
     recovery: _Training
+    proof: _Proof
 
 
 def is_mask(name: str) -> bool:

@@ -135,24 +135,43 @@ def _settings(path: Path) -> dict[str, Any]:
     return {}
 
 
-def state_tokenizer_class(source: Path, target: Path) -> None:
-    """State in tokenizer_config.json the class by which transformers loads the dense model's
-    tokenizer.
+def state_tokenizer(model: str | Path, target: Path, *, has_own_type: bool) -> None:
+    """Let transformers load from `target` the tokenizer that it loads for the dense model.
 
-    transformers sometimes chooses the class by model type, whatever tokenizer_config.json states.
-    The pruned model has a type of its own, for which transformers would choose another class.
+    transformers chooses its class and repairs it by names, whatever the files state: by the model's
+    name on the Hub, and by `model_type`. So the class that it chose is stated, and where that does
+    not suffice, the tokenizer is written as it is in memory, with all repairs.
+
+    model: the dense one, by the name that the user gave. has_own_type: whether the pruned model has
+    a `model_type` of its own.
     """
     from transformers import AutoTokenizer
 
     if not has_tokenizer(target):
         return
     try:
-        name = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
+        dense = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception:  # a tokenizer that does not load for the dense model need not load for the pruned one
         return
     # the name in transformers 4
+    name = type(dense).__name__
     name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
     path = target / "tokenizer_config.json"
-    settings = _settings(path)
-    if settings.get("tokenizer_class") != name:
-        write_json(settings | {"tokenizer_class": name}, path)
+
+    def is_same() -> bool:
+        """Compare normalization, splitting, vocabulary and decoding."""
+        with suppress(Exception):
+            own = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
+            return bool(own.backend_tokenizer.to_str() == dense.backend_tokenizer.to_str())
+        return False
+
+    def state(name: str) -> None:
+        if (settings := _settings(path)).get("tokenizer_class") != name:
+            write_json(settings | {"tokenizer_class": name}, path)
+
+    is_fast = getattr(dense, "is_fast", False)
+    if has_own_type or (is_fast and not is_same()):
+        state(name)
+    if is_fast and not is_same():
+        dense.save_pretrained(target)
+        state("PreTrainedTokenizerFast")

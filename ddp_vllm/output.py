@@ -9,6 +9,8 @@ rename.
 | `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, in later writers |
 | `NAME.run` | the state of an interrupted run (`ddp_prune.run_folder`) | the run, at the end of its command |
 
+A folder whose proof failed (`ddp_vllm.proof`) becomes `NAME.unproved`, and replaces an older one of that name.
+
 No link is followed, and only folders of ours (`is_ours`) are removed. Nothing here imports torch.
 """
 
@@ -24,8 +26,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddp_vllm.errors import OutputError
-from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.errors import CheckpointError, OutputError
+from ddp_vllm.masks import MASKS_FILE, read_provenance
 
 # on some network file systems; filelock itself handles ENOSYS
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
@@ -52,6 +54,13 @@ def is_ours(folder: Path) -> bool:
     return not names or MASKS_FILE in names
 
 
+def check_name(output: Path) -> None:
+    """Refuse the current folder, its parent and the root, which an unset variable gives too. Raises:
+    OutputError."""
+    if output.name in ("", ".."):
+        raise OutputError(f"the output {str(output)!r} has no name of its own; give one, such as ./pruned")
+
+
 def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
     """Refuse an output folder that exists, before any work is done, after a `clear`.
 
@@ -59,13 +68,14 @@ def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] =
     Raises: OutputError if `output` exists and `overwrite` is off, if ddp-vllm did not write it or
         cannot rename it, if it holds a folder of `reads`, or if nothing can be written there.
     """
+    check_name(output)
     for folder in map(Path, reads):
         if folder.is_dir() and folder.resolve().is_relative_to(output.resolve()):
             raise OutputError(f"{output} holds {folder}, which this command reads; choose another folder")
     clear(output)
     with writing(output):
-        if output.is_symlink() or output.name in ("", "..") or os.path.ismount(output):
-            raise OutputError(f"{output} is a link, a mount point or no name, so a finished folder cannot replace it")
+        if output.is_symlink() or os.path.ismount(output):
+            raise OutputError(f"{output} is a link or a mount point, so a finished folder cannot replace it")
         parent = next(folder for folder in output.absolute().parents if folder.exists())
         # os.access trusts root, whom some mounts refuse
         tempfile.TemporaryFile(dir=parent).close()
@@ -81,6 +91,7 @@ def check_file(output: Path, *, overwrite: bool, begins: str) -> None:
     begins: the first characters of a file of ours; only such a file, or an empty one, is replaced.
     Raises: OutputError.
     """
+    check_name(output)
     clear_file(output)
     if output.is_dir():
         raise OutputError(f"{output} is a folder; give the name of a file")
@@ -135,7 +146,8 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Files are synced before the rename, so a crash leaves the old folder or the new one. The block
     writes the masks file, by which the folder can be replaced later.
     Raises: OutputError as `check_output`, if another process writes the same output, if a link or
-        files of others have the name of the temporary folder, and for any OSError of the block.
+        files of others have the name of the temporary folder, and for any OSError of the block;
+        CheckpointError if the masks file states that the folder's proof failed.
     """
     check_output(output, overwrite=overwrite)
     temporary, old, lock = _working_paths(output)
@@ -155,6 +167,15 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                     path.chmod(temporary.stat().st_mode & 0o666)
                 sync(path)
             sync(temporary)
+            if fault := read_provenance(temporary / MASKS_FILE).get("proof", {}).get("fault"):
+                unproved = output.with_name(f"{output.name}.unproved")
+                check_output(unproved, overwrite=True)
+                shutil.rmtree(unproved, ignore_errors=True)
+                os.rename(temporary, unproved)
+                raise CheckpointError(
+                    f"the written model is not the one that was measured: {fault}; it is kept as {unproved}, do not "
+                    "serve it; please report this, or pass --no-proof to write it all the same"
+                )
             if output.exists():
                 os.rename(output, old)
             os.rename(temporary, output)

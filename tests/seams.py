@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from click.testing import Result
 
 from ddp_prune import devices, jobs, plan, resolve, verbs
+from ddp_prune import export as export_module
 from ddp_prune import fit as fit_module
 from ddp_prune.core import batches as batches_module
 from ddp_prune.core import experts as experts_module

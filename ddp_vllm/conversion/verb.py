@@ -31,9 +31,10 @@ from ddp_vllm.formats import (
 )
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import known_folder
-from ddp_vllm.model_files import has_tokenizer, state_tokenizer_class, write_model_files, write_weights
+from ddp_vllm.model_files import has_tokenizer, state_tokenizer, write_model_files, write_weights
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
+from ddp_vllm.proof import Proof, Reference, prove, read_back, statement
 from ddp_vllm.provenance import write_provenance
 from ddp_vllm.remote_code.files import (
     WEIGHTS,
@@ -73,7 +74,11 @@ class Plan(NamedTuple):
     notes: list[str]
 
 
-@command("convert", show=lambda made, _: echo(f"written: {made.folder} ({made.num_parameters:,} parameters)"))
+def _announce(made: Checkpoint, _: Mapping[str, Any]) -> None:
+    echo(f"read back: {statement(made.provenance)}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
+
+
+@command("convert", show=_announce)
 def convert(
     folder: str | Path,
     *,
@@ -83,6 +88,7 @@ def convert(
         Option("The model that was pruned, for its sizes: a folder, or a hub name.", metavar="MODEL"),
     ] = None,
     overwrite: Annotated[bool, Option("Replace the folder.")] = False,
+    proof: Proof = True,
     verbose: bool = False,
 ) -> Checkpoint:
     """Write the model in FOLDER, which another tool pruned, as a folder that vLLM with ddp-vllm
@@ -120,10 +126,21 @@ def convert(
         for place in sources:
             write_model_files(writing, place, plan.config)
         write_weights(_planned(plan), writing)
-        if "ddp_layers" in plan.config:
-            state_tokenizer_class(sources[0], writing)
+        state_tokenizer(sources[0], writing, has_own_type="ddp_layers" in plan.config)
+        provenance |= prove(writing, _reference(source, sources[0]) if proof else None)
         write_provenance(writing / MASKS_FILE, provenance | ({"applied_to": str(dense)} if dense else {}))
         return write_card(writing, target)
+
+
+def _reference(source: Path, tokenizer: Path) -> Reference:
+    """Return what transformers reads in the folder that is converted, if it can: most such folders
+    need the code of another tool, which is not run."""
+    texts = Reference.texts if has_tokenizer(tokenizer) else []
+    read, logits = read_back(source, texts if tokenizer == source else [], Reference.tokens)
+    dtype = read.get("dtype", "float32")
+    if tokenizer != source:
+        read = read_back(tokenizer, texts, [])[0]
+    return Reference(read=read.get("texts"), logits=logits, dtype=dtype)
 
 
 def plan_of(folder: Path, dense_folder: Path | None) -> Plan:

@@ -16,6 +16,7 @@ from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.masks import Latency
 from ddp_vllm.names import bare_name
 from ddp_vllm.pages.page import Section, Table
+from ddp_vllm.proof import statement
 from ddp_vllm.provenance import dense_model
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.settings import Option
@@ -139,6 +140,7 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     """Yield further statements: where the widths are from, how the model can be served, and notes
     on its quality."""
     provenance = checkpoint.provenance
+    yield "read back", statement(provenance)
     if converted := provenance.get("converted"):
         sizes_of = "its config.json and its widest layers" if "applied_to" not in provenance else dense_name(checkpoint)
         yield "converted", f"widths from the {converted['format']} of {converted['from']}; dense sizes from {sizes_of}"
@@ -274,7 +276,7 @@ def weight_training(provenance: Mapping[str, Any]) -> str:
     elif trained_together(provenance) and "applied_to" in provenance:
         training = "those of the dense model, although the masks were learned together with trained weights"
     if recovery := provenance.get("recovery"):
-        tokens = recovery.get("recipe", {}).get("tokens", 0)
+        tokens = recovery.get("tokens", recovery.get("recipe", {}).get("tokens", 0))
         training += f"; then trained on the dense model's outputs, on {tokens:,} tokens of {texts_of(provenance)}"
     return training
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import LimitError, OutputError, SettingError, echo, line_printer
-from ddp_vllm.families import code_of
+from ddp_vllm.errors import CheckpointError, LimitError, OutputError, SettingError, echo, line_printer
+from ddp_vllm.families import check_present, code_of
 from ddp_vllm.model_facts import FOUND_BY_NAME
 from ddp_vllm.output import check_file, write_text
 from ddp_vllm.pages.page import REPORT_FILE
 from ddp_vllm.pages.summary import MIN_AGREEMENT
-from ddp_vllm.remote_code.files import weight_files
+from ddp_vllm.remote_code.files import WidthsError, weight_files
+from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.settings import Option, command, typed
 
 if TYPE_CHECKING:
@@ -47,7 +48,13 @@ def inspect(folder: str | Path) -> dict[str, Any]:
     """
     from ddp_vllm.pages.summary import summary
 
-    return summary(read(folder))
+    checkpoint = read(folder)
+    if states_widths(checkpoint.config):
+        try:
+            check_present(checkpoint.folder, checkpoint.config, checkpoint.widths, checkpoint.shapes)
+        except WidthsError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+    return summary(checkpoint)
 
 
 @command("report", show=lambda page, _: echo(f"written: {page}"))

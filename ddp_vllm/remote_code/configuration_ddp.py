@@ -18,6 +18,14 @@ if int(transformers.__version__.partition(".")[0]) < 5:  # older configurations 
     raise ImportError(f"a pruned checkpoint requires transformers 5.16 or newer; this is {transformers.__version__}")
 
 
+class LayerConfigs(list[Any]):
+    """The configs of layers by index, or by the type of a layer, as transformers' scaled positions
+    ask for them: those of all layers of a type state the same positions."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(self[0].layer_types.index(key) if isinstance(key, str) else key)
+
+
 @dataclass(kw_only=True, repr=False, eq=False)
 class NonUniformConfig:
     """Mixin that adds the widths of each layer to a dense family's configuration.
@@ -59,7 +67,7 @@ class NonUniformConfig:
         in every layer."""
         if not self.is_heterogeneous:
             return super().per_layer_config  # type: ignore[misc]
-        configs = []
+        configs = LayerConfigs()
         for layer in self.widths.layers:
             own = copy.copy(self)
             own.ddp_layers = None

@@ -7,9 +7,9 @@ pruned by narrower ones. Nothing is quantized: transformers lets only a quantize
 that point. This file is part of every checkpoint of such a family.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .files import WidthsError, file_tensors
 from .ragged_experts import RaggedExperts
 from .tensors import Projection
-from .widths import METHOD, Widths
+from .widths import AGAIN, METHOD, Widths
 
 
 class WidthsConfig(QuantizationConfigMixin):
@@ -58,7 +58,9 @@ class WidthsQuantizer(HfQuantizer):
         """Raises: WidthsError if the tensors on disk, or the modules of the model, do not fit the
         widths."""
         widths = self.quantization_config.widths
-        widths.check(chain.from_iterable(file_tensors(Path(path)) for path in checkpoint_files or ()))
+        tensors = [tensor for path in checkpoint_files or () for tensor in file_tensors(Path(path))]
+        widths.check(tensors)
+        check_present(model, widths, [name for name, *_ in tensors])
         rename, present, table = renaming(model), model.state_dict(), widths.table
         for index, layer in enumerate(widths.layers):
             names = dict[Projection, str]()
@@ -113,6 +115,22 @@ def renaming(model: Any) -> Callable[[str], tuple[str, str | None]]:
         rename_source_key, weight_renamings=kinds[0], weight_converters=kinds[1],
         base_model_prefix=model.base_model_prefix, meta_state_dict=model.state_dict(),
     )  # fmt: skip
+
+
+def check_present(model: Any, widths: Widths, stored: Iterable[str]) -> None:
+    """Refuse a checkpoint that lacks a tensor of the dense model outside of the blocks that were
+    pruned, whose tensors the widths know. transformers would initialize it at random.
+
+    stored: the names on disk. Raises: WidthsError.
+    """
+    rename, tied = renaming(model), model.all_tied_weights_keys
+    parts = [part.name.format(0) for part in widths.table.projections]
+    pruned = [f"{widths.layers_module}.{layer}.{part}.weight" for layer in range(len(widths.layers)) for part in parts]
+    present = {rename(name)[0] for name in (*stored, *pruned)}
+    present |= {*map(tied.get, present & tied.keys()), *(name for name, source in tied.items() if source in present)}
+    ignored = re.compile("|".join(model._keys_to_ignore_on_load_missing or ["^$"]))
+    if lacking := [name for name in model.state_dict() if name not in present and not ignored.search(name)]:
+        raise WidthsError(f"tensor {min(lacking)} is missing ({len(lacking)} in all); {AGAIN}")
 
 
 def narrow(model: Any, weight: str, projection: Projection, width: int, dense_width: int) -> None:

@@ -49,7 +49,7 @@ _KINDS = ("weight", "bias")
 _COMPUTED = "self_attn.rotary_emb"
 UNITS = {"mlp": "channel", "experts": "expert_channel"}  # described block -> its units
 _NAME, _NUMBER = re.compile(r"\w+(\.\w+)*"), re.compile(r"(?<![^.])\d+(?![^.])")
-_AGAIN = "copy the whole folder again, or run ddp-vllm apply again"
+AGAIN = "copy the whole folder again, or run ddp-vllm apply again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ class Widths:
         rows = [layer.expert_intermediate_sizes for layer in self.layers]
         numbers = {len(row) - row.count(0) for row in rows if row is not None}
         if len(numbers) > 1:
-            raise WidthsError(f"config.json: layers of {METHOD} keep {sorted(numbers)} whole experts; {_AGAIN}")
+            raise WidthsError(f"config.json: layers of {METHOD} keep {sorted(numbers)} whole experts; {AGAIN}")
         kept = (self.dense.expert_intermediate_sizes or ())[: max(numbers, default=0)] or None
         layers = (
             replace(layer, expert_intermediate_sizes=row and kept) for layer, row in zip(self.layers, rows, strict=True)
@@ -306,7 +306,7 @@ class Widths:
             raise WidthsError(f"tensor {name} is of layer {layer}, but ddp_layers has {len(self.layers)} entries")
         if projection.block == "experts" and expert >= self.num_experts:
             raise WidthsError(
-                f"tensor {short(name)} is of expert {expert}, but config.json has {self.num_experts}; {_AGAIN}"
+                f"tensor {short(name)} is of expert {expert}, but config.json has {self.num_experts}; {AGAIN}"
             )
         axis, kept, length = 0 if kind == "bias" else projection.axis, self.layers[layer], None
         if self.states(projection.block, kept):
@@ -335,7 +335,7 @@ class Widths:
         for name, shape, dtype in tensors:
             place = self.find(name)
             if self.is_removed(name) or (place and place.length == 0 and 0 not in shape):
-                raise WidthsError(f"tensor {name} is of a block or expert that config.json removes; {_AGAIN}")
+                raise WidthsError(f"tensor {name} is of a block or expert that config.json removes; {AGAIN}")
             required = self._shape(name, place, dtype, hidden)
             if required is None and not self.is_quantized:
                 raise WidthsError(f"tensor {short(name)} is unknown in this family; copy the whole folder again")
@@ -407,12 +407,12 @@ class Widths:
                 if kind in _KINDS and self.is_family:
                     alike.add(module)
         if outside:
-            raise WidthsError(f"tensor {min(outside)} is missing; {_AGAIN}")
+            raise WidthsError(f"tensor {min(outside)} is missing; {AGAIN}")
         for index, (widths, modules) in enumerate(zip(self.layers, present, strict=True)):
             needed, removed = {*alike, *self.modules(index)} - modules, self.removed(widths)
             if missing := [module for module in needed if not f"{module}.".startswith(removed)]:
                 raise WidthsError(
-                    f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); {_AGAIN}"
+                    f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); {AGAIN}"
                 )
 
     def is_removed(self, name: str) -> bool:
@@ -436,7 +436,7 @@ def stated_widths(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if (stated := config.get(METHOD)) is None:
         return copied
     if not isinstance(stated, Mapping) or copied not in (None, stated):
-        raise WidthsError(f"config.json: {METHOD} is no object, or quantization_config is no copy of it; {_AGAIN}")
+        raise WidthsError(f"config.json: {METHOD} is no object, or quantization_config is no copy of it; {AGAIN}")
     return stated
 
 
@@ -493,14 +493,14 @@ def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
     )
     for block in widths.blocks:
         if not any(widths.states(block, layer) for layer in widths.layers):
-            raise WidthsError(f"config.json: {METHOD}.{block} describes a block that no layer states; {_AGAIN}")
+            raise WidthsError(f"config.json: {METHOD}.{block} describes a block that no layer states; {AGAIN}")
     return widths
 
 
 def _layers(stated: Any, where: str, number: Any, dense: LayerWidths, *, is_family: bool) -> tuple[LayerWidths, ...]:
     entries = _list(stated, where, 1, MOST_LAYERS, "layers")
     if type(number) is int and len(entries) != number:
-        raise WidthsError(f"config.json: {where} has {len(entries)} entries for {number} layers; {_AGAIN}")
+        raise WidthsError(f"config.json: {where} has {len(entries)} entries for {number} layers; {AGAIN}")
     return tuple(_layer(entry, f"{where}[{i}]", dense, is_family=is_family) for i, entry in enumerate(entries))
 
 
@@ -559,4 +559,4 @@ def _integers(values: Sequence[Any], where: str, low: int, high: int) -> tuple[i
 
 
 def _fault(where: str, value: Any, fault: str) -> WidthsError:
-    return WidthsError(f"config.json: {where} is {short(value)}, {fault}; {_AGAIN}")
+    return WidthsError(f"config.json: {where} is {short(value)}, {fault}; {AGAIN}")

@@ -24,6 +24,7 @@ from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
@@ -38,6 +39,37 @@ from ddp_vllm.tensor_parallel import round_up
 Loader = Callable[..., None]
 logger = init_logger("vllm.ddp_plugins.any_model")  # vLLM prints only its own loggers' records
 _LAYER = re.compile(r".+?\.\d+(?=\.)")
+
+
+class TrackingLoader(DefaultModelLoader):
+    """Two functions of vLLM's loader, which then refuses a model of ours with parameters that no
+    tensor was loaded into.
+
+    vLLM does that for models without a quantization config only; widths do not change which
+    parameters a checkpoint must have.
+    """
+
+    enable_weights_track: bool | None
+    _load, _track = DefaultModelLoader.load_weights, DefaultModelLoader.track_weights_loading
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        if model_config.quantization == METHOD and self.enable_weights_track is None:
+            self.enable_weights_track = True
+        TrackingLoader._load(self, model, model_config)
+
+    def track_weights_loading(
+        self, model: torch.nn.Module, loaded_weights: set[str] | None, quantized: bool = False
+    ) -> None:
+        # the Transformers backend registers some modules twice, and loads them by one of their names
+        named = [*model.named_parameters(remove_duplicate=False)]
+        if loaded_weights is not None:
+            loaded = {id(parameter) for name, parameter in named if name in loaded_weights}
+            loaded_weights |= {name for name, parameter in named if id(parameter) in loaded}
+        TrackingLoader._track(self, model, loaded_weights, quantized)
+
+
+for _name in ("load_weights", "track_weights_loading"):
+    setattr(DefaultModelLoader, _name, vars(TrackingLoader)[_name])
 
 
 class WidthsConfig(QuantizationConfig):

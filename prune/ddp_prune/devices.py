@@ -27,6 +27,11 @@ def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
         raise SettingError("tracker", f"is {tracker!r}, which is unknown or not installed; installed: {known}")
     # Without cpu=True, accelerate treats a CPU process that torchrun started as the only process.
     device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type not in ("cuda", "mps"):
+        raise TrainingError(
+            f"torch computes on {device.type}, which ddp-vllm does not support; use an environment with torch for CUDA "
+            "or CPUs"
+        )
     # Apple GPUs lack float64, in which gradients are summed
     on_cpu = device is None or device.type == "mps"
     # Other ranks wait while the first one downloads and tokenizes; torch's default timeout is ten
@@ -54,9 +59,7 @@ def start_tracker(accelerator: Accelerator, project: str, settings: Settings) ->
 
 
 def finish_run(accelerator: Accelerator) -> None:
-    """Close the trackers after all processes are done. The process group stays: the next verb uses
-    it too."""
-    accelerator.wait_for_everyone()  # the caller reads what the main process wrote
+    """Close the trackers. The process group stays: the next verb uses it too."""
     for tracker in accelerator.trackers:
         tracker.finish()
 

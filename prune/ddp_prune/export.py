@@ -6,25 +6,32 @@ and writes too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_prune.core.gates import Masks
+from ddp_prune.core.gates import GatedModel, Masks
 from ddp_prune.core.weights import UpdatedWeights
+from ddp_prune.models.evaluation import reference_of
+from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_source
+from ddp_prune.run_folder import inputs_of
+from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
-from ddp_vllm.errors import CheckpointError
-from ddp_vllm.families import fewer_experts, pruned_config
+from ddp_vllm.errors import CheckpointError, ModelError
+from ddp_vllm.families import fewer_experts, pruned_config, warn
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
-from ddp_vllm.model_files import save_tensors, state_tokenizer_class, stored_tensors, write_model
+from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer, stored_tensors, write_model
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
+from ddp_vllm.proof import Reference, prove
 from ddp_vllm.provenance import local_provenance, published, remember
+from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 
 
@@ -39,6 +46,7 @@ def export(
     overwrite: bool = False,
     extra_files: Mapping[str, str] | None = None,
     transform: UpdatedWeights | None = None,
+    reference: Reference | None = None,
     finish: Callable[[Path, Path], Checkpoint] = write_card,
 ) -> Checkpoint:
     """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card.
@@ -52,9 +60,11 @@ def export(
     provenance, scores: stored with the gates in the masks file.
     extra_files: file name -> text.
     transform: updates weights that were trained together with the masks.
+    reference: of the measured model, which the folder must repeat (`prove`).
     finish: writes the pages of the folder that will become `output`.
 
-    Raises: OutputError if the output exists and `overwrite` is off; for whole experts as
+    Raises: OutputError if the output exists and `overwrite` is off; CheckpointError if its proof
+        fails; for whole experts as
         `WholeExpertSlicer`, and SettingError if too few are kept.
     """
     stock = read_config(source.folder)
@@ -68,9 +78,9 @@ def export(
         config = pruned_config(stock, slicer.widths)
     with atomic_folder(output, overwrite=overwrite) as folder:
         write_model(folder, source.folder, config, sliced_tensors(source, slicer, transform))
-        if "ddp_layers" in config:
-            state_tokenizer_class(source.folder, folder)
-        write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
+        state_tokenizer(source.tokenizer, folder, has_own_type="ddp_layers" in config)
+        proved = {**provenance, **prove(folder, reference)}
+        write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=proved, scores=scores)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
         return finish(folder, output)
@@ -196,9 +206,10 @@ def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (weight.float() * scale).to(weight.dtype).contiguous()
 
 
-def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool) -> Checkpoint:
+def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof: bool = True) -> Checkpoint:
     """Prune a dense model by a masks file.
 
+    proof: compare the written folder with the dense model under the masks, which is loaded for it.
     Raises: CheckpointError if the masks belong to a model of other sizes; else as `open_source` and
         `export`.
     """
@@ -215,11 +226,27 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool) -> Ch
             f"{masks} holds gates of {_shown(shapes)}, {model} requires gates of {_shown(needed)}; the masks "
             "were made for another model"
         )
+    # another fine-tune may have the same masks on purpose, another model hardly
+    known = provenance.get("fingerprint", {}).get("weights")
+    if known and known != inputs_of({}, weight_files(source.folder), [])["weights"]:
+        made_for = provenance.get("recipe", {}).get("model", "another model")
+        warn(f"{masks} was made for other weights ({made_for}) than those of {model}; evaluate the result")
     # they describe other weights
     outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
     scores = read_scores(masks)
-    return export(source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite)
+    reference = Reference() if proof else None
+    with suppress(ModelError):  # transformers loads no shards without an index, which can be cut all the same
+        if proof:
+            masked = GatedModel(load_model(source, "auto"), source.widths, source.sizes, head_unit)
+            tokenizer = load_tokenizer(source.tokenizer) if has_tokenizer(source.folder) else None
+            with masked.masks(gates):
+                reference = reference_of(masked.model, tokenizer)
+            del masked
+    return export(
+        source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite,
+        reference=reference,
+    )  # fmt: skip
 
 
 def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -247,6 +274,16 @@ def read_scores(path: Path) -> Masks:
     `mlp.z`, and their importance, squared gradient × z², such as `mlp.saliency`."""
     tensors = read_masks_file(path)[0]
     return {name: torch.from_numpy(values) for name, values in tensors.items() if not name.endswith(".gates")}
+
+
+def copy_masks(source: Path, target: Path, provenance: Mapping[str, Any]) -> None:
+    """Write the gates and scores of a masks file again, if it has some, with other provenance: of a
+    model that another tool pruned only the widths are known."""
+    has_masks = "converted" not in provenance
+    gates, scores = (read_masks(source)[0], read_scores(source)) if has_masks else ({}, {})
+    head_unit = str(provenance.get("head_unit", "kv-group"))
+    provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
+    write_masks(gates, target, head_unit=head_unit, provenance=provenance, scores=scores)
 
 
 def write_masks(

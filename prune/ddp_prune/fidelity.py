@@ -1,6 +1,7 @@
 """Compares a model with the dense one on text of the user: perplexity, KL divergence and top-1
 agreement."""
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from ddp_prune.devices import describe_device, explained, make_accelerator
 from ddp_prune.models.evaluation import Evaluation
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_pruned, open_source
-from ddp_prune.settings import FidelitySettings
+from ddp_prune.settings import FidelitySettings, check_length
 from ddp_prune.text.blocks import check_vocabulary, load_blocks
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.cache import sha256
@@ -41,14 +42,18 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
     """
     dense = open_source(settings.against or dense_of(settings.model))
     source = open_model(settings.model, dense)
+    check_length("max_length", settings.max_length, settings.model, source.text_config)
     pruned_size, dense_size = (model.text_config.get("vocab_size") for model in (source, dense))
     if pruned_size != dense_size:
         raise ModelError(
             f"{settings.model} has a vocabulary of {pruned_size} tokens and {dense.folder} one of {dense_size}; pass "
             "the model that it was made from"
         )
-    tokenizer = load_tokenizer(str(source.folder))
-    texts = {name: _load_text(name, settings, tokenizer, int(dense_size or 0), print_line) for name in settings.texts}
+    tokenizer = load_tokenizer(source.tokenizer)
+    texts = {
+        name: _load_text(name, settings, tokenizer, int(dense_size or sys.maxsize), print_line)
+        for name in settings.texts
+    }
     make_folder(output)
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
     evaluation = Evaluation(blocks, tokenizer, loss_masks)

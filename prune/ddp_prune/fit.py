@@ -166,8 +166,8 @@ def state_bytes(optimizer: str, itemsize: int) -> int:
 def held_bytes(recipe: TrainingSettings, source: Source, mode: Mode, itemsize: int, num_shards: int) -> float:
     """Return the bytes per device of a model, its teacher, and everything that training keeps.
 
-    The teacher shares the embeddings and the output head, which are not trained. A pruned model
-    counts as its dense one, which takes at least as much.
+    In a pruning the teacher shares the embeddings and the output head, which are not trained. A
+    pruned model counts as its dense one, which takes at least as much.
     """
     teacher, rank = recipe.holds_teacher(mode.train), getattr(recipe, "rank", RANK)
     shapes = source.memory_shapes
@@ -181,7 +181,8 @@ def held_bytes(recipe: TrainingSettings, source: Source, mode: Mode, itemsize: i
             shape for name, shape in shapes.items() if len(shape) == 2 and not any(part in name for part in others)
         ]
         layers += rank * sum(map(sum, adapted)) * (itemsize + state_bytes("adamw", itemsize))
-    return itemsize * frozen + layers / num_shards
+    copies = 1 + (teacher and not recipe.shares_embeddings)
+    return itemsize * frozen * copies + layers / num_shards
 
 
 def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode) -> Fit:

@@ -20,7 +20,7 @@ from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.devices import describe_device, explained, finish_run, make_accelerator, start_tracker
 from ddp_prune.export import export, layer_widths
-from ddp_prune.models.evaluation import Evaluation, bos_warning
+from ddp_prune.models.evaluation import Evaluation, bos_warning, reference_of
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
 from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_checked_pools
@@ -41,6 +41,7 @@ from ddp_vllm.names import bare_name
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
+from ddp_vllm.proof import Reference
 from ddp_vllm.remote_code.files import weight_files
 
 
@@ -74,9 +75,12 @@ def begin_job(
         with raise_on_all_ranks(accelerator):
             for folder in folders[num_written:] if accelerator.is_main_process else ():
                 check_output(folder, overwrite=run.record["overwrite"], reads=reads)
-        yield run, range(num_written, len(folders))
+        try:
+            yield run, range(num_written, len(folders))
+        finally:  # also after Ctrl-C, or the tracker would show a run that never ends
+            finish_run(accelerator)
         run.remove()
-    finish_run(accelerator)
+    accelerator.wait_for_everyone()  # the caller reads what the main process wrote
 
 
 class Text(NamedTuple):
@@ -148,6 +152,7 @@ def prune(
     output: Path,
     *,
     overwrite: bool,
+    proof: bool,
     tracker: str | None,
     console: Console,
     measure: Measure,
@@ -165,7 +170,7 @@ def prune(
         recipes, output, folders, reads=[recipes[0].model], overwrite=overwrite, tracker=tracker, console=console
     ) as (run, left):
         if left:
-            _prune(recipes, run, left, folders, console, measure)
+            _prune(recipes, run, left, folders, console, measure, proof=proof)
     return list(map(read_checkpoint, folders))
 
 
@@ -176,6 +181,8 @@ def _prune(
     folders: Sequence[Path],
     console: Console,
     measure: Measure,
+    *,
+    proof: bool,
 ) -> None:
     """Resolve the sizes, read the text, and train and write each size that is not written yet."""
     first, accelerator, print_line = recipes[0], run.accelerator, run.print_line
@@ -184,7 +191,7 @@ def _prune(
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
     runs, _, loaded, _ = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
-    last, tokenizer = runs[-1], load_tokenizer(str(source.folder))
+    last, tokenizer = runs[-1], load_tokenizer(source.tokenizer)
     start_tracker(accelerator, "ddp-vllm", last.recipe)
     text = main_process_first(
         accelerator,
@@ -195,7 +202,8 @@ def _prune(
     )  # fmt: skip
     announce(last, source, text, print_line)
     inputs = text.identity(source, profile=str(profile.path) if profile else "")
-    run.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1)
+    if run.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1):
+        left = range(len(runs))  # also the sizes that were written from other text or weights
     for number in left:
         size = runs[number]
         for pool in pools[number]:
@@ -206,7 +214,7 @@ def _prune(
             model = (
                 loaded.pop() if loaded else load_trained(size, source, head_unit_of(size.recipe, source), accelerator)
             )
-            result = _learn_size(size, model, pools[number], source, tokenizer, text, run, console)
+            result = _learn_size(size, model, pools[number], source, tokenizer, text, run, console, proof=proof)
             del model
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
@@ -218,7 +226,7 @@ def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
     """Return the folder that each size is written to."""
     if len(recipes) == 1:
         return [output]
-    return [output / f"{recipe.size_name}-{recipe.size:g}" for recipe in recipes]
+    return [output / f"{recipe.size_name}-{recipe.size!r}" for recipe in recipes]
 
 
 def announce(run: Run, source: Source, text: Text, print_line: Callable[[str], None]) -> None:
@@ -246,6 +254,8 @@ class Result(NamedTuple):
     """Perplexity and samples of the dense and the pruned model."""
     transform: UpdatedWeights | None
     """The updated weights; None if only masks were trained."""
+    reference: Reference | None
+    """Of the pruned model, which the written folder must repeat; None for --no-proof."""
 
 
 def _learn_size(
@@ -257,6 +267,8 @@ def _learn_size(
     text: Text,
     run: RunFolder,
     console: Console,
+    *,
+    proof: bool,
 ) -> Result:
     """Train gates, and weights too if the size's run says so, and evaluate the dense and the pruned
     model.
@@ -292,13 +304,14 @@ def _learn_size(
         transform = joint.weights.finish()
     with gated.masks(gates):
         evaluation.evaluate("pruned", gated.model)
+        reference = reference_of(gated.model, tokenizer, heldout) if proof else None
     warn_of_harm(evaluation, untrained, print_line)
     for name in text.watched:
         print_line(evaluation.summary(name))
     metrics = {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}
     if text.watched:
         metrics["watched"] = {name: evaluation.perplexity(name) for name in text.watched}
-    return Result(learned, metrics, transform)
+    return Result(learned, metrics, transform, reference)
 
 
 def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], print_line: Callable[[str], None]) -> None:
@@ -361,5 +374,6 @@ def _write(
         overwrite=run.record["overwrite"],
         extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
         transform=result.transform,
+        reference=result.reference,
         finish=write_pages,
     )

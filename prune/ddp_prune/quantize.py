@@ -17,16 +17,20 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
+from ddp_prune.export import copy_masks
+from ddp_prune.models.evaluation import reference_of
 from ddp_prune.models.source import open_source
+from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, DdpError, SettingError
 from ddp_vllm.families import config_of_copy, register_pruned
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.model_facts import is_pruned
-from ddp_vllm.model_files import stored_tensors, write_model
+from ddp_vllm.model_files import has_tokenizer, stored_tensors, write_model
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.provenance import write_provenance
+from ddp_vllm.proof import QUANTIZED, Reference, prove
+from ddp_vllm.provenance import local_provenance, write_provenance
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 from ddp_vllm.remote_code.widths import states_widths
 
@@ -53,10 +57,13 @@ SCHEMES = {  # by llm-compressor's names
 }
 
 
-def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, print_line: Callable[[str], None]) -> None:
+def quantize(
+    folder: Path, scheme: str, output: Path, *, overwrite: bool, proof: bool = True, print_line: Callable[[str], None]
+) -> None:
     """Write the model in `folder`, pruned or dense, with quantized weights; all other files are
     copied.
 
+    proof: compare the written folder with the unquantized model.
     print_line: prints a line on the layers that a kernel runs more slowly, if there are any.
     Raises: CheckpointError if the model is quantized already; SettingError for another scheme, for
         routed experts, and for widths that no kernel supports; OutputError as `atomic_folder`;
@@ -74,8 +81,8 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, print_
             'vLLM requires: python -m venv quantize && quantize/bin/pip install ".[prune,quantize]" in a clone'
         )
     with atomic_folder(output, overwrite=overwrite) as new, tempfile.TemporaryDirectory(dir=new) as work:
-        _compress(checkpoint, scheme, Path(work))
-        _write(checkpoint, Path(work), new, output)
+        reference = _compress(checkpoint, scheme, Path(work), proof=proof)
+        _write(checkpoint, Path(work), new, output, reference)
 
 
 def _open(folder: Path) -> Checkpoint:
@@ -137,9 +144,9 @@ def linear_sizes(checkpoint: Checkpoint) -> Iterator[tuple[int, str, int, int]]:
                 yield layer, projection.name, shape[0], shape[1]
 
 
-def _compress(checkpoint: Checkpoint, scheme: str, work: Path) -> None:
-    """Let llm-compressor write weights and a config into `work`. Raises: ModuleNotFoundError,
-    DdpError."""
+def _compress(checkpoint: Checkpoint, scheme: str, work: Path, *, proof: bool) -> Reference | None:
+    """Let llm-compressor write weights and a config into `work`; return what the result must repeat
+    of the unquantized model, with `proof`. Raises: ModuleNotFoundError, DdpError."""
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -151,12 +158,16 @@ def _compress(checkpoint: Checkpoint, scheme: str, work: Path) -> None:
 
         weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group_size)
         formats = {"config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}}
-    model = _load(checkpoint)
+    model, reference = _load(checkpoint), None
+    if proof:
+        tokenizer = load_tokenizer(str(checkpoint.folder)) if has_tokenizer(checkpoint.folder) else None
+        reference = reference_of(model, tokenizer, tolerance=QUANTIZED)
     try:
         oneshot(model=model, recipe=QuantizationModifier(targets=["Linear"], ignore=[UNQUANTIZED], **formats))
         model.save_pretrained(work, save_compressed=True)
     except Exception as error:  # llm-compressor's exceptions differ between versions
         raise DdpError(f"llm-compressor failed ({type(error).__name__}: {error})") from error
+    return reference
 
 
 def _load(checkpoint: Checkpoint) -> Any:
@@ -168,7 +179,7 @@ def _load(checkpoint: Checkpoint) -> Any:
     return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype="auto", trust_remote_code=False).eval()
 
 
-def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path) -> None:
+def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path, reference: Reference | None) -> None:
     """Write the weights in `work` into `folder`, which will become `output`, and copy all other
     files."""
     source = checkpoint.folder
@@ -176,9 +187,12 @@ def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path) -> No
     config = config_of_copy(checkpoint.config, checkpoint.widths) if pruned else read_json(source / "config.json")
     quantized = {"quantization_config": read_json(work / "config.json")["quantization_config"]}
     write_model(folder, source, config | quantized, stored_tensors(work))
-    write_provenance(folder / MASKS_FILE, {})
+    proved = prove(folder, reference)
+    if not pruned or not (source / MASKS_FILE).exists():
+        write_provenance(folder / MASKS_FILE, proved)
+    else:
+        copy_masks(source / MASKS_FILE, folder / MASKS_FILE, local_provenance(source / MASKS_FILE) | proved)
     if pruned:
-        for file in (MASKS_FILE, METRICS_FILE):
-            if (source / file).exists():
-                shutil.copyfile(source / file, folder / file)
+        if (source / METRICS_FILE).exists():
+            shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
         write_card(folder, output)

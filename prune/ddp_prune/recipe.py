@@ -215,6 +215,8 @@ class Recipe(TrainingSettings):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.alm, Mapping):  # as `changed` states it
+            object.__setattr__(self, "alm", AlmSettings(**self.alm))
         if self.budget == "units" and (self.speedup or self.target):
             object.__setattr__(self, "budget", "latency" if self.speedup else "params")
         super().__post_init__()
@@ -280,9 +282,9 @@ class Recipe(TrainingSettings):
         """Return the settings that differ from their defaults, as a recipe file would state
         them."""
         values = self.to_dict()
-        implied = {"budget"} if self.budget == ("latency" if self.speedup else "params") else set()
+        implied = "latency" if self.speedup else "params" if self.target else ""
         changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
-        return {name: values[name] for name in changed if name not in implied}
+        return {name: values[name] for name in changed if name != "budget" or values[name] != implied}
 
     @property
     def workload(self) -> Workload:

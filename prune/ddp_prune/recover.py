@@ -14,16 +14,16 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.core.batches import Batches, Teacher
-from ddp_prune.core.decoder import attention_kept, checkpoint_layers, fit_attention
+from ddp_prune.core.decoder import checkpoint_layers, fit_attention, lent
 from ddp_prune.core.loop import TIMED_STEPS, Learner, seconds_a_step, take_steps
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate, rate_of, step_seed
 from ddp_prune.devices import explained, start_tracker
-from ddp_prune.export import read_masks, read_scores, write_masks
+from ddp_prune.export import copy_masks
 from ddp_prune.fit import Devices, Mode, fit
 from ddp_prune.jobs import begin_job, read_text
-from ddp_prune.models.evaluation import Evaluation, bos_warning
+from ddp_prune.models.evaluation import Evaluation, bos_warning, reference_of
 from ddp_prune.models.loading import load
 from ddp_prune.models.source import Source, check_index, open_pruned, open_source
 from ddp_prune.resolve import choose_in_minutes, resolve_training_mode, too_large
@@ -40,6 +40,7 @@ from ddp_vllm.names import identity_of
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
+from ddp_vllm.proof import Reference, prove
 from ddp_vllm.provenance import local_provenance
 
 RESOLVED = ("train", "optimizer", "learn_from", "learning_rate", "tokens", "batch_size", "seq_len")
@@ -47,7 +48,7 @@ RESOLVED = ("train", "optimizer", "learn_from", "learning_rate", "tokens", "batc
 
 
 def recover(
-    recipe: RecoveryRecipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console
+    recipe: RecoveryRecipe, output: Path, *, overwrite: bool, proof: bool, tracker: str | None, console: Console
 ) -> Checkpoint:
     """Train the weights of a pruned checkpoint, write the result to `output` and return it.
 
@@ -60,11 +61,11 @@ def recover(
         left,
     ):
         if left:
-            _recover(recipe, run, console)
+            _recover(recipe, run, console, proof=proof)
     return read_checkpoint(output)
 
 
-def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console) -> None:
+def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console, *, proof: bool) -> None:
     accelerator, print_line = run.accelerator, run.print_line
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe))
     start_tracker(accelerator, "ddp-vllm-recover", recipe)
@@ -117,10 +118,12 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console) -> None:
             take_steps(trainer, resolved.steps, run, report)
         transform = weights.finish()
         evaluation.evaluate("recovered", model)
+        reference = reference_of(model, tokenizer, heldout) if proof else None
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
-                provenance |= _results(resolved, run, evaluation)
-                written = _write(checkpoint, transform, run, provenance)
+                written = _write(
+                    checkpoint, transform, run, provenance | _results(resolved, run, evaluation), reference
+                )
                 for line in evaluation.recovery_summary():
                     print_line(line)
                 print_written(written, recipe.teacher, console)
@@ -157,7 +160,7 @@ class Models:
             return self.trainer(dataclasses.replace(recipe, batch_size=size), blocks)
 
         at_once = fit(recipe, self.dense, self.devices, self.mode).num_sequences * self.accelerator.num_processes
-        with attention_kept(self.weights.model, self.teacher):
+        with lent(self.weights.model, self.teacher):
             seconds = seconds_a_step(make, recipe.batch_size, at_once)
         self.weights.reset_optimizer()
         return seconds
@@ -215,6 +218,7 @@ def _results(recipe: RecoveryRecipe, run: RunFolder, evaluation: Evaluation) -> 
     recovery = {
         "recipe": recipe.to_dict(),
         "texts": sources_of(trained_on),
+        "tokens": len(steps) * recipe.batch_size * recipe.seq_len,
         "seconds": sum(json.loads(step)["seconds"] for step in steps),
         "watched": {name: evaluation.perplexity(name) for name in watched},
         **evaluation.samples(),
@@ -223,7 +227,11 @@ def _results(recipe: RecoveryRecipe, run: RunFolder, evaluation: Evaluation) -> 
 
 
 def _write(
-    checkpoint: Checkpoint, transform: UpdatedWeights, run: RunFolder, provenance: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    transform: UpdatedWeights,
+    run: RunFolder,
+    provenance: Mapping[str, Any],
+    reference: Reference | None,
 ) -> Checkpoint:
     """Write a pruned checkpoint again with its updated weights, each rounded once to the dtype it
     was stored in.
@@ -233,15 +241,10 @@ def _write(
     """
     source = checkpoint.folder
     tensors = ((name, transform(name, tensor).to(tensor.dtype)) for name, tensor in stored_tensors(source))
-    # of a model that another tool pruned only the widths are known
-    has_masks = "converted" not in provenance
-    gates, scores = (read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)) if has_masks else ({}, {})
-    head_unit = str(provenance.get("head_unit", "kv-group"))
-    provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
     with atomic_folder(run.output, overwrite=run.record["overwrite"]) as folder:
         write_model(folder, source, config_of_copy(checkpoint.config, checkpoint.widths), tensors)
         transform.check_complete()
-        write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
+        copy_masks(source / MASKS_FILE, folder / MASKS_FILE, {**provenance, **prove(folder, reference)})
         if (source / METRICS_FILE).exists():
             shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
         shutil.copyfile(run.metrics, folder / RECOVERY_FILE)

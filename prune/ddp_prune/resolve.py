@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 
 from ddp_prune.core.batches import Batches, sequences_at_once
 from ddp_prune.core.budget import Pool
-from ddp_prune.core.decoder import attention_kept
+from ddp_prune.core.decoder import lent
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import Joint, Trainer, trainer_of
@@ -288,7 +288,7 @@ def time_run(run: Run, loaded: Loaded, pools: Sequence[Pool], accelerator: Accel
         return trainer_of(gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator, joint)
 
     at_once = run.num_sequences or sequences_at_once(recipe, number, accelerator.device.type)
-    with explained(too_large(recipe)), attention_kept(*filter(None, (model, teacher))):
+    with explained(too_large(recipe)), lent(*filter(None, (model, teacher))):
         seconds = seconds_a_step(make, recipe.batch_size, at_once * number)
     if weights:
         weights.reset_optimizer()

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_prune.core.saved import Like, Saved, Unsaved
 from ddp_prune.settings import INDECISIVE, TrainingSettings
 from ddp_vllm.errors import DdpError, OutputError
-from ddp_vllm.output import atomic_file, locked, sync
+from ddp_vllm.output import atomic_file, check_name, locked, sync
 from ddp_vllm.provenance import provenance_of
 from ddp_vllm.remote_code.files import read_bytes
 
@@ -62,6 +62,8 @@ class RunFolder(Unsaved):
         self.folder = run_folder(output)
         self.metrics = self.folder / METRICS
         self.size = 0  # number of the size that is trained, in its family
+        self.overwrite = False  # whether this command may give up a run of other text or weights
+        self.gives_up = False  # whether the folder holds another run, until the first state of this one
         self.record: dict[str, Any] = {}
 
     @property
@@ -92,9 +94,12 @@ class RunFolder(Unsaved):
                         self.folder.parent.mkdir(parents=True, exist_ok=True)
                         self.folder.mkdir(mode=0o700, exist_ok=True)
                         stack.enter_context(_locked(self.folder))
-                    self.record = find_record(self.output, recipes, overwrite=overwrite) or self._new_record(recipes)
-                    self.record["overwrite"] |= overwrite
-            self.record = broadcast_from_main(self.accelerator, self.record)
+                    found = find_record(self.output, recipes, overwrite=overwrite)
+                    self.gives_up = not found and os.path.lexists(self.folder / RECORD)
+                    self.record = found or self._new_record(recipes)
+                    self.record["overwrite"] |= overwrite  # the output, also when the run is resumed
+            self.record, self.gives_up = broadcast_from_main(self.accelerator, (self.record, self.gives_up))
+            self.overwrite = overwrite
             yield
 
     def _new_record(self, recipes: Sequence[TrainingSettings]) -> dict[str, Any]:
@@ -109,9 +114,9 @@ class RunFolder(Unsaved):
         is_written = [provenance_of(output).get("run_id") == self.id for output in outputs]
         return broadcast_from_main(self.accelerator, list(outputs[: [*is_written, False].index(False)]))
 
-    def begin(self, resolved: Mapping[str, Any], inputs: Mapping[str, Any], *, shared_by: int) -> None:
+    def begin(self, resolved: Mapping[str, Any], inputs: Mapping[str, Any], *, shared_by: int) -> bool:
         """Store what was resolved, and the `inputs_of` text and weights; of a run that is resumed,
-        compare them.
+        compare them. Return whether it starts anew, because they changed.
 
         shared_by: how many processes share the weights.
         Raises: OutputError if the inputs have changed since the run was started, or if its 8-bit
@@ -119,12 +124,13 @@ class RunFolder(Unsaved):
         """
         before = self.record["inputs"]
         if changed := [name for name in inputs if name in before and inputs[name] != before[name]]:
-            if not self.record["overwrite"]:
+            if not self.overwrite:
                 raise OutputError(
                     f"the {changed[0]} changed since the run in {self.folder} was started; restore it and give the "
                     f"command again, {ANEW}"
                 )
-            self.record = self._new_record([]) | {key: self.record[key] for key in ("recipes", "overwrite")}
+            kept = {key: self.record[key] for key in ("recipes", "overwrite")}
+            self.record, self.gives_up = self._new_record([]) | kept, True
         saved_by = self.record.get("shared_by", shared_by)
         if resolved.get("optimizer") == "adamw-8bit" and saved_by != shared_by:
             raise OutputError(
@@ -132,7 +138,9 @@ class RunFolder(Unsaved):
                 f"{shared_by}; start as many, {ANEW}"
             )
         self.record |= {"resolved": dict(resolved), "inputs": dict(inputs), "shared_by": shared_by}
-        self._store()
+        if not self.gives_up:
+            self._store()
+        return bool(changed)
 
     @property
     def where(self) -> str:  # type: ignore[override]
@@ -188,11 +196,11 @@ class RunFolder(Unsaved):
                 search = name if step == self.search else record["search"]
                 states = {key: value for key, value in record["states"].items() if key == search} | {name: state}
                 record |= {"states": states, "latest": name, "search": search}
-                self._store()
+                self._store()  # from here on, a run that is given up is gone
                 for path in self.folder.glob("state-*"):
                     if path.name not in states:
                         shutil.rmtree(path)
-        self.record = broadcast_from_main(self.accelerator, record)
+        self.record, self.gives_up = broadcast_from_main(self.accelerator, record), False
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one step's metrics. Raises: OutputError if they cannot be written."""
@@ -240,7 +248,7 @@ class RunFolder(Unsaved):
 
     def _remove_if_empty(self) -> None:
         """Leave nothing behind if no state was saved, as after an error before the first step."""
-        if not self.record.get("states", True):
+        if not self.record.get("states", True) and not self.gives_up:
             self.remove()
         with suppress(OSError):  # there is something to resume from, or another process works on it
             self.folder.rmdir()
@@ -259,7 +267,8 @@ class RunFolder(Unsaved):
 
 
 def run_folder(output: Path) -> Path:
-    """Return the folder of the run that writes `output`."""
+    """Return the folder of the run that writes `output`. Raises: OutputError if it has no name."""
+    check_name(output)
     return output.with_name(f"{output.name}.run")
 
 

@@ -4,7 +4,7 @@ of a comparison on text. torch is not imported."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.names import bare_name, identity_of, split_sources
@@ -27,9 +27,20 @@ def optimizer_suits(optimizer: str, dtype: str) -> bool:
     return not (optimizer == "adamw-8bit" and dtype == "float16")
 
 
+def check_length(name: str, length: int, model: str, text_config: Mapping[str, Any]) -> None:
+    """Refuse sequences that are longer than a model states. name: of the setting. Raises:
+    SettingError."""
+    longest = text_config.get("max_position_embeddings")
+    if isinstance(longest, int) and 0 < longest < length:
+        raise SettingError(name, f"is {length}, but {model} takes {longest:,}; lower --{name.replace('_', '-')}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(Settings):
     """Settings that pruning and recovery share."""
+
+    shares_embeddings: ClassVar[bool] = True
+    """Whether the teacher has the frozen embeddings and output head of the trained model."""
 
     if TYPE_CHECKING:  # each command states its own
         train: str
@@ -161,9 +172,7 @@ class TrainingSettings(Settings):
     def check_length(self, model: str, text_config: Mapping[str, Any]) -> None:
         """Refuse sequences that are longer than a model states, given its config. Raises:
         SettingError."""
-        longest = text_config.get("max_position_embeddings")
-        if isinstance(longest, int) and 0 < longest < self.seq_len:
-            raise SettingError("seq_len", f"is {self.seq_len}, but {model} takes {longest:,}; lower --seq-len")
+        check_length("seq_len", self.seq_len, model, text_config)
 
     def holds_teacher(self, train: str) -> bool:
         """Tell whether a run in this training mode loads the dense model a second time, as the teacher."""
@@ -201,6 +210,7 @@ class FidelitySettings(Settings):
 class RecoveryRecipe(TrainingSettings):
     """Settings of a recovery: distillation of a pruned model from the dense one."""
 
+    shares_embeddings = False
     inherited = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
 
     model: str = setting(help="Folder of the pruned model.")

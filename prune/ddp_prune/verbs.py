@@ -26,7 +26,8 @@ from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.summary import summary, trained_together
-from ddp_vllm.provenance import local_provenance
+from ddp_vllm.proof import Proof, statement
+from ddp_vllm.provenance import local_provenance, provenance_of
 from ddp_vllm.settings import Option, command, documents, typed
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def _prune(
     recipe: File = None,
     tracker: Tracker = None,
     overwrite: Overwrite = False,
+    proof: Proof = True,
     dry_run: Annotated[
         bool, Option("Print what would be removed and the estimated memory and time, then exit.")
     ] = False,
@@ -89,8 +91,9 @@ def _prune(
     if output is None:
         raise SettingError("output", "is missing; pass the folder to write the model to")
     return prune_sizes(
-        model, output=output, recipe=recipe, overwrite=overwrite, tracker=tracker, verbose=verbose, **settings
-    )
+        model, output=output, recipe=recipe, overwrite=overwrite, proof=proof, tracker=tracker, verbose=verbose,
+        **settings,
+    )  # fmt: skip
 
 
 @documents(Recipe)
@@ -101,6 +104,7 @@ def prune(
     output: str | Path,
     recipe: str | Path | Recipe | None = None,
     overwrite: bool = False,
+    proof: bool = True,
     tracker: str | None = None,
     verbose: bool = False,
     **settings: Any,
@@ -110,7 +114,8 @@ def prune(
     If the call is interrupted, the same call resumes it.
 
     model: a folder or a hub name. recipe: a TOML file with settings, or a `Recipe`, whose model is
-    not used. overwrite: replace an existing pruned folder. tracker: also log to this tracker, such
+    not used. overwrite: replace an existing pruned folder. proof: compare the written folder, as a
+    fresh process reads it, with the model that was measured. tracker: also log to this tracker, such
     as `tensorboard`. verbose: print what the command line prints. settings: any field of a `Recipe`
     (`sparsity`, `data`, `steps`, …), which overrides that of `recipe`; these are the options of
     [`ddp-vllm prune`](commands.md#ddp-vllm-prune).
@@ -118,8 +123,9 @@ def prune(
     if (count := len(_recipes(model, recipe, settings))) > 1:
         raise SettingError(f"{count} sizes are given, but prune makes one; prune_sizes makes several")
     (checkpoint,) = prune_sizes(
-        model, output=output, recipe=recipe, overwrite=overwrite, tracker=tracker, verbose=verbose, **settings
-    )
+        model, output=output, recipe=recipe, overwrite=overwrite, proof=proof, tracker=tracker, verbose=verbose,
+        **settings,
+    )  # fmt: skip
     return checkpoint
 
 
@@ -131,6 +137,7 @@ def prune_sizes(
     output: str | Path,
     recipe: str | Path | Recipe | None = None,
     overwrite: bool = False,
+    proof: bool = True,
     tracker: str | None = None,
     verbose: bool = False,
     **settings: Any,
@@ -147,7 +154,7 @@ def prune_sizes(
     from ddp_vllm.pages.terminal import SafeConsole
 
     return jobs.prune(
-        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole(quiet=not verbose),
+        recipes, output, overwrite=overwrite, proof=proof, tracker=tracker, console=SafeConsole(quiet=not verbose),
         measure=partial(ddp_vllm.profile, verbose=verbose),
     )  # fmt: skip
 
@@ -224,7 +231,11 @@ def _warn_of_weights(applied: Checkpoint, values: Mapping[str, Any]) -> None:
             f"weights and is worse until ddp-vllm recover {quote(str(folder))} trains them",
             err=True,
         )
-    echo(f"written: {folder}")
+    _announce(folder)
+
+
+def _announce(folder: Path) -> None:
+    echo(f"read back: {statement(provenance_of(folder))}\nwritten: {folder}")
 
 
 @command("apply", show=_warn_of_weights)
@@ -234,6 +245,7 @@ def apply(
     *,
     output: Folder,
     overwrite: Overwrite = False,
+    proof: Proof = True,
 ) -> Checkpoint:
     """Prune MODEL by published masks; this requires no text and no training.
 
@@ -249,7 +261,7 @@ def apply(
     check_model(str(model))
     from ddp_prune.export import apply_masks
 
-    return apply_masks(str(model), Path(masks), output, overwrite=overwrite)
+    return apply_masks(str(model), Path(masks), output, overwrite=overwrite, proof=proof)
 
 
 @documents(RecoveryRecipe)
@@ -260,6 +272,7 @@ def recover(
     output: Folder,
     recipe: File = None,
     overwrite: Overwrite = False,
+    proof: Proof = True,
     tracker: Tracker = None,
     verbose: bool = False,
     **settings: Any,
@@ -288,10 +301,10 @@ def recover(
     from ddp_vllm.pages.terminal import SafeConsole
 
     console = SafeConsole(quiet=not verbose)
-    return recovery.recover(resolved, output, overwrite=overwrite, tracker=tracker, console=console)
+    return recovery.recover(resolved, output, overwrite=overwrite, proof=proof, tracker=tracker, console=console)
 
 
-@command("quantize", show=lambda folder, _: echo(f"written: {folder}"))
+@command("quantize", show=lambda folder, _: _announce(folder))
 def quantize(
     folder: str | Path,
     scheme: Annotated[
@@ -304,6 +317,7 @@ def quantize(
     *,
     output: Folder,
     overwrite: Overwrite = False,
+    proof: Proof = True,
     verbose: bool = False,
 ) -> Path:
     """Quantize the pruned or dense model in FOLDER with llm-compressor; vLLM serves it as before.
@@ -318,7 +332,9 @@ def quantize(
     read_checkpoint(Path(folder), dense=True)
     from ddp_prune import quantize as quantizing
 
-    quantizing.quantize(Path(folder), scheme, Path(output), overwrite=overwrite, print_line=line_printer(verbose))
+    quantizing.quantize(
+        Path(folder), scheme, Path(output), overwrite=overwrite, proof=proof, print_line=line_printer(verbose)
+    )
     return Path(output)
 
 

@@ -178,6 +178,7 @@ class Fuzz:
         self.intact.mkdir(parents=True)
         write_dense(self.intact)
         small: dict[str, Any] = {"data": str(self.intact / "text.jsonl"), "seq_len": 16, "batch_size": 2}
+        small["proof"] = False
         masked = self.intact / "masked"
         ddp_vllm.prune(self.intact / "dense", output=masked, sparsity=0.4, steps=6, train="weights", **small)
         ddp_vllm.recover(masked, output=self.intact / "pruned", tokens=64, **small)

@@ -1,6 +1,7 @@
 """Models that other tools pruned: converted, they compute what the tool's own forward pass computes, in any runtime."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -50,6 +51,15 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
         return made[tool]
 
     return get
+
+
+@pytest.mark.usefixtures("proving")
+def test_a_fresh_process_finds_the_model_that_was_converted(converted: Any, tmp_path: Path) -> None:
+    """By its tokenizer; the tool's own code is not run, and without it transformers does not load its folder."""
+    printed = output_of("convert", converted("FLAP")[0], "-o", tmp_path / "out")
+    proof = read_checkpoint(tmp_path / "out").provenance["proof"]
+    assert re.search(rf"read back: {proof['tokens']} tokens the same, logits", printed)
+    assert proof["tokens"] > 100 and not proof["fault"]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

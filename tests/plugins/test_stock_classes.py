@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from any_families import EXPERT_WIDTHS, OPTIONS, WITHOUT_TRANSFORMERS, WRAPPERS, load
 from any_models import MODELS, SIZES
+from commands import invoke, passed
 from safetensors.torch import load_file
 from serving import UPDATES, Serve, assert_same, assert_same_outputs, difference, job, selected
 from tiny_models import edit_config, edit_weights, make_adapter
@@ -59,8 +60,8 @@ def other_widths(folder: Path) -> None:
     edit_config(folder, lambda config: config["quantization_config"]["layers"][0].update(intermediate_size=65))
 
 
-def drop_attention(folder: Path) -> None:
-    edit_weights(folder, lambda weights: weights.pop("model.layers.1.self_attn.o_proj.weight"))
+def drop(name: str) -> Callable[[Path], None]:
+    return lambda folder: edit_weights(folder, lambda weights: weights.pop(name))
 
 
 def nothing(_: Path) -> None: ...
@@ -71,10 +72,13 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], dict[str, Any], str]] = {
     # family, how to break it, options, what the user reads
     "widths of another checkpoint": ("glm4", other_widths, {},
         r"tensor model.layers.0.mlp.\w+.weight has shape .* require (65|130) along .*different checkpoints"),
-    # which vLLM looks for in unquantized models alone, if not told
-    "a missing tensor of attention": ("glm4", drop_attention,
-        {"model_loader_extra_config": {"enable_weights_track": True}},
+    # which vLLM looks for in unquantized models alone
+    "a missing tensor of attention": ("glm4", drop("model.layers.1.self_attn.o_proj.weight"), {},
         r"not initialized from checkpoint: \{'model.layers.1.self_attn.o_proj.weight'\}"),
+    "a missing norm": ("olmo2", drop("model.layers.2.post_feedforward_layernorm.weight"), {},
+        r"not initialized from checkpoint: \{'model.layers.2.post_feedforward_layernorm.weight'\}"),
+    "a missing router": ("glm4_moe", drop("model.layers.1.mlp.gate.weight"), {},
+        r"not initialized from checkpoint: \{'model.layers.1.mlp.gate.weight'\}"),
     "a format that no kernel multiplies": ("glm4_moe", nothing, WEIGHT_ONLY,
         r"experts quantized as int8_per_channel_static: .* --quantization fp8_per_channel or fp8_per_tensor"),
     "a format of checkpoints": ("glm4", nothing, {"quantization": "fp8"},
@@ -107,6 +111,30 @@ def test_transformers_refuses_what_vllm_refuses(made: Callable[[str], Path], tmp
     family, break_it, _, words = BROKEN["widths of another checkpoint"]
     folder = shutil.copytree(made(family) / "narrow", tmp_path / "folder")
     break_it(folder)
+    with pytest.raises(WidthsError, match=words):
+        load(folder)
+
+
+LACKING = {  # family -> a tensor outside of the blocks that were pruned, and its name in transformers
+    "olmo2": ("model.layers.1.self_attn.o_proj.weight",) * 2,
+    "starcoder2": ("model.layers.0.self_attn.k_proj.bias",) * 2,
+    "gpt_neox": ("gpt_neox.final_layer_norm.weight",) * 2,
+    "mixtral": ("model.layers.2.block_sparse_moe.gate.weight", "model.layers.2.mlp.gate.weight"),
+}
+
+
+@pytest.mark.parametrize("family", LACKING)
+def test_transformers_and_inspect_refuse_a_missing_tensor(
+    family: str, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers would initialize it at random, or leave it as memory was."""
+    register_widths()
+    folder = Path(shutil.copytree(made(family) / "narrow", tmp_path / "folder"))
+    passed(invoke("inspect", folder))
+    stored, name = LACKING[family]
+    drop(stored)(folder)
+    words = rf"tensor {name} is missing \(1 in all\); copy the whole folder again"
+    assert re.search(words, (refused := invoke("inspect", folder)).stderr), refused.output
     with pytest.raises(WidthsError, match=words):
         load(folder)
 

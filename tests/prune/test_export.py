@@ -13,8 +13,16 @@ import seams
 import torch
 from runs import edit_json, weights
 from safetensors.torch import load_file
-from seams import Source, cut, export_whole, logits, open_source, random_gates
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MistralConfig
+from seams import Source, cut, export_whole, load_tokenizer, logits, open_source, random_gates
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+)
 
 from ddp_vllm.masks import MASKS_FILE
 
@@ -211,6 +219,56 @@ def test_a_folder_tokenizes_as_its_dense_model(model_type: str, stated: str, tin
     assert type(tokenizer) is type(expected)
     assert tokenizer(TEXT)["input_ids"] == expected(TEXT)["input_ids"]
     assert tokenizer.eos_token_id == expected.eos_token_id == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "stepfun-ai/step-3.7-flash", "allenai/dolma2-tokenizer", "me/tiny"],
+)
+def test_a_tokenizer_that_transformers_chooses_by_the_name_on_the_hub(
+    name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not believe the class that these models state, LlamaTokenizerFast, which loses blanks."""
+    cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+    dense = Path(shutil.copytree(tiny_model, cached / "snapshots" / "abc"))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    edit_json(dense / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    for setting, value in (("HF_HUB_CACHE", str(tmp_path / "hub")), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(f"huggingface_hub.constants.{setting}", value)
+    source = open_source(name)
+    export_whole(source, tmp_path / "pruned")
+    expected = AutoTokenizer.from_pretrained(name)(TEXT)["input_ids"]
+    trained_on = load_tokenizer(source.tokenizer)(TEXT)["input_ids"]
+    own = AutoTokenizer.from_pretrained(tmp_path / "pruned", trust_remote_code=True)(TEXT)["input_ids"]
+    assert trained_on == own == expected
+    by_class = AutoTokenizer.from_pretrained(dense)(TEXT)["input_ids"]
+    assert (by_class == expected) == (name == "me/tiny")
+
+
+@pytest.mark.parametrize("family", ["mistral", "ministral"])
+@pytest.mark.parametrize("repaired", [True, False])
+def test_a_tokenizer_that_transformers_repairs_by_model_type(
+    family: str, repaired: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The pruned Mistral has a type of ours; another class keeps its own type, and its tokenizer untouched."""
+    dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
+    config = json.loads((dense / "config.json").read_text())
+    sizes = {name: config[name] for name in config.keys() - {"model_type", "architectures"}}
+    made = AutoConfig.for_model(family, **sizes)
+    AutoModelForCausalLM.from_config(made).save_pretrained(dense)
+    edit_json(dense / "config.json", transformers_version="4.50.0")  # whose files are repaired
+    edit_json(dense / "tokenizer_config.json", fix_mistral_regex=repaired, tokenizer_class="PreTrainedTokenizerFast")
+    model = json.loads((dense / "tokenizer.json").read_text())["model"]
+    more = {f"<{number}>": number for number in range(len(model["vocab"]), 100_100)}  # smaller ones are never repaired
+    edit_json(dense / "tokenizer.json", model=model | {"vocab": model["vocab"] | more})
+    export_whole(open_source(str(dense)), tmp_path / "pruned")
+    folders = [tmp_path / "dense", tmp_path / "pruned"]
+    expected, own = (AutoTokenizer.from_pretrained(folder, trust_remote_code=True) for folder in folders)
+    text = "HelloWorld isn't 12345 THEend\n\n x"
+    assert own(text)["input_ids"] == expected(text)["input_ids"]
+    as_stored = PreTrainedTokenizerFast.from_pretrained(tiny_model)(text)["input_ids"]
+    assert (expected(text)["input_ids"] == as_stored) == (not repaired)
 
 
 def tekken(path: Path) -> int:

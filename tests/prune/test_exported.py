@@ -93,6 +93,50 @@ def test_masked_equals_narrow_equals_exported(
     assert not [name for name in checkpoint.shapes if any(part in name for part in leftover)]
 
 
+SCALED: dict[str, dict[str, Any]] = {  # kind of scaled positions -> what it states besides its base
+    "linear": {"factor": 8.0},
+    "dynamic": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0
+    },
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "proportional": {"factor": 4.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+PHI3 = {"dynamic", "linear", "llama3", "proportional", "yarn"}  # which its own class refuses
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(family, kind, marks=[pytest.mark.nightly] * (family not in ("gemma3_text", "phi3")))
+        for family, kind in itertools.product(CASES, SCALED)
+        if family != "phi3" or kind not in PHI3
+    ],
+)
+def test_scaled_positions_are_those_of_the_dense_model(family: str, kind: str, tmp_path: Path) -> None:
+    """Gemma-3 has them by the type of a layer, for which transformers asks the config of the pruned model."""
+    config = CASES[family]
+    dim = getattr(config, "head_dim", None) or 8
+    factors = {
+        "short_factor": [1 + i / 10 for i in range(dim // 2)],
+        "long_factor": [2 + i / 5 for i in range(dim // 2)],
+    }
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    scaled = plain | SCALED[kind] | {"rope_type": kind} | (factors if kind == "longrope" else {})
+    by_layer = {"full_attention": scaled, "sliding_attention": plain}
+    changes = {"rope_parameters": by_layer if family == "gemma3_text" else scaled, "max_position_embeddings": 64}
+    if family == "phi3":
+        changes["original_max_position_embeddings"] = 16
+    source = open_source(str(write_random(config, tmp_path / "dense", **changes)))
+    model, gates = gated(source, "kv-group"), random_gates(source, "kv-group")
+    tokens = torch.randint(1, 96, (1, 40), generator=torch.Generator().manual_seed(1))
+    with model.masks(gates):
+        expected = logits(model.model, tokens)
+    cut(source, gates, tmp_path / "pruned", "kv-group")
+    torch.testing.assert_close(logits(read_again(tmp_path / "pruned"), tokens), expected, atol=5e-5, rtol=0)
+
+
 PLAIN = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 EXPERTS = tuple(name.replace("mlp.", "mlp.experts.{}.") for name in PLAIN)
 BLOCK_SPARSE = tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))

@@ -140,3 +140,32 @@ def test_text_that_is_trained_on_is_not_watched(make: Any, tmp_path: Path, monke
         with pytest.raises(SettingError, match=r"watch is .*, but data trains on part of it"):
             make(**known, data=data, watch=watch)
     make(**known, data="a.jsonl,b/c:small", watch="b/c:large,b/c:small:test")
+
+
+VALUES: dict[str, tuple[Any, ...]] = {  # another value of each setting, and of those that settle others several
+    "budget": ("params", "flops", "kv-bytes", "latency"), "sparsity": (0.4,), "target": (5e9,), "speedup": (1.5,),
+    "alm": (AlmSettings(learning_rate=0.1),), "controller": ("alm",), "scope": ("layer",), "head_unit": ("query-head",),
+    "train": ("masks", "lora"), "optimizer": ("adamw",), "steps": (7,), "minutes": (3.0,), "batch_size": (2,),
+    "seq_len": (64,), "align": (8,), "tp": (2,), "polish": (0.0, 0.5), "prune": ("mlp",), "learning_rate": (1e-4,),
+    "whole_experts": (True,), "phase": ("prefill",), "concurrency": (4,), "context_length": (512,), "watch": ("b.txt",),
+    "data": ("a.txt",), "seed": (1,), "dtype": ("float32",), "shard": (True,), "profile": ("p.json",),
+}  # fmt: skip
+
+
+def test_what_differs_from_the_defaults_is_the_whole_recipe() -> None:
+    """Whatever a Python caller gave is not lost: every field, and every pair of fields."""
+    known = {field.name for field in dataclasses.fields(Recipe)}
+    single = [(name, value) for name in VALUES.keys() & known for value in VALUES[name]]
+    made = 0
+    for size in ({"sparsity": 0.2}, {"target": 5e9}, {"speedup": 1.25}):
+        for pairs in itertools.chain([()], itertools.combinations(single, 1), itertools.combinations(single, 2)):
+            try:
+                recipe = Recipe(model="m", **size | dict(pairs))
+            except SettingError:
+                continue
+            made += 1
+            assert Recipe(**recipe.changed()) == recipe, pairs
+            is_file = recipe.controller == "alm" or recipe.alm == AlmSettings()  # else a recipe file is refused
+            if is_file and not {"steps", "minutes"} <= recipe.changed().keys():
+                assert load_recipe(recipe.changed(), {}) == recipe, pairs
+    assert made > 500

@@ -73,6 +73,12 @@ BROKEN: dict[str, tuple[Edit, list[str]]] = {  # an edit of the tiny model, word
     "index outside the folder": (  # masks would be learned on one file, and the other cut
         index_outside, ["'../model-1.safetensors', not a file of its folder"],
     ),
+    "an adapter that transformers would add": (
+        lambda folder: edit_json(folder / "adapter_config.json", peft_type="LORA"), ["LoRA adapter", "merge it into"]
+    ),
+    "weights that transformers would read instead": (
+        config(transformers_weights="other.safetensors"), ["transformers_weights 'other.safe", "save_pretrained"]
+    ),
     "a missing projection": (tensors(lambda w: w.pop(UP)), ["layer 1", "mlp.up_proj", "again"]),
     "rows fewer than the heads of the config": (
         tensors(lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.ones(24, 64)})),
@@ -130,6 +136,27 @@ UNKNOWN = {  # config -> why none of its parts can be pruned
 def test_architectures_that_are_refused_by_their_headers(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=UNKNOWN[name]):
         open_source(str(write_headers(name, tmp_path)))
+
+
+@pytest.mark.parametrize("verb", ["apply", "recover", "recover from", "inspect", "eval", "convert"])
+def test_no_verb_reads_a_model_to_which_transformers_adds_an_adapter(
+    verb: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """In the dense folder, or in the pruned one, where a training of the user may have left it."""
+    is_dense = verb in ("apply", "recover from", "convert")
+    folder = Path(shutil.copytree(tiny_model if is_dense else pruned, tmp_path / "model"))
+    edit_json(folder / "adapter_config.json", peft_type="LORA")
+    words = {
+        "apply": ("apply", folder, "--masks", pruned / MASKS_FILE, "-o", tmp_path / "out"),
+        "recover": ("recover", folder, "--teacher", tiny_model, "--tokens", "64", "-o", tmp_path / "out"),
+        "recover from": ("recover", pruned, "--teacher", folder, "--tokens", "64", "-o", tmp_path / "out"),
+        "inspect": ("inspect", folder),
+        "eval": ("eval", folder, "--against", tiny_model, "--text", tiny_text, "-o", tmp_path / "out"),
+        "convert": ("convert", folder, "-o", tmp_path / "out"),
+    }[verb]
+    result = invoke(*words)
+    assert_refused(result, result.exit_code, "LoRA adapter; merge it into its model")
+    assert result.exit_code in (3, 7) and not (tmp_path / "out").exists()
 
 
 def test_an_output_head_that_is_unknown(dense: Callable[[str], Path]) -> None:

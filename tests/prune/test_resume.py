@@ -325,3 +325,61 @@ def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
         patch.setattr(jobs, "_learn_size", None)
         assert_refused(family_in(output, tiny_model, other, sizes="0.2,0.4"), 5, NAMES[1], "exists")
     assert [path.name for path in output.iterdir()] == [NAMES[1]]
+
+
+def test_a_permission_to_overwrite_holds_for_its_command(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
+) -> None:
+    """A run that was begun with --overwrite is not discarded later without it."""
+    text = write_texts("own.jsonl", tiny_text.read_text().splitlines())
+    run = partial(prune, tiny_model, text, tmp_path / "out", "--save-every", "1")
+    die_at(3, partial(run, "--overwrite"))
+    write_texts("own.jsonl", tiny_text.read_text().splitlines()[:-1])
+    assert_refused(run(), 5, "the text changed since the run", "--overwrite")
+    write_texts("own.jsonl", tiny_text.read_text().splitlines())
+    assert "resuming after step 3" in passed(run()).output
+
+
+@pytest.mark.parametrize("fault", ["text", "seq_len", "memory"])
+def test_a_run_is_given_up_when_the_new_one_has_something_to_resume_from(
+    fault: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake in the new command, or one that shows when the model is loaded, costs nothing of the old run."""
+    run = partial(prune, tiny_model, tiny_text, tmp_path / "out", "--save-every", "1")
+    die_at(3, run)
+    (tmp_path / "short.txt").write_text("Too short.")
+    wrong = {"text": ("--data", tmp_path / "short.txt"), "seq_len": ("--seq-len", "4096"), "memory": ("--seed", "7")}
+    with monkeypatch.context() as patch:
+        if fault == "memory":
+            patch.setattr(seams.resolve, "load", seams.out_of_memory)
+        if fault == "text":
+            result = prune(tiny_model, tmp_path / "short.txt", tmp_path / "out", "--overwrite")
+        else:
+            result = run("--overwrite", *wrong[fault])
+    assert result.exit_code in (2, 4, 6), result.output
+    assert "resuming after step 3" in passed(run()).output
+    assert not (tmp_path / "out.run").exists()
+
+
+def test_a_family_is_overwritten_from_other_text_at_once(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
+) -> None:
+    """Also the sizes that the interrupted command had written."""
+    text = write_texts("own.jsonl", tiny_text.read_text().splitlines())
+    run = partial(family_in, tmp_path / "out", tiny_model, text, sizes="0.2,0.4")
+    step = Trainer.step
+
+    def die_in_second(self: Trainer, number: int) -> dict[str, float]:
+        if self.recipe.sparsity == 0.4:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", die_in_second)
+        assert run().exit_code == 130
+    before = read_checkpoint(tmp_path / "out" / NAMES[0]).provenance["run_id"]
+    write_texts("own.jsonl", tiny_text.read_text().splitlines()[:-1])
+    assert_refused(run(), 5, "the text changed since the run")
+    passed(run("--overwrite"))
+    ids = {read_checkpoint(tmp_path / "out" / name).provenance["run_id"] for name in NAMES[:2]}
+    assert len(ids) == 1 and before not in ids

@@ -5,13 +5,21 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands import assert_refused, invoke, passed
-from runs import assert_same_weights, assert_written_as_evaluated, die_at, recover, weights
+from runs import assert_same_weights, assert_written_as_evaluated, die_at, prune, recover, weights
 
+from ddp_prune.core.decoder import checkpoint_layers, lent
+from ddp_prune.core.learn import Trainer
+from ddp_prune.fit import MODES, held_bytes, state_bytes
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_source
+from ddp_prune.recipe import Recipe
 from ddp_prune.recover import WeightTrainer
+from ddp_prune.settings import RecoveryRecipe
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.pages import written
 
@@ -112,3 +120,62 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_before_recovery(
     assert not {"recovery", "perplexity"} & read_checkpoint(tmp_path / "again").provenance.keys()
     passed(recover(tmp_path / "again", tmp_path / "recovered", "--tokens", "64"))
     assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == "copy"
+
+
+@pytest.mark.parametrize("verb", ["recover", "prune"])
+def test_steps_run_with_the_attention_and_recomputation_that_were_fitted(
+    verb: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation before them is without both, and gives the model back as it was."""
+    kind = WeightTrainer if verb == "recover" else Trainer
+    step, seen = kind.step, list[tuple[bool, str]]()
+
+    def look(self: Any, number: int) -> dict[str, float]:
+        model = self.student if verb == "recover" else self.gated.model
+        flags = {layer.gradient_checkpointing and layer.training for layer in model.model.layers}
+        seen.append((flags == {True}, model.config._attn_implementation))
+        return step(self, number)
+
+    monkeypatch.setattr(kind, "step", look)
+    options = ("--dtype", "bfloat16", "--activation-checkpointing", "on")
+    if verb == "recover":
+        passed(recover(pruned, tmp_path / "out", *options, "--tokens", "64"))
+    else:
+        passed(prune(tiny_model, tiny_text, tmp_path / "out", *options))
+    assert set(seen) == {(True, "eager")}
+
+
+def test_a_lent_model_comes_back_as_it_was(tiny_model: Path) -> None:
+    """Also after an error; in training or not, with settings of generation that another evaluation would read."""
+    model = load_model(open_source(str(tiny_model)), "float32")
+    checkpoint_layers(model, True)
+    model.set_attn_implementation("eager")
+    generation = model.generation_config
+    with pytest.raises(KeyboardInterrupt), lent(model):
+        checkpoint_layers(model, False)
+        model.set_attn_implementation("sdpa")
+        model.generation_config = None
+        raise KeyboardInterrupt
+    assert model.config._attn_implementation == "eager" and model.generation_config is generation
+    assert all(layer.gradient_checkpointing and layer.training for layer in model.model.layers)
+
+
+def test_the_estimate_counts_the_weights_that_a_recovery_loads(pruned: Path, tiny_model: Path) -> None:
+    """The teacher of a pruning shares the embeddings, that of a recovery has its own."""
+    dense = open_source(str(tiny_model))
+    held = sum(parameter.nbytes for parameter in load_model(dense, "float32").parameters())
+    embeddings = 320 * 64 * 4
+    recovery = RecoveryRecipe(model=str(pruned), teacher=str(tiny_model), tokens=64)
+    pruning = Recipe(model=str(tiny_model), sparsity=0.2)
+    for recipe, shared in ((recovery, 0), (pruning, embeddings)):
+        state = state_bytes("adamw", 4) * (held - embeddings) // 4
+        mode = next(mode for mode in MODES if (mode.train, mode.optimizer) == ("weights", "adamw"))
+        assert held_bytes(recipe, dense, mode, 4, 1) == 2 * held - shared + state
+
+
+def test_the_card_states_the_tokens_that_were_trained_on(pruned: Path, tmp_path: Path) -> None:
+    """Whole steps, and at least one: not the number that was asked for."""
+    for asked, trained in ((100, 96), (5, 32)):
+        passed(recover(pruned, tmp_path / f"{asked}", "--tokens", f"{asked}"))
+        assert f"outputs, on {trained} tokens of" in (tmp_path / f"{asked}" / "README.md").read_text()
+        assert read_checkpoint(tmp_path / f"{asked}").provenance["recovery"]["tokens"] == trained

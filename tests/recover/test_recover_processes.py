@@ -9,6 +9,8 @@ from runs import SMALL, die_at, prune
 from safetensors.torch import load_file
 from two_processes import command_line, launch, stopped_command_line
 
+from ddp_vllm.checkpoint import read_checkpoint
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]  # in this process, not in the two
 
 
@@ -31,6 +33,9 @@ def test_two_processes_train_as_one_does(verb: str, tiny_model: Path, tiny_text:
     (first, _, err), (second, _, _) = launch(tmp_path, command_line, *command, str(tmp_path / "two"), "--shard")
     assert first == second == 0, err
     assert_close(tmp_path / "two", tmp_path / "one")
+    # the weights are shared, so only the written folder has them whole
+    proof = read_checkpoint(tmp_path / "two").provenance["proof"]
+    assert proof["tokens"] > 100 and proof["logits"] < 1e-4 and not proof["fault"]
 
 
 @pytest.mark.nightly
@@ -40,7 +45,19 @@ def test_a_run_resumes_on_another_number_of_processes(
     optimizer: str, before: int, after: int, tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     train = ["--train", "lora"] if optimizer == "lora" else ["--train", "weights", "--optimizer", optimizer]
-    options = ["--steps", "6", "--batch-size", "4", "--seq-len", "16", "--save-every", "1", "--learning-rate", "2e-4"]
+    options = [
+        "--no-proof",
+        "--steps",
+        "6",
+        "--batch-size",
+        "4",
+        "--seq-len",
+        "16",
+        "--save-every",
+        "1",
+        "--learning-rate",
+        "2e-4",
+    ]
     command = ["prune", str(tiny_model), "--data", str(tiny_text), "--sparsity", "0.4", *options, *train, "-o"]
 
     def run(name: str, processes: int, stop: int = -1) -> str:

@@ -79,14 +79,22 @@ def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
 
 
 @contextmanager
-def attention_kept(*models: Any) -> Iterator[None]:
-    """Let the block choose the attention of models, and restore it."""
-    stock = [model.config._attn_implementation for model in models]
+def lent(*models: Any) -> Iterator[None]:
+    """Give models back as they were: their attention, checkpointed layers and settings of generation,
+    which the block may change."""
+    before = [(model, model.config._attn_implementation, getattr(model, "generation_config", None)) for model in models]
+    modules = [module for model in models for module in model.modules()]
+    layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    checkpointed = [(layer, layer.gradient_checkpointing, layer.training) for layer in layers]
     try:
         yield
     finally:
-        for model, attention in zip(models, stock, strict=True):
-            model.set_attn_implementation(attention)
+        for model, attention, generation in before:
+            if model.config._attn_implementation != attention:
+                model.set_attn_implementation(attention)
+            model.generation_config = generation
+        for layer, is_checkpointed, is_training in checkpointed:
+            layer.gradient_checkpointing, layer.training = is_checkpointed, is_training
 
 
 def checkpoint_layers(model: nn.Module, checkpointed: bool) -> None:

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from ddp_prune.core.batches import Batches, Teacher
 from ddp_prune.core.budget import LatencyPool, Pool, keep_schedule, kept_share
-from ddp_prune.core.decoder import attention_kept, checkpoint_layers, fit_attention
+from ddp_prune.core.decoder import checkpoint_layers, fit_attention, lent
 from ddp_prune.core.experts import neutral_where_idle
 from ddp_prune.core.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.core.loop import Learner, Report, take_steps
@@ -436,7 +436,7 @@ def learn(
 
     Raises: as `take_steps`.
     """
-    with attention_kept(gated.model):  # evaluated like the dense model
+    with lent(gated.model):  # it is evaluated like the dense model
         batches = Batches(blocks, run.recipe, accelerator, loss_mask)
         trainer = trainer_of(gated, batches, run, pools, accelerator, joint, make)
         take_steps(trainer, run.steps.last, progress, report)

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
-from ddp_prune.core.decoder import checkpoint_layers
+from ddp_prune.core.decoder import checkpoint_layers, lent
 from ddp_prune.core.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 from ddp_prune.text.templates import ChatTemplate, Rendered
 from ddp_prune.text.tokens import leading_bos
 from ddp_vllm.intervals import mean_loss
+from ddp_vllm.proof import MOST_TOKENS, ODD, PROSE, Reference, positions_in
+from ddp_vllm.read_back import logits_of, read_texts
 
 PROMPTS = (  # one question of each common kind, written before any model had answered
     "What are the three primary colors?",
@@ -31,6 +33,7 @@ PROMPTS = (  # one question of each common kind, written before any model had an
 SAMPLE_TOKENS = 64  # per answer, at most
 STAGES = ("dense", "pruned", "recovered")
 BOS_BLOCKS = 4  # held-out blocks that are read with and without BOS
+MOST_TEXT = 2048  # held-out tokens by which the tokenizer of a written folder is compared
 BOS_GAIN = 0.05  # nats per token; models that rely on BOS lose far more without it
 
 
@@ -66,15 +69,16 @@ class Evaluation:
         serving uses."""
         num_blocks = sum(map(len, self.texts.values()))
         self.print_line(f"evaluating the {who} model: {num_blocks:,} held-out sequences, {len(PROMPTS)} answers")
-        checkpoint_layers(model, False)
-        if model._supports_sdpa and not model.config.get_text_config().to_dict().get("attn_logit_softcapping"):
-            model.set_attn_implementation("sdpa")
-        self.evaluate_texts(who, model)
-        try:
-            self.answers[who] = sample(model, self.tokenizer)
-        except Exception as error:  # answers illustrate the report: a model that cannot generate is pruned without
-            reason = shorten(f"{type(error).__name__}: {error}", 200)
-            self.print_line(f"the report will lack answers of the {who} model, which cannot generate ({reason})")
+        with lent(model):
+            checkpoint_layers(model, False)
+            if model._supports_sdpa and not model.config.get_text_config().to_dict().get("attn_logit_softcapping"):
+                model.set_attn_implementation("sdpa")
+            self.evaluate_texts(who, model)
+            try:
+                self.answers[who] = sample(model, self.tokenizer)
+            except Exception as error:  # answers illustrate the report: a model that cannot generate is pruned without
+                reason = shorten(f"{type(error).__name__}: {error}", 200)
+                self.print_line(f"the report will lack answers of the {who} model, which cannot generate ({reason})")
 
     @torch.no_grad()
     def evaluate_texts(self, who: str, model: Any) -> None:
@@ -139,6 +143,25 @@ class Evaluation:
             rise, error = mean_loss(rises, block_tokens)
             if not rise <= 2 * (error or 0.0):  # NaN too
                 yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
+
+
+def reference_of(model: Any, tokenizer: Any, blocks: torch.Tensor | None = None, tolerance: float = 0.0) -> Reference:
+    """Return what a written folder must repeat of the model in memory.
+
+    tokenizer: the dense model's; None if it has none. blocks: held-out text, int64 [num_blocks,
+    seq_len]; None: a text for models that were given none.
+    """
+    texts, tokens = [PROSE, ODD], [*Reference.tokens]
+    if blocks is not None:
+        texts, tokens = [tokenizer.decode(blocks.flatten()[:MOST_TEXT]), ODD], blocks[0, :MOST_TOKENS].tolist()
+    return Reference(
+        texts=texts,
+        read=tokenizer and read_texts(tokenizer, texts),
+        tokens=tokens,
+        logits=logits_of(model, tokens, positions_in(tokens)).numpy(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        tolerance=tolerance,
+    )
 
 
 @torch.no_grad()

@@ -43,6 +43,14 @@ class Source:
     one."""
     structure: "Structure | None" = None
     """What can be pruned in a model without a row in `FAMILIES`."""
+    name: str = ""
+    """As the user gave it."""
+
+    @property
+    def tokenizer(self) -> str:
+        """The name to load the tokenizer by: transformers chooses the class of some tokenizers by
+        their name on the Hub, so not the folder of the snapshot."""
+        return self.name or str(self.folder)
 
     @cached_property
     def widths(self) -> Widths:
@@ -168,7 +176,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
     sizes, shapes = dimensions_of(config), dict[str, list[int]]()
     if sizes.num_experts:  # MLPs of the first layers are a small part of a mixture
         sizes = replace(sizes, blocks=("experts",))
-    source = Source(folder=folder, config=config, sizes=sizes, shapes=shapes, structure=structure)
+    source = Source(folder=folder, config=config, sizes=sizes, shapes=shapes, structure=structure, name=model)
     for name, (shape, dtype) in tensors.items():
         singles = structure.unstacked(name, shape) if structure else {name: shape}
         if dtype not in FORMATS and (is_family or any(map(source.widths.find, singles))):
@@ -218,7 +226,7 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
         return open_source(str(folder))
     register_pruned(config)
     if dense.structure:
-        return replace(dense, folder=folder, shapes=checkpoint.shapes)
+        return replace(dense, folder=folder, name="", shapes=checkpoint.shapes)
     return Source(folder=folder, config=config, sizes=dense.sizes, shapes=checkpoint.shapes)
 
 

@@ -99,7 +99,8 @@ class TurnReader:
         if not isinstance(speaker, str):
             raise TextError("no role; name the speaker under role")
         name = speaker.strip().lower()
-        role = SPEAKERS.get(re.split("[^a-z_]", name)[0], "")
+        # `gpt-4o` has a version, `assistant_1` an ordinal
+        role = SPEAKERS.get(re.split("[^a-z_]", name)[0].rstrip("_"), "")
         role = name if name == "developer" else role
         texts = list(self._texts(turn.get(first(turn, CONTENT) or "content")))
         generated = self._generated(turn, name, texts) if role == "assistant" else {}

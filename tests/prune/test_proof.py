@@ -1,0 +1,118 @@
+"""A written folder is read in a fresh process, as its users read it; one that differs is not announced."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import seams
+from commands import assert_refused, invoke, passed
+from runs import assert_same_weights, edit_json, edit_weights, prune, recover
+
+from ddp_vllm import model_files
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.provenance import provenance_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
+Edit = Callable[[Path], Any]
+
+
+def proof_of(folder: Path) -> dict[str, Any]:
+    """Return what the masks file of a folder states, which is on its card too."""
+    proof: dict[str, Any] = read_checkpoint(folder).provenance["proof"]
+    assert f"{proof['tokens']:,} tokens the same, logits within" in (folder / "README.md").read_text()
+    return proof
+
+
+@pytest.mark.parametrize("verb", ["prune", "recover", "apply"])
+@pytest.mark.usefixtures("proving")
+def test_a_fresh_process_finds_the_measured_model(
+    verb: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    if verb == "prune":
+        result = prune(tiny_model, tiny_text, output, "--train", "weights")
+    elif verb == "recover":
+        result = recover(pruned, output)
+    else:
+        result = invoke("apply", tiny_model, "--masks", pruned / MASKS_FILE, "-o", output)
+    assert "tokens the same, logits within" in passed(result).output
+    proof = proof_of(output)
+    assert proof["tokens"] > 100 and proof["logits"] < 1e-5 and proof["tolerance"] == 2e-3 and not proof["fault"]
+
+
+def spoil_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    edit_json(path, normalizer={"type": "Lowercase"})
+
+
+def spoil_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def spoil_config(folder: Path) -> None:
+    edit_json(folder / "config.json", rms_norm_eps=1.0)
+
+
+def spoil_code(folder: Path) -> None:
+    (folder / "modeling_ddp.py").write_text("raise RuntimeError('no such model')")
+
+
+def spoil_weights(folder: Path) -> None:
+    edit_weights(folder, lambda weights: weights["model.norm.weight"].fill_(float("nan")))
+
+
+SPOILED: dict[str, tuple[Edit, str]] = {
+    "tokenizer": (spoil_tokenizer, "its tokenizer has other tokens than the dense model's"),
+    "template": (spoil_template, "its tokenizer has other templates than the dense model's"),
+    "config": (spoil_config, "away from those of the model that was measured, of which rounding explains 0.002"),
+    "code": (spoil_code, "transformers cannot load it (RuntimeError: no such model)"),
+    "weights": (spoil_weights, "its logits are inf away"),
+}
+
+
+BY_DAY = ("tokenizer", "config")
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in SPOILED]
+)
+@pytest.mark.usefixtures("proving")
+def test_a_folder_that_differs_is_kept_under_another_name(
+    part: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command writes it all the same with --no-proof; it resumes after the last step."""
+    edit, words = SPOILED[part]
+    write, output = model_files.write_model, tmp_path / "out"
+
+    def write_spoiled(folder: Path, *arguments: Any) -> None:
+        write(folder, *arguments)
+        edit(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(seams.export_module, "write_model", write_spoiled)
+        result = prune(tiny_model, tiny_text, output)
+    unproved = tmp_path / "out.unproved"
+    assert_refused(result, 7, words, str(unproved), "do not serve it", "--no-proof")
+    assert not output.exists() and "serve it:" not in result.stdout
+    assert words.split(";")[0] in provenance_of(unproved)["proof"]["fault"]
+    card = (unproved / "README.md").read_text()
+    assert "FAILED: " in card and words in card
+    result = passed(prune(tiny_model, tiny_text, output, "--no-proof"))
+    assert "resuming after step 6" in result.output
+    assert read_checkpoint(output).provenance["proof"] == {}
+    assert "not compared with the measured model" in (output / "README.md").read_text()
+    if part == "tokenizer":
+        assert_same_weights(unproved, output)
+
+
+@pytest.mark.usefixtures("proving")
+def test_a_proof_is_of_its_own_folder(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """A recovery without proof does not inherit that of the pruned folder."""
+    passed(prune(tiny_model, tiny_text, tmp_path / "pruned"))
+    assert proof_of(tmp_path / "pruned")
+    passed(recover(tmp_path / "pruned", tmp_path / "out", "--no-proof"))
+    assert read_checkpoint(tmp_path / "out").provenance["proof"] == {}
+    assert json.loads(passed(invoke("inspect", tmp_path / "out", "--json")).stdout)["name"] == "out"
