@@ -79,7 +79,10 @@ def write_mixture(folder: Path, sizes: Sequence[Sequence[int] | None]) -> Path:
         for layer, row in zip(dense.dense_layers, sizes, strict=True)
     ]
     pruned = pruned_config(config, replace(dense, layers=tuple(layers)))
-    _write_weights(folder, pruned, [layer.to_json() for layer in layers])
+    rows = [layer.to_json() for layer in layers]
+    for row, stated in zip(rows, sizes, strict=True):
+        row["intermediate_size"] = 40 if stated is None else 0  # of the dense MLP, which is not pruned
+    _write_weights(folder, pruned, rows)
     return folder
 
 
