@@ -85,14 +85,14 @@ def test_a_folder_that_differs_is_kept_under_another_name(
 ) -> None:
     """The same command writes it all the same with --no-proof; it resumes after the last step."""
     edit, words = SPOILED[part]
-    write, output = model_files.write_model, tmp_path / "out"
+    state, output = model_files.state_tokenizer, tmp_path / "out"
 
-    def write_spoiled(folder: Path, *arguments: Any) -> None:
-        write(folder, *arguments)
+    def state_and_spoil(model: str, folder: Path, **options: Any) -> None:
+        state(model, folder, **options)  # which would repair the tokenizer
         edit(folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(seams.export_module, "write_model", write_spoiled)
+        patch.setattr(seams.export_module, "state_tokenizer", state_and_spoil)
         result = prune(tiny_model, tiny_text, output)
     unproved = tmp_path / "out.unproved"
     assert_refused(result, 7, words, str(unproved), "do not serve it", "--no-proof")
