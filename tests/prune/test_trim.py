@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import assert_refused, invoke, passed
 from seams import trim_module
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_vllm.masks import MASKS_FILE, read_provenance
@@ -153,3 +154,25 @@ def test_refused(
 def test_too_few_or_too_many_tokens(tokens: int, dense: Path, text: Path, tmp_path: Path) -> None:
     result = invoke("trim", dense, "--tokens", tokens, "--data", text, "-o", tmp_path / "new")
     assert_refused(result, 2, "tokens", str(tokens))
+
+
+def test_byte_fallback_writes_removed_characters_as_bytes() -> None:
+    """As Llama-2 and Gemma: a removed character becomes its bytes, and the post-processor's ids follow."""
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<s>", *(f"<0x{b:02X}>" for b in range(256))])
+    dense = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
+    dense.normalizer = normalizers.Replace(" ", "▁")
+    dense.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    dense.train_from_iterator([*SENTENCES, CHINESE], trainer)
+    dense.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    document = json.loads(dense.to_str())
+    document["added_tokens"] = document["added_tokens"][:1]  # the trainer made the bytes special too
+    dense = Tokenizer.from_str(json.dumps(document))
+    ids = trim_module.ids_of(document)
+    required = {number for token, number in ids.items() if token.startswith("<")}
+    order = dense.encode(SENTENCES[0], add_special_tokens=False).ids
+    kept = trim_module.choose(document, ids, required, [order], 384, len(ids))
+    new_ids = {old: new for new, old in enumerate(kept)}
+    small = Tokenizer.from_str(json.dumps(trim_module.trimmed_document(document, new_ids)))
+    assert small.get_vocab_size() == 384 and ids["你"] not in new_ids
+    assert small.encode(SENTENCES[0]).ids == [new_ids[old] for old in dense.encode(SENTENCES[0]).ids]
+    assert small.decode(small.encode(CHINESE).ids) == CHINESE == dense.decode(dense.encode(CHINESE).ids)
