@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_benchmarks.verbs import bench, bench_steps, evaluate, profile
     from ddp_prune.recipe import Recipe
-    from ddp_prune.verbs import apply, evaluate_text, plan, prune, prune_sizes, quantize, recover
+    from ddp_prune.verbs import apply, evaluate_text, plan, prune, prune_sizes, quantize, recover, trim
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.conversion.verb import convert
     from ddp_vllm.errors import (
@@ -36,14 +36,14 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_vllm.pages.verbs import compare, export, inspect, push, read, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "convert", "export", "read", "inspect",
+    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "trim", "convert", "export", "read", "inspect",
     "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare",
     "Recipe", "Checkpoint", "DdpError", "SettingError", "ModelError", "TextError", "OutputError", "TrainingError",
     "CheckpointError", "ServingError", "LimitError",
 ]  # fmt: skip
 
 FUNCTIONS = {  # module -> the public names it defines
-    "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply", "recover", "quantize", "evaluate_text"),
+    "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply", "recover", "quantize", "trim", "evaluate_text"),
     "ddp_benchmarks.verbs": ("profile", "bench", "bench_steps", "evaluate"),
     "ddp_vllm.pages.verbs": ("read", "inspect", "report", "compare", "push", "export"),
     "ddp_vllm.conversion.verb": ("convert",),
@@ -60,6 +60,7 @@ COMMANDS = {  # command -> (module that defines it, line in the list of commands
     "recover": ("ddp_prune.verbs", "Train a pruned model on the dense model's outputs to recover quality."),
     "apply": ("ddp_prune.verbs", "Prune a model by a published masks file, without training."),
     "quantize": ("ddp_prune.verbs", "Quantize a pruned or dense model with llm-compressor."),
+    "trim": ("ddp_prune.verbs", "Remove the tokens that text uses least from a dense model."),
     "convert": ("ddp_vllm.conversion.verb", "Write a model that another tool pruned as a folder that vLLM serves."),
     "export": ("ddp_vllm.pages.verbs", "Write a model as one GGUF file for llama.cpp."),
     "inspect": ("ddp_vllm.pages.verbs", "Show the widths of a pruned checkpoint, layer by layer."),

@@ -19,6 +19,7 @@ from click.testing import Result
 from ddp_prune import devices, jobs, plan, resolve, verbs
 from ddp_prune import export as export_module
 from ddp_prune import fit as fit_module
+from ddp_prune import trim as trim_module
 from ddp_prune.core import batches as batches_module
 from ddp_prune.core import experts as experts_module
 from ddp_prune.core import gates as gates_module

@@ -195,7 +195,12 @@ def _options(command: click.Command) -> list[click.Option]:
 
 def _call(words: str, command: click.Command, folder: Path, *others: str, without: str = "") -> Result:
     """Run a command with every argument and required option, `without` one option, and with others."""
-    values = {"scheme": "W4A16", "dense": "owner/dense", "masks": str(folder / "ddp_masks.safetensors")}
+    values = {
+        "scheme": "W4A16",
+        "dense": "owner/dense",
+        "masks": str(folder / "ddp_masks.safetensors"),
+        "tokens": "384",
+    }
     arguments = [str(folder) for part in command.params if isinstance(part, click.Argument) and part.required]
     given = [*words.split(), *arguments, *others]
     for option in _options(command):
@@ -222,7 +227,7 @@ def test_every_required_option_is_asked_for(tiny: Path) -> None:
             assert result.exit_code == 2 and max(option.opts, key=len) in result.stderr, (words, option, result.output)
             asked.add((words, option.name))
     assert {("apply", "masks"), ("recover", "output"), ("quantize", "scheme"), ("bench steps", "dense")} <= asked
-    assert len(asked) == 13
+    assert len(asked) == 16
 
 
 MEANINGS_OF_0 = {  # options that document what 0 does

@@ -338,6 +338,48 @@ def quantize(
     return Path(output)
 
 
+@command("trim", show=lambda folder, _: _announce(folder))
+def trim(
+    model: str | Path,
+    *,
+    tokens: Annotated[
+        int, Option("Most tokens to keep, rounded down to a multiple of 128.", heading="Budget", least=1)
+    ],
+    data: Annotated[
+        str | Path, Option("Text whose tokens are counted: hub datasets or files, separated by commas.", heading="Text")
+    ],
+    keep: Annotated[
+        str | Path | None, Option("Further text whose tokens stay before those of --data.", heading="Text")
+    ] = None,
+    output: Folder,
+    overwrite: Overwrite = False,
+    proof: Proof = True,
+    verbose: bool = False,
+) -> Path:
+    """Remove the tokens that text uses least from the dense MODEL, with their rows of the embedding
+    and the head.
+
+        ddp-vllm trim MODEL --tokens 65536 --data chats.jsonl,code.jsonl -o ./trimmed
+        vllm serve ./trimmed
+
+    The result is a stock dense model, which vLLM, transformers and all commands take as any other.
+    Text of kept tokens gives the same tokens and logits as before. Other text becomes longer.
+
+    In Python the written folder is returned. verbose: print what was removed and how much longer
+    held-out text becomes.
+    """
+    check_output(Path(output), overwrite=overwrite, reads=[model])
+    for texts in filter(None, (data, keep)):
+        check_sources(str(texts))
+    from ddp_prune import trim as trimming
+
+    trimming.trim(
+        str(model), str(data), str(keep or ""), Path(output),
+        num_tokens=tokens, overwrite=overwrite, proof=proof, print_line=line_printer(verbose),
+    )  # fmt: skip
+    return Path(output)
+
+
 @typed(FidelitySettings)
 def evaluate_text(
     model: str | Path,

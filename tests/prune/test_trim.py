@@ -1,0 +1,178 @@
+"""The verb trim: fewer tokens, a stock model, and nothing else that changes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import assert_refused, invoke, passed
+from seams import trim_module
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from ddp_vllm.masks import MASKS_FILE, read_provenance
+from random_models import SENTENCES, train_tokenizer
+
+CHINESE, EMOJI = "你好，世界", "naïve \U0001f469\u200d\U0001f680 é"
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} over lazy clouds<eos>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with padded rows, whose special tokens follow the vocabulary."""
+    folder = tmp_path_factory.mktemp("dense") / "model"
+    tokenizer = train_tokenizer(SENTENCES, 512, eos_token="<eos>", bos_token="<bos>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=640, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trimmed(dense: Path, text: Path) -> tuple[Path, str]:
+    folder = dense.parent / "trimmed"
+    command = ("trim", dense, "--tokens", 400, "--data", text, "-o", folder, "--no-proof")
+    return folder, passed(invoke(*command)).stdout
+
+
+def edited(dense: Path, folder: Path, name: str, **changes: Any) -> Path:
+    """Copy a model and change one of its files."""
+    folder.mkdir()
+    for path in dense.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+    return folder
+
+
+def test_the_result_is_a_stock_model_with_fewer_rows(dense: Path, trimmed: tuple[Path, str]) -> None:
+    folder, printed = trimmed
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vocab_size"] == 384 and config["model_type"] == "llama" and "auto_map" not in config
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == 384 == len(model.lm_head.weight) == len(model.model.embed_tokens.weight)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert [tokenizer.eos_token_id] == config["eos_token_id"] == generation["eos_token_id"]
+    assert config["bos_token_id"] == generation["bos_token_id"] == tokenizer.bos_token_id
+    assert "514 → 384" in printed and "becomes longer" in printed
+
+
+def test_text_of_kept_tokens_has_the_same_tokens_and_logits(dense: Path, trimmed: tuple[Path, str]) -> None:
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (dense, trimmed[0]))
+    names = after.get_vocab()
+    equal = [text for text in SENTENCES if set(before.tokenize(text)) <= names.keys()]
+    assert equal and all(before.tokenize(text) == after.tokenize(text) for text in equal)
+    old = before(equal[0], return_tensors="pt").input_ids
+    new = after(equal[0], return_tensors="pt").input_ids
+    kept = [before.get_vocab()[name] for name in sorted(names, key=names.__getitem__)]
+    logits = [
+        AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder, ids in ((dense, old), (trimmed[0], new))
+    ]
+    torch.testing.assert_close(logits[0][..., kept], logits[1], atol=1e-6, rtol=0)
+
+
+def test_the_written_folder_is_proved(
+    proving: None, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("trim", dense, "--tokens", 400, "--data", text, "-o")
+    assert "tokens the same" in passed(invoke(*command, tmp_path / "new")).stdout
+    proof = read_provenance(tmp_path / "new" / MASKS_FILE)["proof"]
+    assert proof["logits"] < 1e-6 and proof["tokens"] > 500
+
+    whole = trim_module.trimmed_document
+
+    def without_a_merge(*arguments: Any) -> Any:
+        document = whole(*arguments)
+        document["model"]["merges"].pop(0)
+        return document
+
+    monkeypatch.setattr(trim_module, "trimmed_document", without_a_merge)
+    assert_refused(invoke(*command, tmp_path / "bad"), 7, "other tokens")
+
+
+@pytest.mark.parametrize("content", [CHINESE, EMOJI, "\0\t\r\n  ", "zzqx"])
+def test_any_text_is_written_and_read(content: str, trimmed: tuple[Path, str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(trimmed[0])
+    assert tokenizer.decode(tokenizer(content).input_ids) == content
+
+
+def test_what_the_chat_template_writes_and_a_kept_text_stay(dense: Path, text: Path, tmp_path: Path) -> None:
+    before = AutoTokenizer.from_pretrained(dense)
+    other, rare = tmp_path / "other.txt", "abc " * 50
+    other.write_text(rare)
+    keep = tmp_path / "keep.txt"
+    keep.write_text("The quick brown fox")
+    passed(
+        invoke("trim", dense, "--tokens", 384, "--data", other, "--keep", keep, "-o", tmp_path / "new", "--no-proof")
+    )
+    after = AutoTokenizer.from_pretrained(tmp_path / "new")
+    for stays in (" over lazy clouds", "The quick brown fox"):
+        assert before.tokenize(stays) == after.tokenize(stays)
+
+
+def test_a_trimmed_model_can_be_trimmed_again_and_a_pruned_one_cannot(
+    dense: Path, text: Path, trimmed: tuple[Path, str], tmp_path: Path
+) -> None:
+    again = invoke("trim", trimmed[0], "--tokens", 300, "--data", text, "-o", tmp_path / "new", "--no-proof")
+    assert_refused(again, 2, "tokens is 256", "require 384")
+    pruned = edited(dense, tmp_path / "pruned", "config.json", ddp_layers=[{}, {}])
+    assert_refused(invoke("trim", pruned, "--tokens", 384, "--data", text, "-o", tmp_path / "no"), 3, "dense", "first")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("tokenizer.json", {"model": {"type": "Unigram", "vocab": []}}, ("Unigram", "BPE")),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, ("single bytes",)),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, ("code of its own",)),
+        ("config.json", {"pad_token_id": 600}, ("pad_token_id is 600", "no such token")),
+        ("config.json", {"vocab_size": 700}, ("rows", "700")),
+        ("config.json", {"quantization_config": {"quant_method": "fp8"}}, ("quantized",)),
+    ],
+)
+def test_refused(
+    name: str, changes: dict[str, Any], words: tuple[str, ...], dense: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = edited(dense, tmp_path / "model", name, **changes)
+    assert_refused(invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new"), 3, *words)
+
+
+@pytest.mark.parametrize("tokens", [100, 128, 640])
+def test_too_few_or_too_many_tokens(tokens: int, dense: Path, text: Path, tmp_path: Path) -> None:
+    result = invoke("trim", dense, "--tokens", tokens, "--data", text, "-o", tmp_path / "new")
+    assert_refused(result, 2, "tokens", str(tokens))
+
+
+def test_byte_fallback_writes_removed_characters_as_bytes() -> None:
+    """As Llama-2 and Gemma: a removed character becomes its bytes, and the post-processor's ids follow."""
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<s>", *(f"<0x{b:02X}>" for b in range(256))])
+    dense = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
+    dense.normalizer = normalizers.Replace(" ", "▁")
+    dense.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    dense.train_from_iterator([*SENTENCES, CHINESE], trainer)
+    dense.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    document = json.loads(dense.to_str())
+    document["added_tokens"] = document["added_tokens"][:1]  # the trainer made the bytes special too
+    dense = Tokenizer.from_str(json.dumps(document))
+    ids = trim_module.ids_of(document)
+    required = {number for token, number in ids.items() if token.startswith("<")}
+    order = dense.encode(SENTENCES[0], add_special_tokens=False).ids
+    kept = trim_module.choose(document, ids, required, [order], 384, len(ids))
+    new_ids = {old: new for new, old in enumerate(kept)}
+    small = Tokenizer.from_str(json.dumps(trim_module.trimmed_document(document, new_ids)))
+    assert small.get_vocab_size() == 384 and ids["你"] not in new_ids
+    assert small.encode(SENTENCES[0]).ids == [new_ids[old] for old in dense.encode(SENTENCES[0]).ids]
+    assert small.decode(small.encode(CHINESE).ids) == CHINESE == dense.decode(dense.encode(CHINESE).ids)
