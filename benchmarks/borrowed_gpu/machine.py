@@ -142,9 +142,9 @@ def write_random(folder: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device(DEVICE):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).save_pretrained(
-            folder
-        )
+        AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype=torch.bfloat16
+        ).save_pretrained(folder)
 
 
 def write_weights(folder: str) -> None:

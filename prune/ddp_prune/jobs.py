@@ -44,6 +44,8 @@ from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.proof import Reference
 from ddp_vllm.remote_code.files import weight_files
 
+NOTICEABLE = 1.01  # times a divergence; below it, training the weights changed nothing to speak of
+
 
 @contextmanager
 def begin_job(
@@ -321,7 +323,7 @@ def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], print_l
     untrained: the divergences of the latter.
     """
     for name, before in untrained.items():
-        if (trained := evaluation.agreements[name]["pruned"]["kl"]) > before:
+        if (trained := evaluation.agreements[name]["pruned"]["kl"]) > NOTICEABLE * before:
             print_line(
                 f"on {name} training the weights did harm: KL {trained:.3f} from the dense model, {before:.3f} with "
                 "its own weights under the same masks; ddp-vllm apply makes that model from the masks file, and "

@@ -196,7 +196,7 @@ def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, ti
 
     harmed, sound = run("harmed", "0.3"), run("sound", "1e-5")
     assert re.search(f"perplexity on held-out text of {other}: dense [0-9.]+ → pruned [0-9.]+", sound)
-    assert f"on {other} training the weights did harm" in harmed and f"on {other} training" not in sound
+    assert f"on {other} training the weights did harm" in harmed and "did harm" not in sound
     assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0
 
 
