@@ -321,7 +321,7 @@ def test_every_function_takes_the_forms_that_it_states(
     function = getattr(ddp_vllm, name)
     parameters = inspect.signature(function).parameters
     required = {key: "x" for key, part in parameters.items() if part.default is part.empty and key != "settings"}
-    required |= {"scheme": "W8A8"} if "scheme" in required else {}
+    required |= {key: value for key, value in (("scheme", "W8A8"), ("tokens", 256)) if key in required}
     for key, part in parameters.items():
         if part.kind is part.VAR_KEYWORD:
             with pytest.raises(SettingError, match=f"^{name}\\(\\) sets 'sparsty', which is unknown"):
