@@ -140,7 +140,10 @@ def read_back(folder: Path, texts: Sequence[str], tokens: Sequence[int]) -> tupl
         request, result = Path(work, "request.json"), Path(work, "result.safetensors")
         asked = {"texts": list(texts), "tokens": list(tokens), "positions": positions_in(tokens)}
         request.write_text(json.dumps(asked | {"has_our_code": bool(code_of(read_config(folder)))}), encoding="utf-8")
-        alone = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{work}/modules"}
+        modules = f"{work}/modules"
+        # first, for a caller's path may lead to modules that transformers keeps of other models
+        paths = os.pathsep.join(filter(None, (modules, os.environ.get("PYTHONPATH"))))
+        alone = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules, "PYTHONPATH": paths}
         # torchrun lets each of its processes have one thread
         dropped = {"OMP_NUM_THREADS"} if "RANK" in os.environ else set()
         environment = {name: value for name, value in os.environ.items() if name not in dropped} | alone

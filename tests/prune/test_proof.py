@@ -29,8 +29,12 @@ def proof_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("verb", ["prune", "recover", "apply"])
 @pytest.mark.usefixtures("proving")
 def test_a_fresh_process_finds_the_measured_model(
-    verb: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
+    verb: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Though the caller's path leads to code that transformers keeps of other models, as a worker's of vLLM does."""
+    (tmp_path / "modules" / "transformers_modules").mkdir(parents=True)
+    (tmp_path / "modules" / "transformers_modules" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     output = tmp_path / "out"
     if verb == "prune":
         result = prune(tiny_model, tiny_text, output, "--train", "weights")

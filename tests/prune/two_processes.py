@@ -7,7 +7,6 @@ import json
 import multiprocessing.forkserver
 import os
 import runpy
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from unittest.mock import patch
 
 import seams
 import torch
+import torch.distributed
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from seams import GatedModel, Recipe, Trainer, load_sharded, open_source
@@ -41,9 +41,13 @@ def launch(folder: Path, function: Callable[..., None], *arguments: Any) -> list
     context.set_forkserver_preload(["two_processes", *SLOW_TO_IMPORT])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # for Python 3.11 and 3.12, which forget it
         multiprocessing.forkserver.ensure_running()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    # held here, as torchrun does: a port that was free is another's by the time process 0 asks for it
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)} | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
     with tempfile.TemporaryDirectory() as streams:
         started = [
             context.Process(target=_be, args=(rank, address, folder, Path(streams), function, arguments))
