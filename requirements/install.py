@@ -4,10 +4,13 @@ less than a minute, or with pip, if uv cannot be had.
     .venv/bin/python requirements/install.py
 
 uv does not read pip's settings, so the indexes and folders of wheels that pip is configured with
-are handed over. Without uv, pip takes about five minutes on two cores.
+are handed over. Without uv, pip takes about five minutes on two cores. Python writes the bytecode
+that uv leaves out when it first imports a module; where PYTHONDONTWRITEBYTECODE forbids that, as in
+many images, every process would compile torch anew, so it is written here.
 """
 
 import ast
+import compileall
 import os
 import subprocess
 import sys
@@ -80,6 +83,8 @@ def main() -> None:
     for words, last_resort in ((TORCH, PYTORCH_INDEX), (ALL, []), (QUANTIZE, [])):
         if not any(install(*words) for install in installers) and not (last_resort and pip(*words, *last_resort)):
             sys.exit(f"{' '.join(words)} could not be installed; see the lines above")
+    if sys.dont_write_bytecode:
+        compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)
 
 
 if __name__ == "__main__":
