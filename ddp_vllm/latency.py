@@ -9,12 +9,16 @@ embeddings, output head, sampling and scheduling.
 
 Between measured widths the cost is linear, in steps of the multiple to which the plugin pads MLPs.
 A removed block costs nothing, so the first kept unit of a block also pays the block's fixed cost.
+
+A model whose layers differ may cost more than the sum of its layers: vLLM keeps a group of its KV
+cache, with metadata in every step, per number of KV heads. So one model with mixed widths is timed
+too, and what it takes longer than predicted is charged to each further number of KV heads.
 """
 
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -34,7 +38,9 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.schema import checked
 
 FORMAT = "ddp-vllm profile 2"
+NOTICEABLE = 1e-3  # of a step; what layers that differ cost below it is noise
 FRACTIONS = (0.25, 0.5, 0.75)  # timed widths of MLPs and experts, as fractions of the dense width
+NARROWEST = 128  # the plugin's largest block of MLP channels, which it pads; timed widths are multiples
 EXPERT_BLOCK = 16  # the plugin packs experts in blocks of this many channels (`moe_experts.py`)
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
               "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok")  # fmt: skip
@@ -96,6 +102,8 @@ class StepTimes:
     prunable: float
     """The part of the dense step spent in all prunable blocks."""
     sizes: Dimensions
+    mixture: float = 0.0
+    """Of each further number of KV heads that layers have, or of routed experts of several widths."""
 
     @property
     def unremovable(self) -> float:
@@ -121,18 +129,31 @@ class StepTimes:
     def speedup(self, layers: Sequence[LayerWidths]) -> float:
         """Return how many times faster a step of a model of these widths is than one of the dense
         model."""
-        return self.dense / (self.dense - self.prunable + sum(map(self.of_layer, layers)))
+        return self.dense / (self.of_layers(layers) + self.mixture * further_widths(layers))
+
+    def of_layers(self, layers: Sequence[LayerWidths]) -> float:
+        """Return the seconds of a step as the sum of its layers."""
+        return self.dense - self.prunable + sum(map(self.of_layer, layers))
 
 
-def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerWidths]]:
+def further_widths(layers: Sequence[LayerWidths]) -> int:
+    """Return how many numbers of KV heads the layers with attention have besides the first; of a
+    mixture of experts, 1 if its experts differ."""
+    experts = {width for layer in layers for width in layer.expert_intermediate_sizes or ()}
+    heads = {len(layer.query_heads_per_kv_head) for layer in layers} - {0}
+    return min(1, len(experts) - 1) if experts else max(0, len(heads) - 1)
+
+
+def shapes_of(config: Mapping[str, Any], multiple: int | None = None) -> dict[str, list[LayerWidths]]:
     """Return the widths of every model to time alongside the dense one, by name.
 
-    multiple: the plugin pads MLPs to a multiple of this, so all timed widths are multiples of it.
+    multiple: of all timed MLP widths; by default NARROWEST, or 1 for a model of few channels.
 
     Experts are also timed at their full width, because the dense model runs vLLM's kernel there,
     and every layer of a pruned model runs the plugin's.
     """
     sizes, dense = dimensions_of(config), widths_of(config).dense_layers
+    multiple = multiple or (NARROWEST if config.get("intermediate_size", 0) >= 4 * NARROWEST else 1)
     shapes = {}
     if sizes.num_experts:
         full = sizes.expert_intermediate_size
@@ -143,6 +164,7 @@ def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerW
                 else layer
                 for index, layer in enumerate(dense)
             ]
+        shapes["mixed"] = _mixed(config, shapes)
         return shapes
     for part in (0.0, *FRACTIONS):
         width = _part(sizes.intermediate_size, part, multiple)
@@ -153,7 +175,34 @@ def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerW
         layers = [replace(layer, query_heads_per_kv_head=groups) for layer in dense]
         # vLLM requires one layer with a KV cache
         shapes[f"attention {heads}"] = layers if heads else [dense[0], *layers[1:]]
+    if sizes.num_kv_heads > 1:
+        shapes["mixed"] = _mixed(config, shapes)
     return shapes
+
+
+def _mixed(config: Mapping[str, Any], names: Iterable[str]) -> list[LayerWidths]:
+    """Return layers, or experts, that take turns with the widths that are timed alone, as a search
+    leaves them. names: of the shapes that are."""
+    sizes, dense = dimensions_of(config), widths_of(config).dense_layers
+    timed = [name.split() for name in names if " " in name]
+    of_kind = {kind: sorted({int(width) for other, width in timed if other == kind} - {0}) for kind, _ in timed}
+    if sizes.num_experts:
+        widths, experts = of_kind["experts"], range(sizes.num_experts)
+        return [
+            replace(layer, expert_intermediate_sizes=tuple(widths[(at + expert) % len(widths)] for expert in experts))
+            if at in sizes.routed_layers
+            else layer
+            for at, layer in enumerate(dense)
+        ]
+    heads, channels = sorted({1, *of_kind["attention"], sizes.num_kv_heads}), of_kind["mlp"]
+    return [
+        replace(
+            layer,
+            query_heads_per_kv_head=(sizes.queries_per_kv,) * heads[at % len(heads)],
+            intermediate_size=channels[at // len(heads) % len(channels)],
+        )
+        for at, layer in enumerate(dense)
+    ]
 
 
 def _part(width: int, part: float, multiple: int) -> int:
@@ -214,9 +263,10 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
         dense = median(seconds_of(run.dense, workload) for run in runs)
         by_width: dict[str, dict[int, float]] = {}
         for name, shares in _shares(runs, workload).items():
-            kind, width = name.split()
-            by_width.setdefault(kind, {})[int(width)] = dense * median(shares)
+            kind, _, width = name.partition(" ")
+            by_width.setdefault(kind, {})[int(width or 0)] = dense * median(shares)
         sizes = dimensions_of(self.config)
+        (mixed,) = by_width.pop("mixed", {0: 0.0}).values()
         kinds = {"attention": (sizes.num_kv_heads, 1), "mlp": (sizes.intermediate_size, self.multiple)}
         if sizes.num_experts:
             kinds = {"experts": (sizes.expert_intermediate_size, 1)}
@@ -233,7 +283,12 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
             points.setdefault(full, block)
             curves[kind] = Curve(points=tuple(points.items()), multiple=multiple)
             blocks += block
-        return StepTimes(dense=dense, curves=curves, prunable=layers * blocks, sizes=sizes)
+        times = StepTimes(dense=dense, curves=curves, prunable=layers * blocks, sizes=sizes)
+        if not mixed:
+            return times
+        widths = _mixed(self.config, {run.shape for run in runs})
+        longer = (mixed - times.of_layers(widths)) / further_widths(widths)
+        return replace(times, mixture=longer if longer > NOTICEABLE * dense else 0.0)
 
     def spread(self, workload: Workload) -> float:
         """Return the largest difference between rounds of any shape, as a share of the dense

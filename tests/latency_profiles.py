@@ -21,12 +21,15 @@ EXPERTS, EXPERT_CHANNEL = 1e-3, 4e-6  # of a routed layer, and of a channel of t
 REST, ATTENTION, KV_HEAD, MLP, CHANNEL = 5e-3, 1e-4, 2e-4, 3e-4, 1e-6
 
 
-def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256, kernel: float = 1.0) -> float:
+def seconds(
+    layers: list[LayerWidths], batch: int = 8, context: int = 256, kernel: float = 1.0, mixture: float = 0.0
+) -> float:
     """Return the seconds of a step, linear in widths, batch and context.
 
     kernel: the time of the plugin's kernel for routed experts, relative to the dense model's kernel.
+    mixture: the time of each further number of KV heads.
     """
-    total = REST
+    total = REST + mixture * (len({layer.num_kv_heads for layer in layers} - {0}) - 1)
     for layer in layers:
         if sizes := layer.expert_intermediate_sizes:
             mean = sum(-(-width // 16) * 16 for width in sizes) / len(sizes)
@@ -38,14 +41,19 @@ def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256, kerne
 
 
 def written(
-    folder: Path, config: dict[str, Any] = CONFIG, multiple: int = 128, kernel: float = 1.0, **changes: Any
+    folder: Path,
+    config: dict[str, Any] = CONFIG,
+    multiple: int = 128,
+    kernel: float = 1.0,
+    mixture: float = 0.0,
+    **changes: Any,
 ) -> Path:
     """Write a profile of two rounds, the second of which decodes a tenth slower."""
 
     def cells(widths: list[LayerWidths], turn: int, kernel: float) -> list[dict[str, Any]]:
         measured = []
         for batch, context in ((1, 256), (1, 1024), (8, 256), (8, 1024)):
-            step = seconds(widths, batch, context, kernel)
+            step = seconds(widths, batch, context, kernel, mixture)
             times = {"decode": (1 + turn / 10) * step, "prefill": 50 * step}
             measured.append({"batch": batch, "context": context} | times)
         return measured

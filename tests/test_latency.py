@@ -35,6 +35,19 @@ def test_an_untimed_model_takes_as_long_as_its_blocks(profile: Profile, batch: i
     assert speedup == pytest.approx(expected, rel=1e-6) and low - 1e-9 <= speedup <= high + 1e-9
 
 
+@pytest.mark.parametrize("mixture", [1e-4, 2e-3])
+def test_layers_that_differ_take_what_they_were_measured_to_take(mixture: float, tmp_path: Path) -> None:
+    """Each width alone, the same in all layers, cannot show what a further number of KV heads costs."""
+    profile, dense = read_profile(written(tmp_path, mixture=mixture)), seconds(widths_of(CONFIG).dense_layers)
+    for pruned in (
+        layers(*[(2, 512)] * 4),
+        layers((4, 900), (0, 513), (4, 0), (3, 128)),
+        layers((4, 0), (3, 0), (2, 0), (1, 0)),
+    ):
+        expected = dense / seconds(pruned, mixture=mixture)
+        assert profile.speedup(pruned, DECODE)[0] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(("kernel", "width"), [(0.8, 0), (0.8, 400), (1.0, 192), (1.5, 576), (1.5, 672), (1.5, 768)])
 def test_experts_are_predicted_by_the_kernel_that_runs_them(kernel: float, width: int, tmp_path: Path) -> None:
     """The dense model runs another kernel, so slightly narrower experts may be slower, and the prediction shows it."""

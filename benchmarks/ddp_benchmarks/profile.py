@@ -30,7 +30,6 @@ from ddp_vllm.results import BEGINS, write_results
 from ddp_vllm.settings import Settings, setting
 
 UNREST = 0.05  # spread between rounds above which `describe` adds a note
-NARROWEST = 128  # the plugin's largest channel block; timed widths are multiples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, pri
     folder = local_folder(settings.model) or _downloaded(settings.model)
     config = read_config(folder)
     check_known(config)
-    shapes = shapes_of(config, NARROWEST if config.get("intermediate_size", 0) >= 4 * NARROWEST else 1)
+    shapes = shapes_of(config)
     results = _resumed(settings, config, shapes, output, overwrite=overwrite)
     done = {run["shape"] for run in results["times"]}
     if missing := [name for name in shapes if name not in done]:
@@ -153,6 +152,11 @@ def describe(path: Path) -> list[str]:
         lines.append(
             f"{work}: {times.dense * 1e3:.2f} ms per step; {', '.join(shares)}; at most {times.max_speedup:.2f}×"
         )
+        if times.mixture:
+            lines.append(
+                f"layers that differ take longer than they do alone: {times.mixture / times.dense:.1%} of a step for "
+                "each further number of KV heads"
+            )
         if (unrest := profile.spread(work)) > UNREST:
             lines.append(
                 f"note: rounds differ by up to {unrest:.0%} of a step, and so may predicted speedups; measure again "

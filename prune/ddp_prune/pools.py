@@ -173,6 +173,7 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         costs=costs,
         fixed=fixed,
         tables=tables,
+        mixture=1e6 * times.mixture if "attn" in tables else 0.0,
         kept=1e6 * (removable - saved),
         **layout | {"blocks": steps},
     )

@@ -289,6 +289,20 @@ def test_the_speedup_of_a_mixture_is_met_by_its_packed_widths(speedup: float, ke
     assert float(closed.float().mean()) == pytest.approx(float(support.float().mean()), abs=0.02)
 
 
+@pytest.mark.parametrize(("mixture", "counts"), [(0.0, 3), (1e-4, 3), (1e-3, 1)])
+def test_layers_have_as_few_numbers_of_heads_as_pay(mixture: float, counts: int, tmp_path: Path) -> None:
+    """And the speedup is met with what they cost together."""
+    config = CONFIG | {"num_hidden_layers": 12}
+    path = written(tmp_path, config, mixture=mixture)
+    recipe, pool = timed(path, config, speedup=1.4)
+    importance = {kind: values + 0.2 for kind, values in saliency(pool, 0).items()}
+    importance["attn"] *= 100
+    for kept in (pool.choose(importance, all_open(pool)), pool.close(importance, all_open(pool), pool.keep_ratio)):
+        widths = kept_widths(kept)
+        assert len({layer.num_kv_heads for layer in widths} - {0}) == counts
+        assert recipe.speedup <= read_profile(path).speedup(widths, recipe.workload)[0] < recipe.speedup * 1.04
+
+
 def test_a_block_is_removed_as_a_whole_where_it_does_not_pay_its_fixed_cost(tmp_path: Path) -> None:
     """Removing single units would leave a narrow MLP that still has its fixed cost."""
     _, pool = timed(written(tmp_path), speedup=1.2)

@@ -66,10 +66,10 @@ class Pool:
     them is kept."""
     kept: float
     """The budget: the highest cost of the kept units."""
-    scope: str
+    scope: str = "global"
     """Whether the budget holds for the whole model (`global`), for each `layer` or for each
     `expert`."""
-    blocks: Mapping[str, int]
+    blocks: Mapping[str, int] = field(default_factory=dict)
     """How many units the final selection keeps or removes together, per module type; 1 if it is not
     listed."""
     queries_per_kv: int = 1
@@ -234,6 +234,9 @@ class LatencyPool(Pool):
     tables: Mapping[str, torch.Tensor]
     """float64 [L, B + 1] per module type: the measured cost of a layer that keeps 0, 1, … blocks of
     units (of routed experts, 0, 1, … blocks per expert on average)."""
+    mixture: float = 0.0
+    """The cost of each further number of attention units that layers have. Where it costs anything,
+    layers have as few numbers as pay (`_allowed_counts`)."""
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
         """Keep open whole blocks, and what the final selection would keep, before all others.
@@ -269,7 +272,7 @@ class LatencyPool(Pool):
             torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1]), value=missing) for part in parts])
             for parts, missing in ((sums_LB, -torch.inf), (self.tables.values(), torch.inf))
         )
-        counts_R = choose_counts(importance_RB, cost_RB, budget)
+        counts_R = self._counts(importance_RB, cost_RB, budget)
         counts_L = counts_R.split([len(sums) for sums in sums_LB])
         supports = []
         for block, step, count_L in zip(blocks, steps, counts_L, strict=True):
@@ -277,8 +280,37 @@ class LatencyPool(Pool):
             supports.append(block.support(taken_LM.view_as(block.cost)))
         return self._shaped(supports, importance)
 
+    def _counts(self, importance_RB: torch.Tensor, cost_RB: torch.Tensor, budget: float) -> torch.Tensor:
+        """Return how many blocks each row keeps, int64 [R], as `choose_counts` does, within a budget
+        that pays for every number of attention units that layers may have."""
+        if not self.mixture or "attn" not in self.tables:
+            return choose_counts(importance_RB, cost_RB, budget)
+        first = sum(len(table) for table in list(self.tables.values())[: list(self.tables).index("attn")])
+        attention = slice(first, first + len(self.tables["attn"]))
+        chosen = list[tuple[float, torch.Tensor]]()
+        for allowed in _allowed_counts(self.tables["attn"].shape[1] - 1):
+            costs = cost_RB.clone()
+            refused = [count for count in range(1, self.tables["attn"].shape[1]) if count not in allowed]
+            costs[attention, refused] = torch.inf
+            left = budget - self.mixture * (len(allowed) - 1)
+            if chosen and left <= self._least():
+                continue
+            counts_R = choose_counts(importance_RB, costs, left)
+            total = importance_RB.gather(1, counts_R[:, None]).sum()
+            chosen.append((float(total), counts_R))
+        return max(chosen, key=lambda pair: pair[0])[1]
+
     def _can_keep(self, kind: str, block: int) -> bool:
         return self.tables[kind].shape[1] > 1
 
     def _least(self) -> float:
         return min(float(table_LB[:, 1:].amin()) for table_LB in self.tables.values())
+
+
+def _allowed_counts(most: int) -> list[set[int]]:
+    """Return sets of counts that layers may have besides 0, from `most` alone to all of them: each
+    has twice as many as the one before."""
+    steps = [1]
+    while steps[-1] < most:
+        steps.append(min(most, 2 * steps[-1]))
+    return [set(range(most, 0, -step)) for step in reversed(steps)]
