@@ -18,7 +18,8 @@ import click
 import make_measured
 
 import ddp_vllm
-from ddp_prune.recipe import AlmSettings, Recipe
+from ddp_prune.core.schedule import AlmSettings
+from ddp_prune.recipe import Recipe
 from ddp_vllm import api
 from ddp_vllm.cli import main as command_line
 from ddp_vllm.command import Command

@@ -9,12 +9,11 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ddp_prune.core.budget import Pool
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import learn
 from ddp_prune.core.saved import Unsaved
-from ddp_prune.pools import make_pools
-from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
+from ddp_prune.core.schedule import Schedule, Steps
 from ddp_vllm.dimensions import dimensions_of, widths_of
 
 
@@ -24,18 +23,17 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4))
     model.requires_grad_(False).eval()
     blocks = torch.randint(320, (64, 32))  # int64 [num_blocks, seq_len]
-
-    # 1. A gate on every KV group and every MLP channel.
     config = model.config.to_dict()
+    # 1. A gate on every KV group and every MLP channel.
     gated = GatedModel(model, widths_of(config), dimensions_of(config), "kv-group")
-
-    # 2. A budget: keep 60 % of the parameters behind these gates.
-    recipe = Recipe(sparsity=0.4, budget="params", steps=40, batch_size=4, seq_len=32, train="masks")
-    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
-    pools = make_pools(config, shapes, gated.sizes, gated.head_unit, recipe)
-
-    # 3. Search, round, polish. Gates that are 0 can be removed.
-    learned = learn(gated, blocks, Run.alone(recipe), pools, Accelerator(), Unsaved(), lambda metrics: None)
+    # 2. A budget: 60 % of the parameters behind these gates.
+    per_unit = {"attn": 2 * (2 + 1) * 8 * 64, "mlp": 3 * 64}  # of two query heads and a KV head; of a channel
+    costs = {kind: torch.full((4,), float(cost)) for kind, cost in per_unit.items()}
+    total = sum(cost * gated.shapes[kind][1] * 4 for kind, cost in per_unit.items())
+    pool = Pool(name="params", currency="parameters", shapes=gated.shapes, costs=costs, kept=0.6 * total)
+    # 3. 26 steps of search; rounding; 14 steps of polish. Units whose gate is 0 can be removed.
+    schedule = Schedule(steps=Steps(0, 26, 40), batch_size=4)
+    learned = learn(gated, blocks, schedule, [pool], Accelerator(), Unsaved(), lambda metrics: None)
     for layer, (heads, channels) in enumerate(zip(learned.gates["attn"], learned.gates["mlp"], strict=True)):
         print(f"layer {layer}: {int((heads > 0).sum())} of 4 KV heads, {int((channels > 0).sum())} of 256 channels")
 

@@ -40,11 +40,11 @@ from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses
 from ddp_prune.core.processes import raise_on_all_ranks
 from ddp_prune.core.rate import RATES, change, find_rate
 from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.schedule import WARMUP, AlmSettings, Schedule, Steps
 from ddp_prune.core.selection import best_support, choose_counts, cut_rows
 from ddp_prune.core.weights import (
     BETAS,
     LARGEST_GRADIENT,
-    WARMUP,
     TrainedWeights,
     UpdatedWeights,
     rate_of,
@@ -60,9 +60,9 @@ from ddp_prune.models.loading import check_head, load_model, load_sharded
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.plan import estimate
 from ddp_prune.pools import make_pools
-from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
+from ddp_prune.recipe import Recipe, load_recipe, load_recipes
 from ddp_prune.resolve import choose_in_minutes, fit_minutes, resolve_training_mode
-from ddp_prune.run import Run, schedule
+from ddp_prune.run import Run, steps_of
 from ddp_prune.run_folder import RunFolder, find_record
 from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text import blocks as blocks_module
@@ -173,8 +173,9 @@ class Lab:
 
     def trainer(self, loss_mask: torch.Tensor | None = None, **changes: Any) -> Trainer:
         recipe = self.recipe(**changes)
-        batches = Batches(BLOCKS, recipe, Accelerator(), loss_mask)
-        return Trainer(self.gated, batches, Run.alone(recipe), pools_of(self.gated, recipe), Accelerator())
+        schedule = Run.alone(recipe).schedule
+        batches = Batches(BLOCKS, schedule, Accelerator(), loss_mask)
+        return Trainer(self.gated, batches, schedule, pools_of(self.gated, recipe))
 
     def run(
         self,
@@ -187,7 +188,7 @@ class Lab:
         self.forwards = 0
         pools = pools_of(self.gated, recipe)
         with saved_in(self.folder / name, recipe) as progress:
-            return learn(self.gated, blocks, Run.alone(recipe), pools, progress.accelerator, progress, report)
+            return learn(self.gated, blocks, Run.alone(recipe).schedule, pools, progress.accelerator, progress, report)
 
 
 def assert_same(first: Learned, second: Learned) -> None:

@@ -30,10 +30,7 @@ ABOVE: dict[str, tuple[Path, str, tuple[str, ...], tuple[str, ...]]] = {
         ROOMS["ddp_prune"], "**/*.py",
         ("ddp_plugins", "ddp_benchmarks", "ddp_vllm.pages.report", "ddp_vllm.pages.pictures"), (),
     ),
-    "core": (  # knows settings and steps as plain values, and no files, commands or memory
-        ROOMS["ddp_prune"] / "core", "*.py", ("ddp_prune",),
-        ("ddp_prune.core", "ddp_prune.recipe", "ddp_prune.run", "ddp_prune.settings"),
-    ),
+    "core": (ROOMS["ddp_prune"] / "core", "*.py", ("ddp_prune",), ("ddp_prune.core",)),  # no recipes, files or commands
     "text": (ROOMS["ddp_prune"] / "text", "*.py", ("ddp_prune",), ("ddp_prune.text",)),
     "models": (
         ROOMS["ddp_prune"] / "models", "*.py", ("ddp_prune",),

@@ -80,9 +80,9 @@ def mask_step(
     if not DRY and options.get("fused", True):
         with suppress(Exception):  # as `load_trained` does
             fuse_elementwise(model)
-    gated, run = GatedModel(model, source.widths, sizes, unit), Run.alone(recipe)
-    batches = Batches(blocks, recipe, accelerator)
-    trainer = trainer_of(gated, batches, run, pools, accelerator)
+    gated, schedule = GatedModel(model, source.widths, sizes, unit), Run.alone(recipe).schedule
+    batches = Batches(blocks, schedule, accelerator)
+    trainer = trainer_of(schedule)(gated, batches, schedule, pools)
     if share := options.get("open_share"):
         support = trainer.gates.support
         trainer.gates.support = {kind: torch.rand(mask.shape, device=DEVICE) < share for kind, mask in support.items()}

@@ -23,7 +23,8 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from ddp_prune.core.gates import GatedModel, Masks
-from ddp_prune.core.learn import Joint, Trainer, learn
+from ddp_prune.core.learn import Trainer, learn
+from ddp_prune.core.loop import Training
 from ddp_prune.core.loss import losses, perplexity_of
 from ddp_prune.core.saved import Unsaved
 from ddp_prune.core.weights import TrainedWeights
@@ -254,20 +255,20 @@ class Cells:
             return trainer
 
         make = row.method.trainer if isinstance(row.method, Search) else second_run
-        joint = None
+        training = None
         resolved_run = Run.alone(recipe, train=recipe.train, optimizer=OPTIMIZER if recipe.train == "weights" else "")
         if recipe.train == "weights":
             weights = TrainedWeights(self.gated.model, self.accelerator, optimizer=OPTIMIZER)
             teacher = load_teacher(self.source, recipe, self.accelerator, self.gated.model)
-            joint = Joint(weights, teacher=teacher if recipe.distillation > 0 else None)
+            training = Training(weights, teacher=teacher if recipe.distillation > 0 else None)
         seconds = list[float]()
-        means = self.accelerator, Unsaved(), lambda metrics: seconds.append(metrics["seconds"]), joint
+        means = self.accelerator, Unsaved(), lambda metrics: seconds.append(metrics["seconds"]), training
         loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
         _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
-        learned = learn(self.gated, text.train, resolved_run, pools, *means, make=make, loss_mask=loss_mask)
-        if joint:
-            joint.weights.finish()
-        numbers = [*learned.gates.values(), *(joint.weights.trained.values() if joint else ())]
+        learned = learn(self.gated, text.train, resolved_run.schedule, pools, *means, make=make, loss_mask=loss_mask)
+        if training:
+            training.weights.finish()
+        numbers = [*learned.gates.values(), *(training.weights.trained.values() if training else ())]
         result: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
         result |= {
             "learns": sum(map(torch.numel, numbers)),

@@ -32,7 +32,7 @@ class HardConcrete(AlmTrainer):
 
     def prepare(self) -> None:
         super().prepare()
-        self.noise = torch.Generator().manual_seed(self.recipe.seed)
+        self.noise = torch.Generator().manual_seed(self.schedule.seed)
         for z in self.gates.z.values():
             z.data.fill_(START)
         for weight in self.multipliers.lambda3.values():
@@ -55,9 +55,10 @@ class HardConcrete(AlmTrainer):
         """Do nothing: log α has no lower bound."""
 
     def round(self) -> None:
+        kept = {pool.name: round(pool.kept) for pool in self.pools}
         for kind, z in self.gates.z.items():
             self.gates.searched_z[kind] = z.detach().clone()
-            self.gates.support[kind] = exact_support(z.detach(), round((1.0 - self.recipe.sparsity) * z.numel()))
+            self.gates.support[kind] = exact_support(z.detach(), kept[kind])
 
     def state(self) -> dict[str, torch.Tensor]:
         return super().state() | {"noise": self.noise.get_state()}

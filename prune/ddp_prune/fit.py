@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.core.batches import sequences_at_once
+from ddp_prune.core.batches import usual_sequences
 from ddp_prune.core.decoder import auto_class, fit_attention, num_chosen_experts
 from ddp_prune.core.loss import head_bytes
 from ddp_prune.core.weights import RANK
@@ -185,6 +185,11 @@ def held_bytes(recipe: TrainingSettings, source: Source, mode: Mode, itemsize: i
     return itemsize * frozen * copies + layers / num_shards
 
 
+def sequences_at_once(recipe: TrainingSettings, devices: Devices) -> int:
+    """Return the micro-batch size in sequences before it is fitted to memory."""
+    return recipe.micro_batch_size or usual_sequences(recipe.batch_size, recipe.seq_len, devices.number, devices.type)
+
+
 def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode) -> Fit:
     """Fit a mode into the memory of devices.
 
@@ -198,7 +203,7 @@ def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode) 
     held = held_bytes(recipe, source, mode, sized.itemsize, devices.num_shards)
     transient = _transient_bytes(source, mode, sized.itemsize, devices.num_shards)
     left = devices.free - held - transient
-    number = sequences_at_once(recipe, devices.number, devices.type)
+    number = sequences_at_once(recipe, devices)
     setting = recipe.activation_checkpointing
     if setting == "auto":
         tried = [number] if recipe.micro_batch_size else [number, number // 2]

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import Joint, Learned, learn
+from ddp_prune.core.learn import Learned, learn
+from ddp_prune.core.loop import Training
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.devices import describe_device, explained, finish_run, make_accelerator, start_tracker
@@ -280,7 +281,7 @@ def _learn_size(
     """
     recipe, accelerator, print_line = size.recipe, run.accelerator, run.print_line
     heldout, (gated, weights, teacher) = text.blocks.heldout, loaded
-    joint = Joint(weights, heldout, teacher, print_line) if weights else None
+    training = Training(weights, heldout, teacher, print_line) if weights else None
     evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
     evaluation.evaluate("dense", gated.model)
     if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
@@ -292,18 +293,18 @@ def _learn_size(
     phase = partial(_phase, size, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
     with StepProgress(console, size.steps.last, phase, accelerator.is_main_process) as report:
         learned = learn(
-            gated, text.blocks.train, size, pools, accelerator, run, report, joint, loss_mask=text.loss_mask
+            gated, text.blocks.train, size.schedule, pools, accelerator, run, report, training, loss_mask=text.loss_mask
         )
     gates = {kind: values.to(accelerator.device) for kind, values in learned.gates.items()}
     untrained, transform = dict[str, float](), None
-    if joint:
+    if weights:
         if recipe.distillation > 0:
             dense = gated
-            if joint.teacher is not None:
-                dense = GatedModel(joint.teacher, source.widths, source.sizes, gated.head_unit)
-            with dense.masks(gates), joint.weights.adapters_disabled():
+            if teacher is not None:
+                dense = GatedModel(teacher, source.widths, source.sizes, gated.head_unit)
+            with dense.masks(gates), weights.adapters_disabled():
                 untrained = evaluation.divergences(dense.model)
-        transform = joint.weights.finish()
+        transform = weights.finish()
     with gated.masks(gates):
         evaluation.evaluate("pruned", gated.model)
         reference = reference_of(gated.model, tokenizer, heldout) if proof else None

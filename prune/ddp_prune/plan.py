@@ -8,7 +8,6 @@ from typing import Any
 
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.processes import broadcast_from_main
-from ddp_prune.core.rate import trial_steps
 from ddp_prune.devices import describe_device, make_accelerator
 from ddp_prune.fit import (
     CARDS,
@@ -33,8 +32,9 @@ from ddp_prune.resolve import (
     resolve_runs,
     resolve_training_mode,
     time_run,
+    trial_steps_of,
 )
-from ddp_prune.run import Run, schedule
+from ddp_prune.run import Run, steps_of
 from ddp_prune.run_folder import find_record
 from ddp_vllm.costs import experts_chosen, prices, whole_model
 from ddp_vllm.errors import SettingError
@@ -137,7 +137,7 @@ def _plan_here(
         print_line(TIMING)
         model = load_trained(runs[-1], source, head_unit_of(last, source), accelerator)
         seconds = time_run(runs[-1], model, pools_of[-1], accelerator)
-    num_trials, steps = trial_steps(last, runs[-1].train), sum(run.steps.last - run.steps.first for run in runs)
+    num_trials, steps = trial_steps_of(last, runs[-1].train), sum(run.steps.last - run.steps.first for run in runs)
     trials = f" and trials of the learning rate that take as long as {num_trials}" * bool(num_trials)
     total = (steps + num_trials) * seconds
     lines.append(
@@ -220,8 +220,8 @@ def estimate(recipes: Sequence[Recipe], source: Source, devices: Devices) -> lis
     for mode in allowed_modes(recipe):
         fitted = fit(recipe, source, devices, mode)
         rate = tokens_per_second(recipe, source, devices, fitted)
-        runs = [Run(recipe=recipe, steps=steps, **mode._asdict()) for steps in schedule(recipes)]
-        steps = trial_steps(recipe, mode.train) + sum(run.steps.last - run.steps.first for run in runs)
+        runs = [Run(recipe=recipe, steps=steps, **mode._asdict()) for steps in steps_of(recipes)]
+        steps = trial_steps_of(recipe, mode.train) + sum(run.steps.last - run.steps.first for run in runs)
         tokens = rate * 60 * recipe.minutes if recipe.minutes else float(steps * recipe.batch_size * recipe.seq_len)
         estimates.append((fitted, tokens, 60 * recipe.minutes if recipe.minutes else tokens / rate))
     return estimates

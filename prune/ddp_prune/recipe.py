@@ -13,11 +13,12 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_prune.core.schedule import AlmSettings
 from ddp_prune.settings import TrainingSettings
 from ddp_vllm.dimensions import BLOCK_NAMES, MIXTURES
 from ddp_vllm.errors import SettingError
 from ddp_vllm.machine import PHASES, Workload
-from ddp_vllm.settings import Settings, check_known, fraction, one_or_several, read_settings, setting
+from ddp_vllm.settings import check_known, fraction, one_or_several, read_settings, setting
 
 if TYPE_CHECKING:
     from ddp_prune.models.source import Source
@@ -40,39 +41,6 @@ def parse_amount(text: str) -> float:
         return float(text if scale is None else text[:-1]) * (scale or 1.0)
     except ValueError:
         raise SettingError(f"{text!r} is not a size; give a number such as 5.5B, 120M or 1e9") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlmSettings(Settings):
-    """The paper's search, `controller = "alm"`; in a recipe file the table `[alm]`."""
-
-    learning_rate: float = setting(2e-2, "AdamW's rate for z.", least=0)
-    lambda_learning_rate: float = setting(2e-2, "Ascent rate of λ1 and λ3 (Eq. 13 and 15).", least=0)
-    lambda2_learning_rate: float = setting(4e-1, "Ascent rate of λ2; the paper uses 8e-1 at higher sparsity.", least=0)
-    warmup: float = setting(
-        0.05,
-        """Fraction of the search over which AdamW's rates rise linearly; the paper does not state its
-        length.""",
-        is_fraction=True,
-    )
-    mu_start: float = setting(0.5, "Sharpness μ0 of the surrogate at the start of the search (Eq. 14).")
-    mu_end: float = setting(0.05, "Sharpness μT at its end. The paper states 0.05; the authors' code stops at 0.1.")
-    gate_floor: float = setting(
-        0.0, "Lower bound of z. At 0, one step can reopen a closed gate; the authors' code uses −0.1."
-    )
-    raw_masks: bool = setting(
-        False,
-        """Keep every gate above 0 at the end of the search with its scale, as in the paper, whatever
-        the budget. Otherwise the budget is met to a unit, and kept units have a scale of at least 0.05.
-        `study` compares equal budgets and ignores this setting.""",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 < self.mu_end <= self.mu_start:
-            raise SettingError(f"mu_end is {self.mu_end} and mu_start {self.mu_start}; 0 < mu_end ≤ mu_start must hold")
-        if self.gate_floor > 0.0:
-            raise SettingError("gate_floor", f"is {self.gate_floor}; it must be at most 0, or no gate could close")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +202,9 @@ class Recipe(TrainingSettings):
         for name, allowed in WITH_WHOLE_EXPERTS.items() if self.whole_experts else ():
             if (value := getattr(self, name)) not in allowed:
                 raise SettingError(name, f"is {value!r}; with whole experts it must be {allowed[0]!r}")
+
+    def finds_rate(self, train: str) -> bool:
+        return train != "masks" and self.distillation > 0 and not self.learning_rate
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -13,12 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.core.batches import Batches, Teacher
-from ddp_prune.core.decoder import checkpoint_layers, fit_attention, lent
-from ddp_prune.core.loop import TIMED_STEPS, Learner, seconds_a_step, take_steps
-from ddp_prune.core.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.batches import Batches
+from ddp_prune.core.decoder import lent
+from ddp_prune.core.loop import Learner, Training, seconds_a_step, take_steps
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
-from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate, rate_of, step_seed
+from ddp_prune.core.schedule import Schedule, Steps
+from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate
 from ddp_prune.devices import explained, start_tracker
 from ddp_prune.export import copy_masks
 from ddp_prune.fit import Devices, Mode, fit
@@ -113,9 +113,9 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console, *, proof:
         if warning := bos_warning(teacher, recipe.model, tokenizer, heldout):
             print_line(warning)
         evaluation.evaluate("pruned", model)
-        trainer = models.trainer(resolved, text.blocks.train, text.loss_mask)
-        with StepProgress(console, resolved.steps, _phase, accelerator.is_main_process) as report:
-            take_steps(trainer, resolved.steps, run, report)
+        progress = StepProgress(console, resolved.steps, _phase, accelerator.is_main_process)
+        with progress as report, lent(model, teacher):
+            take_steps(models.learner(text.blocks.train, models.schedule(resolved), text.loss_mask), run, report)
         transform = weights.finish()
         evaluation.evaluate("recovered", model)
         reference = reference_of(model, tokenizer, heldout) if proof else None
@@ -153,27 +153,18 @@ class Models:
         return self.seconds
 
     def seconds(self, recipe: RecoveryRecipe) -> float:
-        vocabulary = self.teacher.config.get_text_config().vocab_size
+        models = self.weights.model, self.teacher
+        return seconds_a_step(models, self.learner, self.schedule(recipe), recipe.seq_len, self.accelerator)
 
-        def make(size: int) -> "WeightTrainer":
-            blocks = torch.randint(vocabulary, (TIMED_STEPS * size, recipe.seq_len))
-            return self.trainer(dataclasses.replace(recipe, batch_size=size), blocks)
+    def schedule(self, recipe: RecoveryRecipe) -> Schedule:
+        fitted, steps = fit(recipe, self.dense, self.devices, self.mode), Steps(0, recipe.steps, recipe.steps)
+        return recipe.schedule(
+            steps, num_sequences=fitted.num_sequences, checkpointed=fitted.checkpointed, warmup=recipe.warmup
+        )
 
-        at_once = fit(recipe, self.dense, self.devices, self.mode).num_sequences * self.accelerator.num_processes
-        with lent(self.weights.model, self.teacher):
-            seconds = seconds_a_step(make, recipe.batch_size, at_once)
-        self.weights.reset_optimizer()
-        return seconds
-
-    def trainer(
-        self, recipe: RecoveryRecipe, blocks: torch.Tensor, loss_mask: torch.Tensor | None = None
-    ) -> "WeightTrainer":
-        model, fitted = self.weights.model, fit(recipe, self.dense, self.devices, self.mode)
-        checkpoint_layers(model, fitted.checkpointed)
-        for loaded in (model, self.teacher):
-            fit_attention(loaded, recipe.seq_len, self.accelerator.device)
-        batches = Batches(blocks, recipe, self.accelerator, loss_mask, fitted.num_sequences)
-        return WeightTrainer(model, self.teacher, self.weights, batches, recipe)
+    def learner(self, blocks: torch.Tensor, schedule: Schedule, loss_mask: torch.Tensor | None = None) -> Learner:
+        batches = Batches(blocks, schedule, self.accelerator, loss_mask)
+        return Learner(self.weights.model, batches, schedule, Training(self.weights, teacher=self.teacher))
 
 
 def _with_defaults(recipe: RecoveryRecipe, mode: Mode, tokenizer: Any, hidden_size: int) -> RecoveryRecipe:
@@ -249,54 +240,3 @@ def _write(
             shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
         shutil.copyfile(run.metrics, folder / RECOVERY_FILE)
         return write_pages(folder, run.output)
-
-
-class WeightTrainer(Learner):
-    """Trains the weights of a pruned model to minimize cross-entropy + distillation · KL(dense ‖
-    pruned), step by step.
-
-    student: the pruned model. dense: its teacher. weights: those of the student that are trained.
-    batches: the text, with its loss mask.
-    """
-
-    recipe: RecoveryRecipe
-    weights: TrainedWeights
-
-    def __init__(
-        self, student: Any, dense: Any, weights: TrainedWeights, batches: Batches, recipe: RecoveryRecipe
-    ) -> None:
-        self.student, self.weights, self.batches = student, weights, batches
-        self.recipe, self.accelerator = recipe, batches.accelerator
-        self.highest = 0.0
-        self.head, self.dense_head = OutputHead.of(student), OutputHead.of(dense)
-        self.teacher = Teacher(dense, batches) if recipe.distillation > 0 else None
-
-    def begin(self) -> None:
-        assert self.recipe.learning_rate is not None  # resolved
-        self.highest = self.recipe.learning_rate
-
-    def step(self, step: int) -> dict[str, float]:
-        metrics = self.metrics_of(step, self._backward(step))
-        rate = rate_of(step, self.recipe.steps, self.highest, self.recipe.warmup)
-        self.weights.step(rate, self.weights.reduce_gradients(), step_seed(self.recipe.seed, step))
-        return metrics | {"learning_rate": rate}
-
-    def remedy(self, step: int) -> str:
-        return f"try a --learning-rate below {self.highest:g}"
-
-    def _backward(self, step: int) -> torch.Tensor:
-        """Add up the gradients of a step; return this process's share of CE and KL, in nats per
-        token."""
-        losses = torch.zeros(2, device=self.accelerator.device)
-        for batch in self.batches.step(step):
-            teacher_NH = self.teacher.hidden(batch) if self.teacher else None
-            student_NH = final_hidden(self.student, batch.tokens)
-            # the loss mask applies only to the cross-entropy: the teacher has an output for every
-            # token
-            loss, metrics = distill(
-                student_NH, teacher_NH, self.head, batch.labels_N, self.recipe.distillation, self.dense_head,
-                batch.loss_mask_N,
-            )  # fmt: skip
-            (loss * batch.share).backward()
-            losses += batch.share * metrics
-        return losses

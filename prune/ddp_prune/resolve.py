@@ -16,14 +16,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ddp_prune.core.batches import Batches, sequences_at_once
+from ddp_prune.core.batches import Batches
 from ddp_prune.core.budget import Pool
-from ddp_prune.core.decoder import lent
 from ddp_prune.core.fusion import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import Joint, Trainer, trainer_of
-from ddp_prune.core.loop import TIMED_STEPS, seconds_a_step
+from ddp_prune.core.learn import Trainer, trainer_of
+from ddp_prune.core.loop import Training, seconds_a_step
 from ddp_prune.core.rate import trial_steps
+from ddp_prune.core.schedule import Schedule
 from ddp_prune.core.weights import TrainedWeights, obstacle_to_8_bits
 from ddp_prune.devices import explained
 from ddp_prune.fit import (
@@ -35,13 +35,14 @@ from ddp_prune.fit import (
     fit,
     gigabytes,
     held_bytes,
+    sequences_at_once,
     suited_modes,
 )
 from ddp_prune.models.loading import check_sharding, load, load_teacher, loading_options
 from ddp_prune.models.source import Source
 from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import FAMILY_STEPS, Run, schedule
+from ddp_prune.run import FAMILY_STEPS, Run, steps_of
 from ddp_prune.settings import RecoveryRecipe, TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
@@ -134,14 +135,14 @@ def resolve_runs(
     optimizer = mode.optimizer or last.optimizer
     recipes = [dataclasses.replace(recipe, train=mode.train, optimizer=optimizer) for recipe in recipes]
     fitted = fit(recipes[-1], source, devices, mode)
-    usual = sequences_at_once(recipes[-1], devices.number, devices.type)
+    usual = sequences_at_once(recipes[-1], devices)
     if fitted.num_sequences < usual:
         print_line(f"memory is short: the micro-batch size is {fitted.num_sequences} instead of {usual} sequences")
     starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
     in_family = len(recipes) > 1
     runs = [
         Run(recipe=recipe, steps=steps, **fitted.resolved(), profile=profile, start=start, in_family=in_family)
-        for recipe, steps, start in zip(recipes, schedule(recipes), starts, strict=True)
+        for recipe, steps, start in zip(recipes, steps_of(recipes), starts, strict=True)
     ]
     return Resolved(runs, fitted, loaded, seconds)
 
@@ -268,31 +269,30 @@ def fit_minutes(
     for shortest in (SHORTEST,) if mode.train == "masks" else (SHORTEST_OF_WEIGHTS, SHORTEST):
         batch, seq_len = shaped(tokens_per_step, shortest)
         step = timed(batch, seq_len)
-        trials = trial_steps(dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len), mode.train)
+        trials = trial_steps_of(dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len), mode.train)
         steps = max(0, int((seconds / step - trials) / sizes))
         if steps >= SHORT_RUN:
             break
     return Shape(steps, batch, seq_len, step, math.ceil((trials + FEWEST_STEPS * sizes) * step / 60.0))
 
 
+def trial_steps_of(recipe: TrainingSettings, train: str) -> int:
+    """Return about how many steps the trials of a run's learning rate take at most."""
+    return trial_steps(train, recipe.batch_size, recipe.seq_len) if recipe.finds_rate(train) else 0
+
+
 def time_run(run: Run, loaded: Loaded, pools: Sequence[Pool], accelerator: Accelerator) -> float:
     """Return the seconds of a step over random tokens with all gates open, of the slowest process."""
-    recipe, number, (gated, weights, teacher) = run.recipe, accelerator.num_processes, loaded
-    model: Any = gated.model
-    vocabulary = model.config.get_text_config().vocab_size
+    gated, weights, teacher = loaded
+    training = Training(weights, teacher=teacher) if weights else None
 
-    def make(size: int) -> Trainer:
-        tried = dataclasses.replace(recipe, batch_size=size)
-        batches = Batches(torch.randint(vocabulary, (TIMED_STEPS * size, recipe.seq_len)), tried, accelerator)
-        joint = Joint(weights, teacher=teacher) if weights else None
-        return trainer_of(gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator, joint)
+    def make(blocks: torch.Tensor, schedule: Schedule) -> Trainer:
+        batches = Batches(blocks, schedule, accelerator)
+        return trainer_of(schedule)(gated, batches, schedule, pools, training)
 
-    at_once = run.num_sequences or sequences_at_once(recipe, number, accelerator.device.type)
-    with explained(too_large(recipe)), lent(*filter(None, (model, teacher))):
-        seconds = seconds_a_step(make, recipe.batch_size, at_once * number)
-    if weights:
-        weights.reset_optimizer()
-    return seconds
+    models = [model for model in (gated.model, teacher) if model is not None]
+    with explained(too_large(run.recipe)):
+        return seconds_a_step(models, make, run.schedule, run.recipe.seq_len, accelerator)
 
 
 def load_trained(run: Run, source: Source, head_unit: str, accelerator: Accelerator) -> Loaded:

@@ -6,26 +6,15 @@ previous size's search; each size has a polish of its own.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from ddp_prune.core.schedule import Schedule, Steps
 from ddp_prune.recipe import Recipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 
 # steps of all sizes together, in multiples of the steps of the largest cut alone
 FAMILY_STEPS = 1.3
-
-
-class Steps(NamedTuple):
-    """The optimizer steps of a size, numbered from the start of the shared search."""
-
-    first: int
-    """Steps that the search has taken when the part of this size begins."""
-    search: int
-    """Steps after which its search ends and the support is rounded and frozen; at least one more
-    than `first`."""
-    last: int
-    """Steps after which its polish ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +46,17 @@ class Run:
     @classmethod
     def alone(cls, recipe: Recipe, **resolved: Any) -> "Run":
         """Return the run of a single size."""
-        return cls(recipe=recipe, steps=schedule([recipe])[0], **resolved)
+        return cls(recipe=recipe, steps=steps_of([recipe])[0], **resolved)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the core is told."""
+        recipe = self.recipe
+        return recipe.schedule(
+            self.steps, num_sequences=self.num_sequences, checkpointed=self.checkpointed, leaves_out=self.leaves_out,
+            start=self.start, flat_until=self.steps.search if self.in_family else 0,
+            alm=recipe.alm if recipe.controller == "alm" else None,
+        )  # fmt: skip
 
     def resolved(self) -> dict[str, Any]:
         """Return what an interrupted command resumes with."""
@@ -78,7 +77,7 @@ def search_steps(recipe: Recipe) -> int:
     return recipe.steps - min(recipe.steps - 1, round(recipe.polish * recipe.steps))
 
 
-def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
+def steps_of(recipes: Sequence[Recipe]) -> list[Steps]:
     """Return the steps of each size of a family, smallest cut first; or of a single size.
 
     The search has as many steps as that of the largest cut alone. Each size gets a share of them in

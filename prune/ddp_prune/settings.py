@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ddp_prune.core.schedule import Schedule, Steps
 from ddp_vllm.errors import SettingError
 from ddp_vllm.names import bare_name, identity_of, split_sources
 from ddp_vllm.settings import DTYPES, Settings, read_settings, setting
@@ -173,6 +174,18 @@ class TrainingSettings(Settings):
         """Refuse sequences that are longer than a model states, given its config. Raises:
         SettingError."""
         check_length("seq_len", self.seq_len, model, text_config)
+
+    def schedule(self, steps: Steps, *, num_sequences: int, checkpointed: bool, **others: Any) -> Schedule:
+        """Return what the core is told. num_sequences, checkpointed: as fitted to memory."""
+        return Schedule(
+            steps=steps, batch_size=self.batch_size, distillation=self.distillation, seed=self.seed,
+            learning_rate=self.learning_rate, num_sequences=num_sequences or self.micro_batch_size,
+            checkpointed=checkpointed or self.activation_checkpointing == "on", save_every=self.save_every, **others,
+        )  # fmt: skip
+
+    def finds_rate(self, train: str) -> bool:
+        """Tell whether a run in this training mode finds its learning rate by trials."""
+        return False
 
     def holds_teacher(self, train: str) -> bool:
         """Tell whether a run in this training mode loads the dense model a second time, as the teacher."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import ddp_vllm
 from ddp_prune.models.source import check_model
 from ddp_prune.recipe import Recipe, check_suits, load_recipes
-from ddp_prune.run import schedule
+from ddp_prune.run import steps_of
 from ddp_prune.run_folder import interrupted_run
 from ddp_prune.settings import FidelitySettings, RecoveryRecipe, TrainingSettings, load_recovery
 from ddp_prune.text.rows import check_sources
@@ -191,7 +191,7 @@ def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Ma
     """Return the recipe of each size. Raises: SettingError before anything expensive."""
     base = recipe.changed() if isinstance(recipe, Recipe) else Path(recipe) if recipe else None
     recipes = load_recipes(base, {**settings, "model": model})
-    schedule(recipes)
+    steps_of(recipes)
     return recipes
 
 

@@ -49,7 +49,7 @@ def learned(
         load_model(source, "float32"), source.widths, source.sizes, "auto" if source.sizes.num_experts else "query-head"
     )
     pools = pools_of(gated, recipe)
-    return learn(gated, BLOCKS, Run.alone(recipe), pools, Accelerator(), Unsaved(), lambda _: None), folder
+    return learn(gated, BLOCKS, Run.alone(recipe).schedule, pools, Accelerator(), Unsaved(), lambda _: None), folder
 
 
 @pytest.mark.parametrize("name", ["sharded", "resumed", "clocks"])

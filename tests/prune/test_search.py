@@ -249,12 +249,12 @@ def test_schedules_have_these_values() -> None:
     assert [seams.sharpness_at(progress, 0.5, 0.05) for progress in (0.0, 0.25, 1.0)] == pytest.approx(
         [0.5, 0.275, 0.05]
     )
-    run = seams.Run.alone(Recipe(model="m", sparsity=0.2, controller="alm", polish=0.0, steps=100))
+    run = seams.Run.alone(Recipe(model="m", sparsity=0.2, controller="alm", polish=0.0, steps=100)).schedule
     cosine = 0.5 * (1 + math.cos(math.pi * 47 / 95))
     assert [seams.learning_rate(step, run, 2e-2) for step in (0, 4, 52)] == pytest.approx([4e-3, 2e-2, 2e-2 * cosine])
     sizes = [Recipe(model="m", sparsity=sparsity, steps=100) for sparsity in (0.1, 0.2, 0.4)]
-    assert seams.schedule(sizes) == [(0, 16, 37), (16, 32, 53), (32, 65, 86)]
-    assert seams.schedule(sizes[:1]) == [(0, 65, 100)]
+    assert seams.steps_of(sizes) == [(0, 16, 37), (16, 32, 53), (32, 65, 86)]
+    assert seams.steps_of(sizes[:1]) == [(0, 65, 100)]
 
 
 def test_natural_steps_by_the_true_curvature_end_at_the_mode_of_the_posterior() -> None:

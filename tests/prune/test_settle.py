@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import seams
+import torch
 from accelerate import Accelerator
 from click.testing import Result
 from commands import invoke, passed
@@ -190,30 +191,29 @@ def test_a_dry_run_looks_at_memory_before_it_times(
         ([9.0, 7.0, 5.0, 4.0, 3.0], 3.5, 5),
     ],
 )
-def test_a_step_is_timed_until_two_agree(seconds: list[float], mean: float, num_steps: int, monkeypatch: Any) -> None:
-    clock, steps = [0.0], list[int]()
+def test_a_step_is_timed_until_two_agree(
+    seconds: list[float], mean: float, num_steps: int, tiny_model: Path, monkeypatch: Any
+) -> None:
+    clock, steps, model = [0.0], list[int](), seams.load_model(open_source(str(tiny_model)), "float32")
 
     class Slow(seams.Learner):
-        accelerator = Accelerator(cpu=True)
-
         def step(self, step: int) -> dict[str, float]:
-            clock[0] += seconds[step] * factor
+            clock[0] += seconds[step] * (1.0 if self.batches.size == 2 else 1.5)
             steps.append(step)
             return {}
 
-        def remedy(self, step: int) -> str:
-            return ""
+    def timed(batch_size: int) -> float:
+        def make(blocks: torch.Tensor, schedule: Any) -> seams.Learner:
+            return Slow(model, seams.Batches(blocks, schedule, accelerator), schedule, None)
 
-    def make(size: int) -> seams.Learner:
-        nonlocal factor
-        factor = 1.0 if size == 2 else 1.5
-        return Slow()
+        schedule = seams.Schedule(steps=seams.Steps(0, 1, 2), batch_size=batch_size, num_sequences=2)
+        return seams.loop_module.seconds_a_step([model], make, schedule, 16, accelerator)
 
-    factor = 1.0
+    accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(seams.loop_module.time, "perf_counter", lambda: clock[0])
-    assert seams.loop_module.seconds_a_step(make, 2, 2) == pytest.approx(mean) and len(steps) == num_steps
+    assert timed(2) == pytest.approx(mean) and len(steps) == num_steps
     # a batch of four micro-batches, of which each takes half of the first step
-    assert seams.loop_module.seconds_a_step(make, 8, 2) == pytest.approx(mean * 2.5)
+    assert timed(8) == pytest.approx(mean * 2.5)
 
 
 @pytest.mark.parametrize(("mode", "num_loaded"), [("weights", 2), pytest.param("lora", 1, marks=pytest.mark.nightly)])

@@ -115,9 +115,8 @@ def learn_in_two(model: str, folder: Path) -> None:
                 raise KeyboardInterrupt
 
         with seams.saved_in(folder / name, recipe) as progress:
-            learned = seams.learn(
-                gated, BLOCKS, seams.Run.alone(recipe), seams.pools_of(gated, recipe), accelerator, progress, report
-            )
+            schedule, pools = seams.Run.alone(recipe).schedule, seams.pools_of(gated, recipe)
+            learned = seams.learn(gated, BLOCKS, schedule, pools, accelerator, progress, report)
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 

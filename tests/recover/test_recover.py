@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import assert_refused, invoke, passed
 from runs import assert_same_weights, assert_written_as_evaluated, die_at, prune, recover, weights
+from seams import Learner
 
 from ddp_prune.core.decoder import checkpoint_layers, lent
 from ddp_prune.core.learn import Trainer
@@ -18,7 +19,6 @@ from ddp_prune.fit import MODES, held_bytes, state_bytes
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import open_source
 from ddp_prune.recipe import Recipe
-from ddp_prune.recover import WeightTrainer
 from ddp_prune.settings import RecoveryRecipe
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.pages import written
@@ -64,7 +64,7 @@ def test_the_written_model_is_the_evaluated_one(method: str, pruned: Path, tiny_
 def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, tmp_path: Path) -> None:
     options = ["--train", method, "--save-every", "3"]
     passed(recover(pruned, tmp_path / "whole", *options))
-    die_at(steps, lambda: recover(pruned, tmp_path / "out", *options), WeightTrainer)
+    die_at(steps, lambda: recover(pruned, tmp_path / "out", *options), Learner)
     less_memory = ["--activation-checkpointing", "on", "--save-every", "5"]  # as an error advises; same gradients
     result = recover(pruned, tmp_path / "out", "--train", method, *less_memory)
     assert f"resuming after step {steps // 3 * 3}" in result.output, result.output
@@ -127,11 +127,11 @@ def test_steps_run_with_the_attention_and_recomputation_that_were_fitted(
     verb: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The evaluation before them is without both, and gives the model back as it was."""
-    kind = WeightTrainer if verb == "recover" else Trainer
+    kind = Learner if verb == "recover" else Trainer
     step, seen = kind.step, list[tuple[bool, str]]()
 
     def look(self: Any, number: int) -> dict[str, float]:
-        model = self.student if verb == "recover" else self.gated.model
+        model = self.model
         flags = {layer.gradient_checkpointing and layer.training for layer in model.model.layers}
         seen.append((flags == {True}, model.config._attn_implementation))
         return step(self, number)

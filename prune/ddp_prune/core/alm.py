@@ -15,7 +15,7 @@ from torch import nn
 from ddp_prune.core.budget import Pool, kept_share
 from ddp_prune.core.gates import Masks
 from ddp_prune.core.learn import Trainer
-from ddp_prune.run import Run
+from ddp_prune.core.schedule import AlmSettings, Schedule
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
 SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
@@ -53,10 +53,11 @@ def sharpness_at(progress: float, mu_start: float, mu_end: float) -> float:
     return mu_start - (mu_start - mu_end) * math.sqrt(progress)
 
 
-def learning_rate(step: int, run: Run, base: float) -> float:
+def learning_rate(step: int, schedule: Schedule, base: float) -> float:
     """Return AdamW's rate at a step of the search: linear warm-up to `base`, then cosine to 0."""
-    warmup = max(1, round(run.recipe.alm.warmup * run.steps.search))
-    progress = max(0.0, (step - warmup) / max(1, run.steps.search - warmup))
+    search = schedule.steps.search
+    warmup = max(1, round(schedule.alm.warmup * search)) if schedule.alm else 1
+    progress = max(0.0, (step - warmup) / max(1, search - warmup))
     return base * min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -97,12 +98,13 @@ class AlmTrainer(Trainer):
     """Search with `controller="alm"`; rounding and polish are those of every search."""
 
     def prepare(self) -> None:
+        self.alm = self.schedule.alm or AlmSettings()
         for z in self.gates.z.values():
             z.requires_grad_()
         keep_ratios = {pool.name: pool.keep_ratio for pool in self.pools}
         self.costs = {pool.name: self._cost(pool) for pool in self.pools}
         self.multipliers = multipliers = AugmentedLagrangian(keep_ratios).to(self.accelerator.device)
-        alm, lambdas_1_3 = self.recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
+        alm, lambdas_1_3 = self.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [*self.gates.z.values()], "base": alm.learning_rate},
@@ -115,14 +117,14 @@ class AlmTrainer(Trainer):
 
     def forward_masks(self) -> Masks:
         """Return m [L, U] of every module type, differentiable in z."""
-        as_searched = not self.polishing or self.recipe.alm.raw_masks
+        as_searched = not self.polishing or self.alm.raw_masks
         return {kind: gate(z) for kind, z in self.gates.z.items()} if as_searched else super().forward_masks()
 
     def open_gates(self) -> Masks:
         return super().open_gates() if self.polishing else {kind: z > 0 for kind, z in self.gates.z.items()}
 
     def choose(self, saliency: Masks, is_open: Masks) -> Masks:
-        return is_open if self.recipe.alm.raw_masks else super().choose(saliency, is_open)
+        return is_open if self.alm.raw_masks else super().choose(saliency, is_open)
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
         """Return the retention score s of each unit, shaped as z."""
@@ -131,10 +133,10 @@ class AlmTrainer(Trainer):
     def bound(self) -> None:
         """Clamp z to its floor."""
         for z in self.gates.z.values():
-            z.data.clamp_(min=self.recipe.alm.gate_floor)
+            z.data.clamp_(min=self.alm.gate_floor)
 
     def remedy(self, step: int) -> str:
-        searching = step < self.run.steps.search
+        searching = step < self.schedule.steps.search
         return "try a lower learning_rate in the recipe's table [alm]" if searching else super().remedy(step)
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
@@ -146,7 +148,7 @@ class AlmTrainer(Trainer):
         scores = {pool.name: self.score(pool.join(self.gates.z), mu) for pool in self.pools}
         self.multipliers(scores, self.costs).backward()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.run, group["base"])
+            group["lr"] = learning_rate(step, self.schedule, group["base"])
         self.optimizer.step()
         self.bound()
 
@@ -159,7 +161,7 @@ class AlmTrainer(Trainer):
         return values | self.multipliers.values()
 
     def _sharpness(self, step: int) -> float:
-        return sharpness_at(self.progress(step), self.recipe.alm.mu_start, self.recipe.alm.mu_end)
+        return sharpness_at(self.progress(step), self.alm.mu_start, self.alm.mu_end)
 
     def _cost(self, pool: Pool) -> torch.Tensor:
         """Return the cost of each unit of a pool, float32 [G, N], scaled to at most 1: only ratios

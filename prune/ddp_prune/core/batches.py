@@ -1,5 +1,4 @@
-"""Micro-batches of token blocks, and the dense model's hidden states for them; both trainers use
-them.
+"""Micro-batches of token blocks, and the dense model's hidden states for them.
 
 Legend: B sequences of a micro-batch, H hidden size.
 """
@@ -12,17 +11,17 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.core.loss import final_hidden
-from ddp_prune.settings import TrainingSettings
+from ddp_prune.core.schedule import Schedule
 
 # host memory per process for hidden states of text that is read more than once
 TEACHER_CACHE_BYTES = 4 << 30
 
 
-def sequences_at_once(recipe: TrainingSettings, num_devices: int, device_type: str) -> int:
-    """Return the micro-batch size in sequences before it is fitted to memory: about 8,192 tokens,
+def usual_sequences(batch_size: int, seq_len: int, num_devices: int, device_type: str) -> int:
+    """Return the sequences of a forward pass before they are fitted to memory: about 8,192 tokens,
     1,024 on a CPU."""
     tokens = 8192 if device_type == "cuda" else 1024
-    return recipe.micro_batch_size or min(-(-recipe.batch_size // num_devices), max(1, tokens // recipe.seq_len))
+    return min(-(-batch_size // num_devices), max(1, tokens // seq_len))
 
 
 class MicroBatch(NamedTuple):
@@ -48,22 +47,21 @@ class Batches:
     def __init__(
         self,
         blocks: torch.Tensor,
-        recipe: TrainingSettings,
+        schedule: Schedule,
         accelerator: Accelerator,
         loss_mask: torch.Tensor | None = None,
-        num_sequences: int = 0,
     ) -> None:
-        """Divide the blocks into steps of `recipe.batch_size` blocks.
+        """Divide the blocks into steps of `schedule.batch_size` blocks.
 
         blocks: int64 [num_blocks, seq_len].
         loss_mask: bool, shaped as `blocks`: the tokens that contribute to the cross-entropy; None
             means all of them.
-        num_sequences: per forward pass, as fitted to memory; 0: as if memory were no concern.
         """
-        self.blocks, self.size, self.accelerator, self.loss_mask = blocks, recipe.batch_size, accelerator, loss_mask
+        self.blocks, self.size, self.accelerator, self.loss_mask = blocks, schedule.batch_size, accelerator, loss_mask
+        self.seq_len = blocks.shape[1]
         number, kind = accelerator.num_processes, accelerator.device.type
-        self.micro_batch_size = num_sequences or sequences_at_once(recipe, number, kind)
-        self.repeats = recipe.steps * recipe.batch_size > len(blocks)
+        self.micro_batch_size = schedule.num_sequences or usual_sequences(self.size, self.seq_len, number, kind)
+        self.repeats = schedule.steps.last * self.size > len(blocks)
 
     def numbers(self, step: int) -> list[int]:
         """Return the block numbers of a step, over all processes."""

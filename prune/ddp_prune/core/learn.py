@@ -9,27 +9,24 @@ Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a laye
 writes [L, U], the masks of routed experts are [L, E, C]: E experts with C channels each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.core.batches import Batches, Teacher
+from ddp_prune.core.batches import Batches, MicroBatch
 from ddp_prune.core.budget import LatencyPool, Pool, keep_schedule, kept_share
-from ddp_prune.core.decoder import checkpoint_layers, fit_attention, lent
+from ddp_prune.core.decoder import lent
 from ddp_prune.core.experts import neutral_where_idle
 from ddp_prune.core.gates import GatedModel, Masks, narrow_layers
-from ddp_prune.core.loop import Learner, Report, take_steps
-from ddp_prune.core.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.loop import Learner, Report, Training, take_steps
 from ddp_prune.core.processes import broadcast_from_main, raise_on_all_ranks
-from ddp_prune.core.rate import run_trials
 from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.weights import WARMUP, TrainedWeights, highest_rate, rate_of, step_seed
-from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
+from ddp_prune.core.schedule import Schedule
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 it would use up budget without effect
 # of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
@@ -40,17 +37,22 @@ CLOSE_EVERY = 4
 REVIVED = 0.5  # scale of a unit that rounding adds back, if the search left it without one
 
 
-class Joint(NamedTuple):
-    """What training the weights together with the masks requires."""
+class Sums(NamedTuple):
+    """What the passes of a step add up, shaped as the masks unless stated otherwise."""
 
-    weights: TrainedWeights
-    heldout: torch.Tensor | None = None
-    """Blocks on which the trials of the learning rate are judged; None: no trials."""
-    teacher: Any = None
-    """A copy of the dense model; None without distillation, and for adapters, which can be
-    disabled."""
-    print_line: Callable[[str], None] = lambda _: None
-    """Prints the trials of the learning rate."""
+    gradients: Masks
+    """float64, of the mean loss of the step."""
+    squares: Masks
+    """float64, of the gradients of single tokens."""
+    routed: Masks
+    """int64 [L, E], as `GateState.routed`."""
+
+    @classmethod
+    def zeros(cls, masks: Masks, routed: Masks) -> "Sums":
+        gradients, squares = (
+            {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()} for _ in range(2)
+        )
+        return cls(gradients, squares, {kind: torch.zeros_like(counts) for kind, counts in routed.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,30 +140,23 @@ class GateState:
 class Trainer(Learner):
     """The default search, and the polish of every search.
 
-    The scales z are the only parameters, and weights are frozen, unless `joint` is given.
+    The scales z are the only parameters, and weights are frozen, unless `training` is given.
     """
-
-    recipe: Recipe
 
     def __init__(
         self,
         gated: GatedModel,
         batches: Batches,
-        run: Run,
+        schedule: Schedule,
         pools: Sequence[Pool],
-        accelerator: Accelerator,
-        joint: Joint | None = None,
+        training: Training | None = None,
     ) -> None:
-        self.gated, self.batches, self.run, self.recipe = gated, batches, run, run.recipe
-        self.pools, self.accelerator, self.joint = pools, accelerator, joint
-        self.weights = joint.weights if joint else None
-        dense = joint.teacher if joint and joint.teacher is not None else gated.model
-        adapters_disabled = joint.weights.adapters_disabled if joint else nullcontext
-        self.teacher = Teacher(dense, batches, adapters_disabled) if run.recipe.distillation > 0 else None
-        self.narrow = narrow_layers(gated) if run.leaves_out else None
-        self.gates = GateState.opened(gated.shapes, accelerator.device)
+        super().__init__(gated.model, batches, schedule, training)
+        self.gated, self.pools = gated, pools
+        self.narrow = narrow_layers(gated) if schedule.leaves_out else None
+        self.gates = GateState.opened(gated.shapes, self.accelerator.device)
+        self.sums = Sums.zeros(self.gates.z, self.gates.routed)
         self.rounding: dict[str, dict[str, float]] = {}
-        self.rate: dict[str, Any] = {}  # `highest` of the weights, and the `trials` that found it
         self.prepare()
 
     def prepare(self) -> None:
@@ -181,18 +176,6 @@ class Trainer(Learner):
         """Return which gates are open, bool [L, U]."""
         return self.gates.support
 
-    def begin(self) -> None:
-        """Find the learning rate of the weights, as passed or by trials, unless that was done
-        before."""
-        joint, recipe = self.joint, self.recipe
-        if not joint or self.rate:
-            return
-        self.rate = {"highest": recipe.learning_rate or highest_rate(self.run.train, self.gated.sizes.hidden_size)}
-        if not recipe.learning_rate and joint.heldout is not None and self.teacher:
-            self.rate = run_trials(
-                self.gated.model, self.teacher, joint.weights, self.batches, joint.heldout, recipe, joint.print_line
-            )
-
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics.
 
@@ -207,59 +190,49 @@ class Trainer(Learner):
 
         Raises: TrainingError if the loss is not a number.
         """
-        gates, weights, model = self.gates, self.weights, self.gated.model
-        reduce = self.accelerator.reduce
+        gates, reduce = self.gates, self.accelerator.reduce
         # masks: the rounding freezes the support, and closed units are not computed
-        if step >= self.run.steps.search and not self.polishing:
+        if step >= self.schedule.steps.search and not self.polishing:
             self.round()
         if self.narrow:
             self.narrow.follow(gates.support)
-        masks = self.forward_masks()
-        losses = torch.zeros(2, device=self.accelerator.device)  # CE and KL, in nats per token
-        gradients = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
-        squares = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
-        routed = {kind: torch.zeros_like(counts) for kind, counts in gates.routed.items()}
-        loss_share = self.batches.loss_share(step)
-        for batch in self.batches.step(step):
-            leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
-            parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
-            teacher_NH = self.teacher.hidden(batch) if self.teacher else None
-            accumulating = weights.accumulating(batch.share) if weights else nullcontext()
-            with accumulating, self.gated.masks(leaves, parts, self.narrow):
-                # forward alone is counted: checkpointed layers run again in backward
-                with self.gated.counting(routed.get("experts")):
-                    student_NH = final_hidden(model, batch.tokens)
-                loss, metrics = distill(
-                    student_NH, teacher_NH, OutputHead.of(model), batch.labels_N, self.recipe.distillation,
-                    loss_mask_N=batch.loss_mask_N,
-                )  # fmt: skip
-                loss.backward()  # nothing waits for a GPU between forward and backward
-            del teacher_NH, student_NH, loss  # before the next pass and the optimizer's step
-            losses += batch.share * metrics
-            for kind, leaf in leaves.items():
-                assert leaf.grad is not None
-                gradients[kind] += leaf.grad.double() * batch.share
-                squares[kind] += parts[kind].double() * (len(batch.labels_N) * loss_share) ** 2
-        values = self.metrics_of(step, losses)
-        for kind, counts in routed.items():
+        masks, loss_share = self.forward_masks(), self.batches.loss_share(step)
+        sums = self.sums = Sums.zeros(masks, gates.routed)
+        values = self.metrics_of(step, self.backward(step, partial(self._passing, masks, loss_share)))
+        for kind, counts in sums.routed.items():
             gates.routed[kind] += reduce(counts, "sum")
-        gradients = {kind: reduce(value, "sum").float() for kind, value in gradients.items()}
+        gradients = {kind: reduce(value, "sum").float() for kind, value in sums.gradients.items()}
         for kind, support in gates.support.items():  # closed gates may not have been computed
-            gates.information[kind] += reduce(squares[kind], "sum").float() * support
+            gates.information[kind] += reduce(sums.squares[kind], "sum").float() * support
             gates.open_steps[kind] += support
         # natural step and closing of gates; then the weights
         if self.polishing:
             self.learn_scales(step, gradients)
         else:
             self.search(step, masks, gradients)
-        if weights:  # in a size family the rate does not decay before the search of the size ends
-            _, search, last = self.run.steps
-            rate = rate_of(step, last, self.rate.get("highest", 0.0), WARMUP, search if self.run.in_family else 0)
-            weights.step(rate, weights.reduce_gradients(), step_seed(self.recipe.seed, step))
+        if self.weights:
+            self.step_weights(step)
         return values | self.measure(step)
 
+    @contextmanager
+    def _passing(self, masks: Masks, loss_share: float, batch: MicroBatch) -> Iterator[None]:
+        """Apply the masks to a forward and backward pass, and add up what backward yields for them."""
+        leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
+        parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
+        with self.gated.masks(leaves, parts, self.narrow):
+            yield
+        for kind, leaf in leaves.items():
+            assert leaf.grad is not None
+            self.sums.gradients[kind].add_(leaf.grad.double() * batch.share)
+            self.sums.squares[kind].add_(parts[kind].double() * (len(batch.labels_N) * loss_share) ** 2)
+
+    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+        # forward alone is counted: checkpointed layers run again in backward
+        with self.gated.counting(self.sums.routed.get("experts")):
+            return super().hidden(batch)
+
     def remedy(self, step: int) -> str:
-        return "check the weights" if self.recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'
+        return "check the weights" if self.model.dtype == torch.float32 else 'try a recipe with dtype = "float32"'
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
         """Move the scales, then close gates. masks: of this step. gradients: of the loss, for these
@@ -269,16 +242,16 @@ class Trainer(Learner):
 
     def progress(self, step: int) -> float:
         """Return the fraction of the search that is done after this step, in (0, 1]."""
-        first, end, _ = self.run.steps
+        first, end, _ = self.schedule.steps
         return min(1.0, (step + 1 - first) / (end - first))
 
     @torch.no_grad()
     def learn_scales(self, step: int, gradients: Masks) -> None:
         """Move the scales of the support by a natural gradient step; closed gates do not change."""
-        num_tokens = self.recipe.batch_size * (self.recipe.seq_len - 1) * self.batches.loss_share(step)
+        num_tokens = self.schedule.batch_size * (self.batches.seq_len - 1) * self.batches.loss_share(step)
         gates = self.gates
         for kind, z in gates.z.items():
-            assumed = PRIOR_SHARE * self.run.steps.last / gates.open_steps[kind].clamp_min(1)
+            assumed = PRIOR_SHARE * self.schedule.steps.last / gates.open_steps[kind].clamp_min(1)
             moved = natural_step(z, gradients[kind] * num_tokens, gates.information[kind], assumed)
             z.copy_(torch.where(gates.support[kind], moved.clamp_min(KEPT_FLOOR), z))
 
@@ -290,11 +263,11 @@ class Trainer(Learner):
         estimate, so there gates close in each CLOSE_EVERY-th step only.
         """
         is_slow = self.accelerator.device.type == "cuda" and any(isinstance(pool, LatencyPool) for pool in self.pools)
-        if is_slow and (step + 1) % CLOSE_EVERY and step + 1 != self.run.steps.search:
+        if is_slow and (step + 1) % CLOSE_EVERY and step + 1 != self.schedule.steps.search:
             return
         for pool in self.pools:
             saliency = {kind: self._saliency(kind, self.gates.z[kind]) for kind in pool.shapes}
-            keep_ratio = keep_schedule(self.progress(step), pool.keep_ratio, self.run.start.get(pool.name, 1.0))
+            keep_ratio = keep_schedule(self.progress(step), pool.keep_ratio, self.schedule.start.get(pool.name, 1.0))
             self.gates.support.update(pool.close(saliency, self.gates.support, keep_ratio))
 
     @torch.no_grad()
@@ -364,7 +337,7 @@ class Trainer(Learner):
     @property
     def extra(self) -> dict[str, Any]:
         """The changes by rounding, and the learning rate of the weights."""
-        return {"rounding": self.rounding, "rate": self.rate}
+        return super().extra | {"rounding": self.rounding}
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.gates.save() | super().state()
@@ -372,7 +345,7 @@ class Trainer(Learner):
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         super().restore(step, tensors, extra)
         self.gates.load(tensors)
-        self.rounding, self.rate = extra["rounding"], extra["rate"]
+        self.rounding = extra["rounding"]
 
 
 def natural_step(
@@ -394,50 +367,36 @@ def natural_step(
     return z - gradient / (PRIOR_PRECISION + (1.0 + assumed) * information)
 
 
-def trainer_of(
-    gated: GatedModel,
-    batches: Batches,
-    run: Run,
-    pools: Sequence[Pool],
-    accelerator: Accelerator,
-    joint: Joint | None = None,
-    make: Callable[..., Trainer] | None = None,
-) -> Trainer:
-    """Choose attention, checkpointed layers and the number of sequences of a pass as fitted, and
-    return the trainer of a recipe's controller, or the one that `make` makes."""
+def trainer_of(schedule: Schedule) -> Callable[..., Trainer]:
+    """Return the class that learns gates by a schedule."""
     from ddp_prune.core.alm import AlmTrainer  # which changes the search of this file
 
-    for model in filter(None, (gated.model, joint and joint.teacher)):
-        fit_attention(model, run.recipe.seq_len, accelerator.device)
-    checkpoint_layers(gated.model, run.checkpointed or run.recipe.activation_checkpointing == "on")
-    batches.micro_batch_size = run.num_sequences or batches.micro_batch_size
-    make = make or {"gradual": Trainer, "alm": AlmTrainer}[run.recipe.controller]
-    return make(gated, batches, run, pools, accelerator, joint)
+    return AlmTrainer if schedule.alm else Trainer
 
 
 def learn(
     gated: GatedModel,
     blocks: torch.Tensor,
-    run: Run,
+    schedule: Schedule,
     pools: Sequence[Pool],
     accelerator: Accelerator,
     progress: Unsaved,
     report: Report,
-    joint: Joint | None = None,
+    training: Training | None = None,
     make: Callable[..., Trainer] | None = None,
     loss_mask: torch.Tensor | None = None,
 ) -> Learned:
     """Train the gates of a model and return them; resumes from `progress` if it can.
 
     blocks: int64 [num_blocks, seq_len].
-    joint: how weights are trained too, if they are.
-    make: makes another trainer than the recipe's controller.
+    training: how weights are trained too, if they are.
+    make: makes another trainer than that of the schedule.
     loss_mask: as of `Batches`.
 
     Raises: as `take_steps`.
     """
     with lent(gated.model):  # it is evaluated like the dense model
-        batches = Batches(blocks, run.recipe, accelerator, loss_mask)
-        trainer = trainer_of(gated, batches, run, pools, accelerator, joint, make)
-        take_steps(trainer, run.steps.last, progress, report)
+        batches = Batches(blocks, schedule, accelerator, loss_mask)
+        trainer = (make or trainer_of(schedule))(gated, batches, schedule, pools, training)
+        take_steps(trainer, progress, report)
     return trainer.learned()

@@ -1,24 +1,30 @@
-"""The loop of every run: take a step, log its metrics, save the run when a save is due, resume from
-a save."""
+"""Trains the weights of a model step by step, and is the loop of every run: take a step, log its
+metrics, save the run when a save is due, resume from a save.
+
+`Learner` trains weights on the dense model's outputs; `Trainer` (learn.py) learns gates too.
+"""
 
 import math
 import os
 import signal
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.core.batches import Teacher
+from ddp_prune.core.batches import Batches, MicroBatch, Teacher, usual_sequences
+from ddp_prune.core.decoder import checkpoint_layers, fit_attention, lent
+from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.processes import broadcast_from_main
+from ddp_prune.core.rate import run_trials
 from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.weights import TrainedWeights
-from ddp_prune.settings import TrainingSettings
+from ddp_prune.core.schedule import Schedule
+from ddp_prune.core.weights import TrainedWeights, highest_rate, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
 
 # shortest time between two saves: a kill costs at most that much work if a save takes up to 6 s
@@ -32,28 +38,96 @@ OUT_OF_MEMORY = 'try a recipe with micro_batch_size = 1 and activation_checkpoin
 Report = Callable[[dict[str, float]], None]
 
 
-class Learner(ABC):
-    """Trains gates, or the weights of a pruned model, step by step."""
+class Training(NamedTuple):
+    """How the weights of a model are trained."""
 
-    accelerator: Accelerator
-    recipe: TrainingSettings
-    weights: TrainedWeights | None
-    """The weights that are trained; None: only gates are."""
-    teacher: Teacher | None
-    """The dense model; None without distillation."""
+    weights: TrainedWeights
+    heldout: torch.Tensor | None = None
+    """Blocks on which the trials of the learning rate are judged; None: no trials."""
+    teacher: Any = None
+    """The dense model, if it is another one than the model without what is trained."""
+    print_line: Callable[[str], None] = lambda _: None
+    """Prints the trials of the learning rate."""
 
-    def begin(self) -> None:  # noqa: B027 (optional)
-        """Do what precedes the first step, after a saved run was restored; it is not part of the
-        time of a step."""
 
-    @abstractmethod
+class Learner:
+    """Trains the weights of a model to minimize cross-entropy + η·KL(dense ‖ model)."""
+
+    def __init__(self, model: Any, batches: Batches, schedule: Schedule, training: Training | None) -> None:
+        """Set how passes of the model are computed, which the caller lends (`lent`).
+
+        training: None if no weights are trained.
+        """
+        self.model, self.batches, self.schedule, self.training = model, batches, schedule, training
+        self.accelerator = batches.accelerator
+        self.weights = training.weights if training else None
+        dense = training.teacher if training and training.teacher is not None else model
+        for each in (model, dense):
+            fit_attention(each, batches.seq_len, self.accelerator.device)
+        checkpoint_layers(model, schedule.checkpointed)
+        adapters_disabled = self.weights.adapters_disabled if self.weights and dense is model else nullcontext
+        self.teacher = Teacher(dense, batches, adapters_disabled) if schedule.distillation > 0 else None
+        self.head, self.dense_head = OutputHead.of(model), OutputHead.of(dense)
+        self.rate: dict[str, Any] = {}  # `highest` of the weights, and the `trials` that found it
+
+    def begin(self) -> None:
+        """Find the learning rate of the weights, as passed or by trials, unless that was done
+        before; it is not part of the time of a step."""
+        if not self.training or not self.weights or self.rate:
+            return
+        given, heldout = self.schedule.learning_rate, self.training.heldout
+        if given or heldout is None or not self.teacher:
+            train, config = "lora" if self.weights.adapted else "weights", self.model.config.get_text_config()
+            self.rate = {"highest": given or highest_rate(train, config.hidden_size)}
+        else:
+            self.rate = run_trials(self, heldout, self.training.print_line)
+
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a
         number."""
+        values = self.metrics_of(step, self.backward(step))
+        return values | {"learning_rate": self.step_weights(step)}
 
-    @abstractmethod
+    def backward(
+        self, step: int, passing: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext()
+    ) -> torch.Tensor:
+        """Add up the gradients of a step, one micro-batch after the other; return this process's
+        share of its CE and KL, in nats per token.
+
+        passing: a context for the forward and backward pass of a micro-batch.
+        """
+        losses = torch.zeros(2, device=self.accelerator.device)
+        for batch in self.batches.step(step):
+            teacher_NH = self.teacher.hidden(batch) if self.teacher else None
+            accumulating = self.weights.accumulating(batch.share) if self.weights else nullcontext()
+            with accumulating, passing(batch):
+                student_NH = self.hidden(batch)
+                # the loss mask applies only to the cross-entropy: the teacher has an output for
+                # every token
+                loss, metrics = distill(
+                    student_NH, teacher_NH, self.head, batch.labels_N, self.schedule.distillation, self.dense_head,
+                    batch.loss_mask_N,
+                )  # fmt: skip
+                loss.backward()  # nothing waits for a GPU between forward and backward
+            del teacher_NH, student_NH, loss  # before the next pass and the optimizer's step
+            losses += batch.share * metrics
+        return losses
+
+    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the model's final hidden states, [B·(seq_len−1), H]."""
+        return final_hidden(self.model, batch.tokens)
+
+    def step_weights(self, step: int) -> float:
+        """Let AdamW move the weights by the gradients of a step, and return its rate."""
+        assert self.weights
+        plan = self.schedule
+        rate = rate_of(step, plan.steps.last, self.rate.get("highest", 0.0), plan.warmup, plan.flat_until)
+        self.weights.step(rate, self.weights.reduce_gradients(), step_seed(plan.seed, step))
+        return rate
+
     def remedy(self, step: int) -> str:
         """Return what the user can do if the loss of a step is not a number."""
+        return f"try a --learning-rate below {self.rate.get('highest', 0.0):g}"
 
     def metrics_of(self, step: int, losses: torch.Tensor) -> dict[str, float]:
         """Return the metrics of a step from this process's share of its losses.
@@ -61,7 +135,7 @@ class Learner(ABC):
         losses: CE and KL in nats per token. Raises: as `step`.
         """
         cross_entropy, divergence = self.accelerator.reduce(losses, "sum").tolist()
-        loss = cross_entropy + self.recipe.distillation * divergence
+        loss = cross_entropy + self.schedule.distillation * divergence
         if not math.isfinite(loss):
             raise TrainingError(f"the loss is {loss} at step {step + 1}")
         distilled = {"kl": divergence} if self.teacher else {}
@@ -69,8 +143,8 @@ class Learner(ABC):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Plain data that a saved run requires in addition to the tensors."""
-        return {}
+        """Plain data that a saved run requires in addition to the tensors: the learning rate."""
+        return {"rate": self.rate}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything the next step depends on, as named tensors; all processes must call it
@@ -84,39 +158,51 @@ class Learner(ABC):
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         """Restore the `state` and `extra` that were saved before `step`; all processes must call it
         together."""
+        self.rate = extra["rate"]
         if self.weights:
             self.weights.restore(step, tensors)
 
 
-def seconds_a_step(make: Callable[[int], Learner], batch_size: int, at_once: int) -> float:
-    """Return the seconds of a step, of the slowest process; nothing is trained.
+def seconds_a_step(
+    models: Sequence[Any], make: Callable[[torch.Tensor, Schedule], Learner], schedule: Schedule, seq_len: int,
+    accelerator: Accelerator,
+) -> float:  # fmt: skip
+    """Return the seconds of a step on random tokens, of the slowest process. Nothing is trained.
 
     Steps of one and, if the batch has more, of two micro-batches are timed. The difference is the
     time of a micro-batch; the rest, such as the optimizer of trained weights, counts once a step.
-    make: returns a learner, which does not `begin`, whose steps have so many sequences.
-    at_once: sequences of a micro-batch, over all processes.
+    models: the one that learns, and its teacher if that is another one. make: returns a learner of
+    blocks, which does not `begin`. All processes call this together.
     """
-    seconds = _seconds_of(make(at_once))
-    if batch_size <= at_once:
-        return seconds
-    another = max(0.0, _seconds_of(make(2 * at_once)) - seconds)
+    number, batch_size = accelerator.num_processes, schedule.batch_size
+    usual = usual_sequences(batch_size, seq_len, number, accelerator.device.type)
+    at_once = number * (schedule.num_sequences or usual)
+    vocabulary = models[0].config.get_text_config().vocab_size
+
+    def seconds_of(size: int) -> float:
+        """Return the mean of the first two successive steps that take equally long."""
+        blocks, seconds = torch.randint(vocabulary, (TIMED_STEPS * size, seq_len)), list[float]()
+        learner = make(blocks, replace(schedule, batch_size=size))
+        while len(seconds) < TIMED_STEPS:
+            began = time.perf_counter()
+            learner.step(len(seconds))
+            took = torch.tensor([time.perf_counter() - began], device=accelerator.device)
+            seconds.append(float(accelerator.gather(took).max()))
+            if len(seconds) > 1 and abs(seconds[-1] - seconds[-2]) <= AGREEMENT * max(seconds[-2:]):
+                break
+        if learner.weights:
+            learner.weights.reset_optimizer()
+        return sum(seconds[-2:]) / 2
+
+    with lent(*models):
+        seconds = seconds_of(at_once)
+        if batch_size <= at_once:
+            return seconds
+        another = max(0.0, seconds_of(2 * at_once) - seconds)
     return seconds + another * (batch_size / at_once - 1)
 
 
-def _seconds_of(learner: Learner) -> float:
-    """Return the mean of the first two successive steps that take equally long."""
-    seconds = list[float]()
-    while len(seconds) < TIMED_STEPS:
-        began = time.perf_counter()
-        learner.step(len(seconds))
-        took = torch.tensor([time.perf_counter() - began], device=learner.accelerator.device)
-        seconds.append(float(learner.accelerator.gather(took).max()))
-        if len(seconds) > 1 and abs(seconds[-1] - seconds[-2]) <= AGREEMENT * max(seconds[-2:]):
-            break
-    return sum(seconds[-2:]) / 2
-
-
-def take_steps(learner: Learner, num_steps: int, run: Unsaved, report: Report) -> None:
+def take_steps(learner: Learner, run: Unsaved, report: Report) -> None:
     """Take the steps of a run, or the remaining ones if it was interrupted.
 
     run: where the states and the metrics are kept. All processes take part in a save together, so
@@ -126,11 +212,11 @@ def take_steps(learner: Learner, num_steps: int, run: Unsaved, report: Report) -
     Raises: TrainingError if the loss is not a number or memory runs out; the last save stays in the
         run's folder. KeyboardInterrupt after Ctrl-C, when the step is done and saved.
     """
-    recipe, accelerator, first = learner.recipe, learner.accelerator, 0
+    schedule, accelerator, first = learner.schedule, learner.accelerator, 0
     if saved := run.resume(learner.like):
         learner.restore(*saved)
         first = saved.step
-    saved_at, pause = time.perf_counter(), SAVE_SECONDS
+    saved_at, pause, num_steps = time.perf_counter(), SAVE_SECONDS, schedule.steps.last
     if first < num_steps:
         with _remedy(learner, first, run):
             learner.begin()
@@ -139,13 +225,13 @@ def take_steps(learner: Learner, num_steps: int, run: Unsaved, report: Report) -
             began = time.perf_counter()
             with _remedy(learner, step, run):
                 metrics = learner.step(step)
-            tokens = float(recipe.batch_size * recipe.seq_len)
+            tokens = float(schedule.batch_size * learner.batches.seq_len)
             metrics |= {"seconds": time.perf_counter() - began, "tokens": tokens}
             run.log(metrics)
             # also after the last step: the export can fail too
             due = bool(stop) or step + 1 in (run.search, num_steps)
-            if recipe.save_every:
-                due = due or (step + 1) % recipe.save_every == 0
+            if schedule.save_every:
+                due = due or (step + 1) % schedule.save_every == 0
             elif not due:
                 due = broadcast_from_main(accelerator, time.perf_counter() - saved_at >= pause)
             if due:

@@ -14,17 +14,17 @@ run of 40 steps KL is 0.46 instead of 0.41.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_prune.core.batches import Batches, Teacher
-from ddp_prune.core.loss import OutputHead, distill, final_hidden
+from ddp_prune.core.loss import distill, final_hidden
 from ddp_prune.core.processes import broadcast_from_main
-from ddp_prune.core.weights import TrainedWeights, step_seed
-from ddp_prune.recipe import Recipe
-from ddp_prune.settings import TrainingSettings
+from ddp_prune.core.weights import step_seed
 from ddp_vllm.errors import TrainingError
+
+if TYPE_CHECKING:
+    from ddp_prune.core.loop import Learner
 
 RATES = {"weights": (2.5e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4), "lora": (6.25e-5, 2.5e-4, 1e-3, 4e-3, 1.6e-2)}
 FIRST = 1  # index of the rate that is tried first
@@ -38,16 +38,14 @@ def change(loss: float, dense: float) -> str:
     return f"{round(loss - dense, 2) + 0.0:+.2f}" if math.isfinite(loss) else "no number"
 
 
-def trial_steps(recipe: TrainingSettings, train: str) -> int:
-    """Return about how many steps the trials of a run take at most, with the evaluations of
-    held-out text. train: its training mode; a recovery has no trials."""
-    if not isinstance(recipe, Recipe) or train == "masks" or recipe.distillation == 0 or recipe.learning_rate:
-        return 0
+def trial_steps(train: str, batch_size: int, seq_len: int) -> int:
+    """Return about how many steps the trials of a training mode take at most, with the evaluations
+    of held-out text."""
     trials = len(RATES[train][FIRST:])
     # the dense model is evaluated too; two forward passes per block, where a step does about four
     # per sequence
-    blocks = (trials + 1) * _num_blocks(recipe.seq_len)
-    return trials * TRIAL_STEPS + blocks // (2 * recipe.batch_size)
+    blocks = (trials + 1) * _num_blocks(seq_len)
+    return trials * TRIAL_STEPS + blocks // (2 * batch_size)
 
 
 def _num_blocks(seq_len: int) -> int:
@@ -72,35 +70,22 @@ def find_rate(
     return chosen, losses
 
 
-def run_trials(
-    model: Any,
-    teacher: Teacher,
-    weights: TrainedWeights,
-    batches: Batches,
-    heldout: torch.Tensor,
-    recipe: Recipe,
-    print_line: Callable[[str], None],
-) -> dict[str, Any]:
+def run_trials(learner: "Learner", heldout: torch.Tensor, print_line: Callable[[str], None]) -> dict[str, Any]:
     """Return the highest learning rate of a run and the trials that found it, in the form of
     `Learned.rate`; leave the weights as they were.
 
-    model: the dense model, whose `weights` are trained. heldout: int64 [num_blocks, seq_len].
+    learner: of weights, with a teacher, before its first step. heldout: int64 [num_blocks, seq_len].
     print_line: prints a line before and after each trial.
     """
-    accelerator, eta = batches.accelerator, recipe.distillation
+    weights, teacher, eta = learner.weights, learner.teacher, learner.schedule.distillation
+    assert weights and teacher
     rates = RATES["lora" if weights.adapted else "weights"]
 
     def trial(rate: float) -> float:
         try:
             for step in range(TRIAL_STEPS):
-                for batch in batches.step(step):
-                    with weights.accumulating(batch.share):
-                        teacher_NH, student_NH = teacher.hidden(batch), final_hidden(model, batch.tokens)
-                        head, labels_N = OutputHead.of(model), batch.labels_N
-                        distill(student_NH, teacher_NH, head, labels_N, eta, loss_mask_N=batch.loss_mask_N)[
-                            0
-                        ].backward()
-                weights.step(rate, weights.reduce_gradients(), step_seed(recipe.seed, step))
+                learner.backward(step)
+                weights.step(rate, weights.reduce_gradients(), step_seed(learner.schedule.seed, step))
             loss = heldout_loss()
             print_line(
                 f"learning rate {rate:g}, trial {rates.index(rate)} of {len(rates) - FIRST}: {change(loss, dense)}"
@@ -113,13 +98,13 @@ def run_trials(
 
     @torch.no_grad()
     def heldout_loss() -> float:
-        blocks, total = heldout[: _num_blocks(heldout.shape[1])].to(accelerator.device).split(1), 0.0
+        blocks, total = heldout[: _num_blocks(heldout.shape[1])].to(learner.accelerator.device).split(1), 0.0
         for tokens in blocks:
             labels_N = tokens[:, 1:].reshape(-1)
-            teacher_NH, student_NH = teacher.states(tokens), final_hidden(model, tokens)
-            cross_entropy, divergence = distill(student_NH, teacher_NH, OutputHead.of(model), labels_N, eta)[1].tolist()
+            teacher_NH, student_NH = teacher.states(tokens), final_hidden(learner.model, tokens)
+            cross_entropy, divergence = distill(student_NH, teacher_NH, learner.head, labels_N, eta)[1].tolist()
             total += cross_entropy + eta * divergence
-        return broadcast_from_main(accelerator, total / len(blocks))
+        return broadcast_from_main(learner.accelerator, total / len(blocks))
 
     print_line(
         f"finding the learning rate: at most {len(rates) - FIRST} trials of {TRIAL_STEPS} steps of the dense model"

@@ -40,7 +40,6 @@ from ddp_vllm.errors import TrainingError
 LEARNING_RATES = {"weights": 2e-4, "lora": 1e-3}
 # from this hidden size the rate of `weights` is lower: 4e-5 harms Qwen2.5-Coder-0.5B (896)
 WIDE, WIDE_RATE = 768, 1e-5
-WARMUP = 0.1  # of the steps
 BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the state of both optimizers per parameter
 ADAPTER = "default"  # peft's name of the adapter
