@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import pytest
+import seams
 import torch
 from seams import ChatTemplate, blocks_module, check_watched, load_blocks, sources_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -179,6 +180,22 @@ def test_text_of_which_a_part_is_trained_on_is_not_watched(words: int, load: Loa
     again = load(write_texts("d.jsonl", texts), heldout_blocks=2, **only)
     assert again.heldout.equal(blocks.heldout)
     check_watched(again, "d.jsonl", blocks, "a.jsonl")
+
+
+def test_text_is_recognized_in_other_rows_and_with_other_blanks(load: Load, write_texts: Write) -> None:
+    """Not what every document begins with, which a template writes."""
+    texts, only = texts_of("a", 60, 300), {"train_blocks": 1, "min_train_blocks": 0, "heldout_blocks": 40}
+    same = " ".join(f"start{number}" for number in range(60))
+    blocks = load(write_texts("a.jsonl", [f"{same} {text}" for text in texts]))
+    whole = " ".join(texts)
+    rows = [whole[start : start + 777] for start in range(0, len(whole), 777)]
+    for name, changed in {"rows": rows, "blanks": [f"  also {text}" for text in texts]}.items():
+        watched = load(write_texts(f"{name}.jsonl", changed), **only)
+        assert seams.blocks_module.shared_runs(watched.heldout, blocks.train) > 0.1
+        with pytest.raises(TextError, match=rf"a\.jsonl trains on .* held out of {name}\.jsonl"):
+            check_watched(watched, f"{name}.jsonl", blocks, "a.jsonl")
+    other = load(write_texts("b.jsonl", [f"{same} {text}" for text in texts_of("b", 60, 300)]), **only)
+    check_watched(other, "b.jsonl", blocks, "a.jsonl")
 
 
 def chats_of(count: int, turns: int = 6) -> list[dict[str, Any]]:

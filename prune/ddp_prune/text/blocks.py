@@ -37,6 +37,9 @@ from ddp_vllm.output import atomic_file
 ARRAYS = ("train", "loss_mask", "heldout", "train_hashes", "heldout_hashes")  # of cached blocks
 VERSION = 10  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
+RUN = 32  # tokens; the longest that two texts may have in common by chance or quotation
+MOST_SHARED = 0.01  # of the runs of a watched text that training text may hold
+COMPARED_AT_ONCE = 1 << 22  # tokens
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
 # a source shorter than this many times the held-out text, or with fewer documents, is split into its excerpts
 SHORT_SOURCE = 4
@@ -323,6 +326,38 @@ def check_watched(watched: Blocks, name: str, blocks: Blocks, data: str) -> None
             f"{data} trains on {len(shared):,} of the {len(watched.heldout_hashes):,} excerpts that are held out of "
             f"{name}; pass text to --watch that data does not hold"
         )
+    if (share := shared_runs(watched.heldout, blocks.train)) > MOST_SHARED:
+        raise TextError(
+            f"{data} trains on {share:.0%} of the text that is held out of {name}, by runs of {RUN} tokens; pass text "
+            "to --watch that data does not hold"
+        )
+
+
+def shared_runs(watched: torch.Tensor, train: torch.Tensor) -> float:
+    """Return the share of the runs of RUN tokens in watched text that training text holds too,
+    whatever documents, blanks or rows they stand in.
+
+    Runs that the watched text repeats, such as a template's system prompt, do not count.
+    """
+    runs, counts = np.unique(_hashed_runs(watched), return_counts=True)
+    runs = runs[counts == 1]
+    if not len(runs) or train.numel() < RUN:
+        return 0.0
+    is_shared = np.zeros(len(runs), bool)
+    for part in train.flatten().split(COMPARED_AT_ONCE):
+        others = _hashed_runs(part)
+        positions = np.searchsorted(runs, others).clip(max=len(runs) - 1)
+        is_shared[positions[runs[positions] == others]] = True
+    return float(is_shared.mean())
+
+
+def _hashed_runs(tokens: torch.Tensor) -> np.ndarray:
+    """Return a hash of every run of RUN successive tokens, uint64."""
+    stream = tokens.flatten().numpy().astype(np.uint64)
+    hashes = np.zeros(max(0, len(stream) - RUN + 1), np.uint64)
+    for offset in range(RUN):  # polynomial, modulo 2^64
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + stream[offset : offset + len(hashes)]
+    return hashes
 
 
 def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:
