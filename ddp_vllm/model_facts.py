@@ -15,10 +15,11 @@ from typing import Any
 from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
-from ddp_vllm.formats import SUBBLOCKS, is_leftover, opened_in_place
+from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
 from ddp_vllm.model_files import TOKENIZERS
 from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
-from ddp_vllm.remote_code.widths import Widths, head_dim, stated_widths
+from ddp_vllm.remote_code.tensors import dense_type
+from ddp_vllm.remote_code.widths import Widths, head_dim, stated_widths, text_config
 from ddp_vllm.schema import Count
 
 # the last by Puzzletron
@@ -143,6 +144,25 @@ def is_pruned(folder: Path) -> bool:
     """Tell whether ddp-vllm made the folder of a model. Raises: ModelError if it has no config."""
     config = read_config(folder)
     return "ddp_layers" in config or stated_widths(config) is not None
+
+
+def unrelated(dense: str, pruned: str) -> str:
+    """Return in words why a model cannot be a pruned version of another one, by their configs; "" if
+    it can, or if a config is not on this machine."""
+    folders = list[Path]()
+    with suppress(ModelError):
+        folders = [folder for model in (dense, pruned) if (folder := known_folder(model))]
+    if len(folders) < 2 or not all((folder / "config.json").is_file() for folder in folders):
+        return ""
+    if is_pruned(folders[0]) and not is_pruned(folders[1]):
+        return f"note: {dense} is pruned and {pruned} is not; are they exchanged?"
+    configs = [read_config(folder) for folder in folders]
+    kinds = [base_type(dict(config) | {"model_type": dense_type(config)}).removesuffix("_text") for config in configs]
+    sizes = [text_config(config).get("hidden_size") for config in configs]
+    for name, one, other in (("model_type", *kinds), ("hidden_size", *sizes)):
+        if one != other:
+            return f"note: {pruned} is no pruned version of {dense}: its {name} is {other}, not {one}"
+    return ""
 
 
 def local_folder(model: str) -> Path | None:

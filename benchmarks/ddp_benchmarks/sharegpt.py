@@ -34,7 +34,7 @@ from ddp_benchmarks.engine import Engine, Server, vllm_command
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError, echo, line_printer
-from ddp_vllm.model_facts import describe_model, is_pruned
+from ddp_vllm.model_facts import describe_model, is_pruned, unrelated
 from ddp_vllm.output import check_file
 from ddp_vllm.results import BEGINS, FORMAT, Bench, verdicts, write_results
 from ddp_vllm.settings import Settings, setting
@@ -138,6 +138,8 @@ def run_benchmark(settings: BenchSettings, output: Path, *, verbose: bool) -> di
     described = [describe_model(model) for model in models]
     for pruned in settings.pruned:
         check_vocabularies(settings.dense, pruned)
+        if note := unrelated(settings.dense, pruned):
+            print_line(note)
     labels = _labels([model.name for model in described])
     facts = [model.to_json() | {"label": label} for model, label in zip(described, labels, strict=True)]
     settings = _fit(settings)

@@ -25,7 +25,7 @@ from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.intervals import judge
 from ddp_vllm.machine import PHASES, Workload
-from ddp_vllm.model_facts import dense_kv_bytes, known_folder
+from ddp_vllm.model_facts import dense_kv_bytes, known_folder, unrelated
 from ddp_vllm.settings import Settings, setting
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
@@ -199,6 +199,8 @@ def compare_steps(
     """
     vllm_command()
     workload, models = settings.workload, (settings.dense, *settings.pruned)
+    for note in filter(None, (unrelated(settings.dense, pruned) for pruned in settings.pruned)):
+        print_line(note)
     cells: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
     results = new_results(STEPS_FORMAT, asdict(settings) | {"workload": asdict(workload)})
     largest = largest_of([workload.batch], [workload.context], settings.steps)

@@ -24,7 +24,7 @@ from ddp_vllm.evaluations import (
     perplexity_ratio,
 )
 from ddp_vllm.masks import MASKS_FILE, Latency, Quality
-from ddp_vllm.model_facts import ModelFacts, describe_model, identify
+from ddp_vllm.model_facts import ModelFacts, describe_model, identify, unrelated
 from ddp_vllm.names import bare_name
 from ddp_vllm.provenance import dense_model, local_provenance
 from ddp_vllm.remote_code.files import read_json
@@ -237,6 +237,8 @@ def _dense_model(dense: str | None, files: Sequence[Results], pruned: Sequence[M
     if facts.pruned:
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
     for model in pruned:
+        if note := unrelated(dense, model.facts.model):
+            notes.append(note.removeprefix("note: "))
         others = [speed.bench.models[0] for speed in model.speeds]
         if different := [other.model for other in others if not _is_same(other, facts, [])]:
             notes.append(f"{model.name} was measured against {different[0]}, not {dense}")

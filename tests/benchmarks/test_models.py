@@ -9,10 +9,23 @@ import pytest
 
 from ddp_benchmarks import side_by_side, verbs
 from ddp_benchmarks.models import max_model_len
-from ddp_vllm.model_facts import describe_model, local_folder
+from ddp_vllm.model_facts import describe_model, local_folder, unrelated
 
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
 CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 64}
+
+
+def test_models_that_are_not_related_are_named(tiny: Path, halved: Path, tmp_path: Path) -> None:
+    """What is compared should be a model and its pruned versions; a model and itself show noise."""
+    other, wider = tmp_path / "other", tmp_path / "wider"
+    for folder, changes in ((other, {"model_type": "qwen3"}), (wider, {"hidden_size": 4096})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(json.loads((tiny / "config.json").read_text()) | changes))
+    related = [(tiny, halved), (tiny, tiny), (halved, halved), (tmp_path / "missing", halved)]
+    assert not any(unrelated(str(dense), str(pruned)) for dense, pruned in related)
+    assert unrelated(str(halved), str(tiny)).endswith("are they exchanged?")
+    assert "its model_type is llama, not qwen3" in unrelated(str(other), str(halved))
+    assert "its hidden_size is 64, not 4096" in unrelated(str(wider), str(halved))
 
 
 @pytest.mark.parametrize(("arguments", "value_bytes"), [
