@@ -212,6 +212,7 @@ def _prune(
         for pool in pools[number]:
             print_line(pool.describe())
         run.size, run.search = number, size.steps.search if size is not last else None
+        run.before = sum(other.steps.last - other.steps.first for other in runs[:number]) - size.steps.first
         set_seed(first.seed)
         with explained(too_large(size.recipe)):
             model = (

@@ -332,6 +332,9 @@ def test_a_tracker_gets_settings_and_metrics(
     assert [(name, steps) for name, _, steps in Notes.runs] == [
         ("ddp-vllm", [1, 2, 3, 4, 5, 6]), ("ddp-vllm-recover", [1])
     ]  # fmt: skip
+    # a second size continues from the middle of the first, but a tracker drops steps that go back
+    passed(prune(tiny_model, tiny_text, tmp_path / "sizes", "--sparsity", "0.2,0.4", "--tracker", "notes"))
+    assert Notes.runs[2][2] == [1, 2, 3, 4, 5, 6]
     assert Notes.runs[0][1]["alm.mu_start"] == 0.5 and Notes.runs[1][1]["tokens"] == 32
 
 

@@ -279,7 +279,7 @@ def test_a_killed_family_resumes_to_the_bit(
     step, killed = Trainer.step, set[tuple[float, bool]]()
 
     def die_once(self: Trainer, number: int) -> dict[str, float]:
-        place = self.recipe.sparsity, number > self.run.steps.search
+        place = round(1 - self.pools[0].keep_ratio, 1), number > self.schedule.steps.search
         if place not in killed:
             killed.add(place)
             raise KeyboardInterrupt
@@ -370,7 +370,7 @@ def test_a_family_is_overwritten_from_other_text_at_once(
     step = Trainer.step
 
     def die_in_second(self: Trainer, number: int) -> dict[str, float]:
-        if self.recipe.sparsity == 0.4:
+        if self.schedule.steps.first:
             raise KeyboardInterrupt
         return step(self, number)
 

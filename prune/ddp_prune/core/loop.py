@@ -239,7 +239,7 @@ def take_steps(learner: Learner, run: Unsaved, report: Report) -> None:
                 run.save(step + 1, learner.state(), learner.extra)
                 saved_at = time.perf_counter()
                 pause = max(SAVE_SECONDS, SAVE_SHARE * (saved_at - began))
-            accelerator.log(metrics, step=step + 1)
+            accelerator.log(metrics, step=run.before + step + 1)
             report(metrics)
             if stop:
                 raise KeyboardInterrupt(f"stopped at step {step + 1} of {num_steps}; the same command resumes")

@@ -30,6 +30,10 @@ class Unsaved:
     """Steps after which the search ends, from whose end the next size starts; None for the last
     size."""
 
+    before = 0
+    """Steps that a tracker adds to the step's number, so that it never goes back: those of earlier
+    sizes."""
+
     def resume(self, like: Like) -> Saved | None:
         """Return the state to start from; None to start anew."""
 
