@@ -24,7 +24,7 @@ from ddp_prune.export import export, layer_widths
 from ddp_prune.models.evaluation import Evaluation, bos_warning, reference_of
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
-from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_checked_pools
+from ddp_prune.pools import find_model, latency_profile, make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import Loaded, load_trained, resolve_runs, too_large
 from ddp_prune.run import Run
@@ -215,9 +215,7 @@ def _prune(
         run.before = sum(other.steps.last - other.steps.first for other in runs[:number]) - size.steps.first
         set_seed(first.seed)
         with explained(too_large(size.recipe)):
-            model = (
-                loaded.pop() if loaded else load_trained(size, source, head_unit_of(size.recipe, source), accelerator)
-            )
+            model = loaded.pop() if loaded else load_trained(size, source, accelerator)
             result = _learn_size(size, model, pools[number], source, tokenizer, text, run, console, proof=proof)
             del model
         with raise_on_all_ranks(accelerator):
@@ -237,9 +235,8 @@ def announce(run: Run, source: Source, text: Text, print_line: Callable[[str], N
     """Print what a run is about to do, before the model is loaded."""
     recipe, blocks = run.recipe, text.blocks
     passes = run.steps.last * recipe.batch_size / len(blocks.train)
-    head_unit = head_unit_of(recipe, source)
-    units = {"attn": head_unit, "mlp": "channel", "experts": "expert channel"}
-    unit = head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
+    units = {"attn": run.head_unit, "mlp": "channel", "experts": "expert channel"}
+    unit = run.head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
     trained = {"masks": "masks", "lora": "masks and low-rank additions", "weights": "masks and weights"}[run.train]
     print_line(
         f"text: {blocks.num_tokens:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
@@ -372,7 +369,7 @@ def _write(
         source,
         learned.gates,
         output,
-        head_unit=head_unit_of(recipe, source),
+        head_unit=size.head_unit,
         provenance=provenance | result.evaluation | {"fingerprint": inputs},
         scores=learned.scores(),
         overwrite=run.record["overwrite"],

@@ -23,7 +23,7 @@ from ddp_prune.fit import (
 )
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
-from ddp_prune.pools import find_model, head_unit_of, latency_profile, make_checked_pools
+from ddp_prune.pools import find_model, latency_profile, make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import (
     SHORTEST,
@@ -135,7 +135,7 @@ def _plan_here(
         return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=fitted.peak)
     if not seconds:
         print_line(TIMING)
-        model = load_trained(runs[-1], source, head_unit_of(last, source), accelerator)
+        model = load_trained(runs[-1], source, accelerator)
         seconds = time_run(runs[-1], model, pools_of[-1], accelerator)
     num_trials, steps = trial_steps_of(last, runs[-1].train), sum(run.steps.last - run.steps.first for run in runs)
     trials = f" and trials of the learning rate that take as long as {num_trials}" * bool(num_trials)

@@ -111,13 +111,15 @@ def resolve_runs(
     """
     last, devices = recipes[-1], Devices.here(recipes[0], accelerator)
     mode = resolve_training_mode(last, source, resumed, devices, accelerator, print_line)
-    loaded, seconds = list[Loaded](), 0.0
+    loaded, seconds, head_unit = list[Loaded](), 0.0, head_unit_of(last, source)
     if last.minutes:
 
         def open_mode(mode: Mode) -> Callable[[Recipe], float]:
-            alone = lambda recipe: Run.alone(recipe, **fit(recipe, source, devices, mode).resolved())  # noqa: E731
+            def alone(recipe: Recipe) -> Run:
+                return Run.alone(recipe, head_unit=head_unit, **fit(recipe, source, devices, mode).resolved())
+
             loaded.clear()
-            loaded.append(load_trained(alone(last), source, head_unit_of(last, source), accelerator))
+            loaded.append(load_trained(alone(last), source, accelerator))
             return lambda recipe: time_run(alone(recipe), loaded[0], pools[-1], accelerator)
 
         if resumed:
@@ -141,7 +143,15 @@ def resolve_runs(
     starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
     in_family = len(recipes) > 1
     runs = [
-        Run(recipe=recipe, steps=steps, **fitted.resolved(), profile=profile, start=start, in_family=in_family)
+        Run(
+            recipe=recipe,
+            steps=steps,
+            head_unit=head_unit,
+            profile=profile,
+            start=start,
+            in_family=in_family,
+            **fitted.resolved(),
+        )
         for recipe, steps, start in zip(recipes, steps_of(recipes), starts, strict=True)
     ]
     return Resolved(runs, fitted, loaded, seconds)
@@ -295,7 +305,7 @@ def time_run(run: Run, loaded: Loaded, pools: Sequence[Pool], accelerator: Accel
         return seconds_a_step(models, make, run.schedule, run.recipe.seq_len, accelerator)
 
 
-def load_trained(run: Run, source: Source, head_unit: str, accelerator: Accelerator) -> Loaded:
+def load_trained(run: Run, source: Source, accelerator: Accelerator) -> Loaded:
     """Load the model of a run with its gates, and what is trained besides the gates; it must not
     have run forward. Raises: TrainingError if a device cannot hold it."""
     set_seed(run.recipe.seed)  # of additions
@@ -306,7 +316,7 @@ def load_trained(run: Run, source: Source, head_unit: str, accelerator: Accelera
         if accelerator.device.type == "cuda":
             with suppress(Exception):  # without a C compiler, eager mode is slower and right
                 fuse_elementwise(model)
-        gated = GatedModel(model, source.widths, source.sizes, head_unit)
+        gated = GatedModel(model, source.widths, source.sizes, run.head_unit)
         if run.recipe.holds_teacher(run.train):
             teacher = load_teacher(source, run.recipe, accelerator, model)
     return Loaded(gated, weights, teacher)

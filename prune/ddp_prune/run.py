@@ -28,6 +28,8 @@ class Run:
     steps: Steps
     train: str = "masks"
     """`masks`, `lora` or `weights`: the training mode, resolved if the recipe has `auto`."""
+    head_unit: str = "kv-group"
+    """The attention unit, resolved if the recipe has `auto`."""
     optimizer: str = ""
     """Optimizer of trained weights, resolved; "" for masks only."""
     num_sequences: int = 0
