@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 TORCH = ["torch==2.13.0+cpu"]
 PYTORCH_INDEX = ["--index-url", "https://download.pytorch.org/whl/cpu"]
 ALL = ["-r", "requirements/cpu.txt", "-c", "requirements/constraints.txt"]
-# imported by tests of quantize alone, from a folder of its own: it wants another transformers
+# imported by tests of quantize alone, from a folder of its own, because it requires another transformers
 QUANTIZE = ["--no-deps", "--upgrade", "--target", ".venv/quantize", "-r", "requirements/quantize.txt"]
 UV_NAMES = {  # pip's settings -> uv's, and what stands between several values
     "find-links": ("UV_FIND_LINKS", ","),
@@ -43,14 +43,14 @@ def pip(*words: str) -> bool:
 def uv_settings() -> dict[str, str]:
     """Return pip's settings as uv's environment variables. What is set for uv stays."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
-    found = list[tuple[int, str, str]]()
+    settings_of_pip = list[tuple[int, str, str]]()
     for line in listed.splitlines():
         key, _, value = line.partition("=")
         section, _, name = key.rpartition(".")
         if section in ORDER and name in UV_NAMES:
-            found.append((ORDER.index(section), name, str(ast.literal_eval(value))))
+            settings_of_pip.append((ORDER.index(section), name, str(ast.literal_eval(value))))
     settings = dict[str, str]()
-    for _, name, value in sorted(found):
+    for _, name, value in sorted(settings_of_pip):
         variable, between = UV_NAMES[name]
         there = [part for part in value.split() if is_there(part)]
         if there and variable not in os.environ:

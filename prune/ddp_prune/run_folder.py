@@ -94,9 +94,9 @@ class RunFolder(Unsaved):
                         self.folder.parent.mkdir(parents=True, exist_ok=True)
                         self.folder.mkdir(mode=0o700, exist_ok=True)
                         stack.enter_context(_locked(self.folder))
-                    found = find_record(self.output, recipes, overwrite=overwrite)
-                    self.gives_up = not found and os.path.lexists(self.folder / RECORD)
-                    self.record = found or self._new_record(recipes)
+                    saved = find_record(self.output, recipes, overwrite=overwrite)
+                    self.gives_up = not saved and os.path.lexists(self.folder / RECORD)
+                    self.record = saved or self._new_record(recipes)
                     self.record["overwrite"] |= overwrite  # the output, also when the run is resumed
             self.record, self.gives_up = broadcast_from_main(self.accelerator, (self.record, self.gives_up))
             self.overwrite = overwrite

@@ -173,7 +173,7 @@ def _open(
     rest, first, size = reader.read(partial(rows.by_hash, reader.notes, *limits)), list[Document](), 0
     while heldout_size and (size < SHORT_SOURCE * heldout_size or len(first) < SHORT_SOURCE):
         if (document := next(rest, None)) is None:
-            excerpts = {hash_of(excerpt.text): excerpt for whole in first for excerpt in cut(whole, excerpt_size)}
+            excerpts = {hash_of(excerpt.text): excerpt for document in first for excerpt in cut(document, excerpt_size)}
             candidates = [excerpts[number] for number in sorted(excerpts)]
             return candidates, map(candidates.__getitem__, np.random.default_rng(seed).permutation(len(candidates)))
         first.append(document)
