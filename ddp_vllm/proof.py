@@ -49,9 +49,7 @@ MOST_TOKENS, MOST_POSITIONS = 256, 64
 """Of the one block that is read, so that the largest models are read in minutes on a CPU."""
 TOLERANCE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 6e-2}
 """Number format -> the largest distance of logits (`distance`) that rounding explains; a model that
-is not the same one is above 0.3."""
-QUANTIZED = 0.5
-"""The same of quantized weights: 4-bit ones of small models reach 0.2."""
+is not the same one is above 0.3. Seen: 2e-2 of SmolLM2-135M, pruned in float32 and stored in bfloat16."""
 SCRIPT = Path(__file__).with_name("read_back.py")
 
 

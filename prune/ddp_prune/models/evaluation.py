@@ -152,7 +152,9 @@ def reference_of(model: Any, tokenizer: Any, blocks: torch.Tensor | None = None,
     seq_len]; None: a text for models that were given none.
     """
     texts, tokens = [PROSE, ODD], [*Reference.tokens]
-    if blocks is not None:
+    if tokenizer and blocks is None:
+        tokens = tokenizer(PROSE)["input_ids"]
+    elif blocks is not None:
         texts, tokens = [tokenizer.decode(blocks.flatten()[:MOST_TEXT]), ODD], blocks[0, :MOST_TOKENS].tolist()
     return Reference(
         texts=texts,
