@@ -1,23 +1,21 @@
 """DeepSeekMoE (v1, arXiv:2401.06066), which transformers lacks: its configuration and dense class.
 
 This file is part of every pruned checkpoint of that model, and is used for the dense one too.
-Legend of shape suffixes: T tokens, H hidden size, K experts per token, E experts per layer.
+Legend of shape suffixes: T tokens, H hidden size, K experts per token.
 """
 
-import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.integrations import use_experts_implementation
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel, LlamaPreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeMLP, Qwen2MoeTopKRouter
 
 from .configuration_ddp_widths import AnyConfig, register_widths
 
@@ -26,6 +24,7 @@ class DeepseekConfig(LlamaConfig):
     """Llama with experts. Defaults are those of DeepSeekMoE-16B."""
 
     model_type = "deepseek"
+    attribute_map: ClassVar[dict[str, str]] = {"num_experts": "n_routed_experts"}
     n_routed_experts: int = 64
     n_shared_experts: int | None = 2
     num_experts_per_tok: int = 6
@@ -35,53 +34,22 @@ class DeepseekConfig(LlamaConfig):
     norm_topk_prob: bool = False
 
 
-@use_experts_implementation
-class DeepseekExperts(nn.Module):
-    """Dense routed experts, stacked as transformers' experts functions require."""
-
-    def __init__(self, config: DeepseekConfig) -> None:
-        super().__init__()
-        self.num_experts, self.hidden_dim = config.n_routed_experts, config.hidden_size
-        self.intermediate_dim = config.moe_intermediate_size
-        shape = (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
-        self.gate_up_proj = nn.Parameter(torch.empty(shape).normal_(std=config.initializer_range))
-        shape = (self.num_experts, self.hidden_dim, self.intermediate_dim)
-        self.down_proj = nn.Parameter(torch.empty(shape).normal_(std=config.initializer_range))
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Loop over the experts, for `experts_implementation="eager"`."""
-        sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
-        for expert in ids_TK.unique().tolist():
-            tokens, slots = torch.where(ids_TK == expert)
-            gate, up = F.linear(x_TH[tokens], self.gate_up_proj[expert]).chunk(2, dim=-1)
-            y = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            sum_TH.index_add_(0, tokens, (y * weights_TK[tokens, slots, None]).float())
-        return sum_TH.to(x_TH.dtype)
-
-
 class DeepseekMoE(nn.Module):
-    """Routes each token to the best K experts by softmax over all, and adds shared experts for
-    every token."""
+    """Qwen2-MoE's router and experts, and shared experts for every token, without a gate."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
-        self.num_chosen, self.normalize = config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = nn.Linear(config.hidden_size, config.n_routed_experts, bias=False)
-        self.experts = DeepseekExperts(config)
+        self.gate, self.experts = Qwen2MoeTopKRouter(config), Qwen2MoeExperts(config)
+        for parameter in self.parameters():  # Llama's class initializes linear layers only
+            parameter.data.normal_(std=config.initializer_range)
         self.shared_experts = None
         if config.n_shared_experts:
-            shared = copy.copy(config)
-            shared.intermediate_size = config.n_shared_experts * config.moe_intermediate_size
-            self.shared_experts = LlamaMLP(shared)
+            self.shared_experts = Qwen2MoeMLP(config, config.n_shared_experts * config.moe_intermediate_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x_TH = hidden_states.view(-1, hidden_states.shape[-1])
-        scores_TE = self.gate(x_TH).softmax(-1, dtype=torch.float32)
-        weights_TK, ids_TK = scores_TE.topk(self.num_chosen, dim=-1)
-        if self.normalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        y_TH = self.experts(x_TH, ids_TK, weights_TK.to(x_TH.dtype))
+        _, weights_TK, ids_TK = self.gate(x_TH)
+        y_TH = self.experts(x_TH, ids_TK, weights_TK)
         if self.shared_experts is not None:
             y_TH = y_TH + self.shared_experts(x_TH)
         return y_TH.view(hidden_states.shape)
