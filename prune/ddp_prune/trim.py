@@ -17,6 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_prune.models.evaluation import bits_per_byte
+from ddp_prune.models.loading import load_model
+from ddp_prune.models.source import open_source
 from ddp_prune.text.blocks import cut
 from ddp_prune.text.documents import DocumentReader
 from ddp_prune.text.messages import Notes
@@ -29,6 +32,7 @@ from ddp_vllm.families import check_dense
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import is_pruned, local_folder
 from ddp_vllm.model_files import TOKENIZERS, stored_tensors, write_json, write_model_files, write_weights
+from ddp_vllm.names import bare_name
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.proof import MOST_TOKENS, ODD, PROSE, Reference, prove, read_back
 from ddp_vllm.provenance import provenance_of, write_provenance
@@ -37,6 +41,7 @@ from ddp_vllm.remote_code.files import checked_tensors, file_tensors, weight_fil
 MULTIPLE = 128  # of rows in the table, which kernels of heads and a split over devices prefer
 COUNTED = 30_000_000  # characters of all sources together
 EXCERPT, HELD_OUT_EVERY, MOST_HELD_OUT = 3000, 16, 64  # characters; excerpts; excerpts of each source
+READ, SHOWN = 8, 10  # excerpts of each source that both models read; words
 RANDOM_TEXTS, SAMPLED_TOKENS = 1000, 2000  # texts of the proof
 SAME = {"float32": 1e-5, "bfloat16": 1e-3}
 """Number format -> the largest distance of logits. The rows are the same to the bit, but a matrix product
@@ -103,10 +108,11 @@ def trim(
         _write_settings(writing, small, new_ids)
         write_weights(_trimmed_tensors(folder, table, rows), writing)
         proved = _prove(writing, folder, tokenizer, texts, new_ids, num_rows) if proof else {"proof": {}}
-        write_provenance(
-            writing / MASKS_FILE, {"trimmed": {"from": folder.resolve().name, "tokens": len(rows)}, **proved}
-        )
-        for line in _summary(folder, table, texts, (document, small), (len(ids), len(rows))):
+        sizes = len(ids), len(rows)
+        costs = _costs(folder, writing, table, texts, (document, small), sizes)
+        trimmed = {"from": folder.resolve().name, "tokens": len(rows), **costs}
+        write_provenance(writing / MASKS_FILE, {"trimmed": trimmed, **proved})
+        for line in _summary(costs, sizes):
             print_line(line)
 
 
@@ -447,24 +453,54 @@ def _prove(
     return proved
 
 
-def _summary(
-    folder: Path, table: Sequence[str], texts: Texts, documents: tuple[Json, Json], num_tokens: tuple[int, int]
-) -> Iterator[str]:
-    """Yield what changed: tokens, the table's share of all weights, and tokens per byte of held-out text."""
+def _costs(
+    dense: Path,
+    written: Path,
+    table: Sequence[str],
+    texts: Texts,
+    documents: tuple[Json, Json],
+    num_tokens: tuple[int, int],
+) -> Json:
+    """Return what the smaller vocabulary saves and costs, before and after: weights that a step
+    reads, in numbers, and by text the tokens and the bits per byte; and the words that became longest."""
     from tokenizers import Tokenizer
 
-    sizes = {name: math.prod(shape) for path in weight_files(folder) for name, shape, _ in file_tensors(path)}
-    total, of_table = sum(sizes.values()), sum(sizes[name] for name in table)
-    smaller = of_table * num_tokens[1] // num_tokens[0]
-    yield (
-        f"tokens: {num_tokens[0]:,} → {num_tokens[1]:,}; embedding and head: {of_table / total:.1%} of all weights → "
-        f"{smaller / (total - of_table + smaller):.1%}; parameters: {total:,} → about {total - of_table + smaller:,}"
-    )
+    sizes = {name: math.prod(shape) for path in weight_files(dense) for name, shape, _ in file_tensors(path)}
+    of_table = sum(sizes[name] for name in table)
+    # an embedding that is not the head too is only looked up
+    read_of_table = sum(sizes[name] for name in table if "lm_head" in name or "embed_out" in name) or of_table
+    rest, share = sum(sizes.values()) - of_table, num_tokens[1] / num_tokens[0]
     before, after = (Tokenizer.from_str(json.dumps(document)) for document in documents)
+    costs: Json = {"read": [rest + read_of_table, round(rest + read_of_table * share)], "texts": {}}
+    models = [
+        (load_model(open_source(str(folder)), "auto"), load_tokenizer(str(folder))) for folder in (dense, written)
+    ]
     for name, excerpts in texts.held_out.items():
-        num_bytes = sum(len(text.encode()) for text in excerpts)
-        counts = [sum(len(one.ids) for one in tool.encode_batch(excerpts)) for tool in (before, after)]
-        if num_bytes and counts[0]:
-            first, second = (count / num_bytes for count in counts)
-            yield f"{name}: {first:.4f} → {second:.4f} tokens per byte of held-out text ({second / first:.3f}×)"
+        if num_bytes := sum(len(text.encode()) for text in excerpts):
+            counts = [sum(len(one.ids) for one in tool.encode_batch(excerpts)) for tool in (before, after)]
+            bits = [bits_per_byte(*model, excerpts[:READ]) for model in models]
+            costs["texts"][bare_name(name)] = {"tokens": [count / num_bytes for count in counts], "bits": bits}
+    words = {f" {word}" for excerpts in texts.held_out.values() for text in excerpts for word in text.split()}
+    lengths = {word.strip(): (len(before.encode(word).ids), len(after.encode(word).ids)) for word in sorted(words)}
+    longer = sorted(lengths, key=lambda word: lengths[word][0] - lengths[word][1])
+    costs["words"] = {word: lengths[word] for word in longer[:SHOWN] if lengths[word][1] > lengths[word][0]}
+    return costs
+
+
+def _summary(costs: Json, num_tokens: tuple[int, int]) -> Iterator[str]:
+    """Yield what changed, in lines."""
+    first, second = costs["read"]
+    yield (
+        f"tokens: {num_tokens[0]:,} → {num_tokens[1]:,}; numbers that a decode step reads: {first:,} → {second:,} "
+        f"({second / first - 1:+.0%})"
+    )
+    for name, values in costs["texts"].items():
+        parts = ((what, *values[what], values[what][1] / values[what][0]) for what in ("tokens", "bits"))
+        described = ", ".join(
+            f"{what} per byte {old:.4f} → {new:.4f} ({ratio:.3f}×)" for what, old, new, ratio in parts
+        )
+        yield f"held-out text of {name}: {described}"
+    if costs["words"]:
+        words = ", ".join(f"{word} ({old} → {new})" for word, (old, new) in costs["words"].items())
+        yield f"words that became longest, in tokens: {words}"
     yield LONGER

@@ -1,6 +1,7 @@
 """The verb trim: fewer tokens, a stock model, and nothing else that changes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,26 @@ def trimmed(dense: Path, text: Path) -> tuple[Path, str]:
     folder = dense.parent / "trimmed"
     command = ("trim", dense, "--tokens", 400, "--data", text, "-o", folder, "--no-proof")
     return folder, passed(invoke(*command)).stdout
+
+
+def test_what_it_costs_is_stated(trimmed: tuple[Path, str], dense: Path, text: Path) -> None:
+    """Bits per byte are those of transformers' own loss; an embedding that is no head is not read."""
+    folder, printed = trimmed
+    costs = read_provenance(folder / MASKS_FILE)["trimmed"]
+    tensors = {name: weight.numel() for name, weight in AutoModelForCausalLM.from_pretrained(dense).named_parameters()}
+    assert costs["read"][0] == sum(tensors.values()) - tensors["model.embed_tokens.weight"] > costs["read"][1]
+    assert "numbers that a decode step reads" in printed
+    tokenizers = [AutoTokenizer.from_pretrained(model) for model in (dense, folder)]
+    (held_out,) = trim_module.read_texts(str(text), tokenizers[0], print).held_out.values()
+    for model, tokenizer, stated in zip((dense, folder), tokenizers, costs["texts"]["text.jsonl"]["bits"], strict=True):
+        loaded, nats = AutoModelForCausalLM.from_pretrained(model), 0.0
+        for excerpt in held_out[: trim_module.READ]:
+            ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(excerpt, add_special_tokens=False)["input_ids"]]])
+            nats += loaded(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        num_bytes = sum(len(excerpt.encode()) for excerpt in held_out[: trim_module.READ])
+        assert stated == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-4)
+    assert all(before < after for before, after in costs["words"].values()) and len(costs["words"]) <= 10
+    assert all(f"{word} ({before} → {after})" in printed for word, (before, after) in costs["words"].items())
 
 
 def edited(dense: Path, folder: Path, name: str, **changes: Any) -> Path:
