@@ -16,6 +16,8 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.tensors import BLOCK_OF
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
+LARGE_TABLE = 0.15  # of the weights that a decode step reads: trimming it is worth a sentence
+
 KV_ELEMENT_BYTES = 2
 # one tensor per expert on disk, stacked in memory
 _EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")
@@ -118,3 +120,17 @@ def experts_chosen(config: Mapping[str, Any], widths: Widths | None = None) -> f
     text, widths = text_config(config), widths or widths_of(config)
     number = widths.on_disk.num_experts or count_experts(text)
     return (text.get("num_experts_per_tok") or 1) / number if number else 0.0
+
+
+def table_note(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return a sentence on the table of tokens, if a decode step reads much of it; "" if it does not.
+
+    An embedding that is not the head too is only looked up. shapes: of a model's tensors, by name.
+    """
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
+    embedding = sum(size for name, size in sizes.items() if name.endswith(("embed_tokens.weight", "wte.weight")))
+    head = sum(size for name, size in sizes.items() if name.endswith("lm_head.weight"))
+    share = (head or embedding) / max(1, sum(sizes.values()) - (embedding if head else 0))
+    if share < LARGE_TABLE:
+        return ""
+    return f"the table of tokens is {share:.0%} of the weights that a decode step reads"

@@ -47,9 +47,9 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
     tokenizer = load_tokenizer(source.tokenizer)
     if pruned_size != dense_size or tokenizer.get_vocab() != load_tokenizer(dense.tokenizer).get_vocab():
         raise ModelError(
-            f"{settings.model} and {dense.folder} have different tokens ({pruned_size} and {dense_size}), so perplexity "
-            "per token, KL and agreement cannot be compared; pass the model that it was made from, after ddp-vllm trim "
-            "the trimmed one, which states bits per byte"
+            f"{settings.model} and {dense.folder} have different tokens ({pruned_size} and {dense_size}), so "
+            "perplexity per token, KL and agreement cannot be compared; pass the model that it was made from, after "
+            "ddp-vllm trim the trimmed one, which states bits per byte"
         )
     texts = {
         name: _load_text(name, settings, tokenizer, int(dense_size or sys.maxsize), print_line)

@@ -34,6 +34,7 @@ from ddp_prune.text.blocks import Blocks, check_vocabulary, check_watched, load_
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.costs import table_note
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
@@ -242,6 +243,9 @@ def announce(run: Run, source: Source, text: Text, print_line: Callable[[str], N
         f"text: {blocks.num_tokens:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
         f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
     )
+    if note := table_note(source.shapes):
+        used, known = len(blocks.train.unique()), source.text_config.get("vocab_size", 0)
+        print_line(f"{note}; {used:,} of its {known:,} tokens occur in the text to train on (ddp-vllm trim)")
     print_line(
         f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; trained: {trained}"
     )

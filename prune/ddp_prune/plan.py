@@ -36,7 +36,7 @@ from ddp_prune.resolve import (
 )
 from ddp_prune.run import Run, steps_of
 from ddp_prune.run_folder import find_record
-from ddp_vllm.costs import experts_chosen, prices, whole_model
+from ddp_vllm.costs import experts_chosen, prices, table_note, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 from ddp_vllm.model_facts import dense_kv_bytes
@@ -80,6 +80,8 @@ def plan(
         lines.append(str(error))
         removed, is_known = [None] * len(recipes), False
     source.describe_rest(lines.append)
+    if note := table_note(source.shapes):
+        lines.append(f"{note}; ddp-vllm trim, before pruning, removes tokens that your text does not use")
     for recipe in recipes if is_known else ():
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")

@@ -8,8 +8,9 @@ import pytest
 from commands import assert_refused, invoke, passed
 from latency_profiles import written
 from runs import prune
-from seams import Recipe, load_recipes, plan, verbs
+from seams import Recipe, load_recipes, open_source, plan, verbs
 
+from ddp_vllm.costs import table_note
 from ddp_vllm.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
@@ -106,6 +107,14 @@ def test_memory_and_time_on_cards_depend_on_no_profile(card: str, tiny_model: Pa
     for wrong in ("a100-40gb", "h", "0xh100", "xh100"):  # of which there are several, or none
         result = invoke("prune", tiny_model, "--dry-run", "--sparsity", "0.2", "--on", wrong)
         assert_refused(result, 2, f"--on is '{wrong}'; give a card", "h100-80gb")
+
+
+@pytest.mark.usefixtures("short_of_memory")
+def test_a_large_table_of_tokens_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    """Of the tied table of a tiny model, 320 × 64; not of the same model with 32 times the channels."""
+    assert "ddp-vllm trim, before pruning" in dry_run(tiny_model, tmp_path, "--sparsity", "0.4")
+    shapes = dict(open_source(str(tiny_model)).shapes)
+    assert table_note(shapes) and not table_note(shapes | {"model.layers.0.mlp.up_proj.weight": [4096, 64]})
 
 
 def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
