@@ -1,5 +1,9 @@
 """The command line in this process, and what is asserted of its results."""
 
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
 from click.testing import CliRunner, Result
 
 from ddp_vllm.cli import main
@@ -10,6 +14,11 @@ VLLM_SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the workers of a test count their parameters
 }
+
+
+def cases(names: Iterable[str], by_day: Collection[str]) -> list[Any]:
+    """Return the values of a parameter, all of which are tested at night."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name not in by_day)) for name in names]
 
 
 def invoke(*words: object) -> Result:

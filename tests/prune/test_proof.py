@@ -1,12 +1,12 @@
 """A written folder is read in a fresh process, as its users read it; one that differs is not announced."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import seams
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, cases, invoke, passed
 from runs import assert_same_weights, edit_json, edit_weights, prune, recover
 
 from ddp_vllm import model_files
@@ -28,11 +28,7 @@ def proof_of(folder: Path) -> dict[str, Any]:
 BY_DAY = ("prune", "tokenizer", "config")  # a fresh process each
 
 
-def by_day(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in names]
-
-
-@pytest.mark.parametrize("verb", by_day(["prune", "recover", "apply"]))
+@pytest.mark.parametrize("verb", cases(["prune", "recover", "apply"], BY_DAY))
 @pytest.mark.usefixtures("proving")
 def test_a_fresh_process_finds_the_measured_model(
     verb: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,7 +83,7 @@ SPOILED: dict[str, tuple[Edit, str]] = {
 }
 
 
-@pytest.mark.parametrize("part", by_day(SPOILED))
+@pytest.mark.parametrize("part", cases(SPOILED, BY_DAY))
 @pytest.mark.usefixtures("proving")
 def test_a_folder_that_differs_is_kept_under_another_name(
     part: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
