@@ -19,14 +19,13 @@ def eight_times_as_fast(clock: Callable[[], float]) -> Callable[[], float]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_answers", "no_pictures")
 def test_the_same_model_comes_out_of_a_machine_that_is_eight_times_slower(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose clocks run eight times as fast meanwhile. The command is the demo's, of a smaller model."""
     monkeypatch.setattr(demo, "LENGTH", 16)
     monkeypatch.setattr(demo, "CONTEXT", 256)
-    monkeypatch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
-    monkeypatch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
     profile = written(tmp_path, read_config(tiny), 1)
     text = tmp_path / "chats.jsonl"
     text.write_text(

@@ -1,10 +1,12 @@
 """lm-eval on a tiny model and made-up rows of a folder of tasks: written as lm-eval writes, compared, refused."""
 
+import importlib
 import json
 import multiprocessing
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -59,7 +61,9 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """lm-eval runs in forks of this process, which has imported torch."""
+    """lm-eval runs in forks of this process, which imports it once."""
+    with warnings.catch_warnings(action="ignore"):
+        importlib.import_module("lm_eval.evaluator")
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")  # that package was imported before

@@ -1,4 +1,4 @@
-"""The kernels of training in Triton's interpreter, against their plain forms; run by `test_kernels.py`.
+"""The kernels of training in Triton's interpreter, against their plain forms; run by `test_moe_kernel.py`.
 
 Empties are poisoned with NaN. Cases: a block of the vocabulary that is not whole, no teacher, a loss mask, caps and
 divisors; units of one, of some and of more columns than a tile; experts without slots, and all slots on one expert.

@@ -25,7 +25,7 @@ def proof_of(folder: Path) -> dict[str, Any]:
     return proof
 
 
-BY_DAY = ("prune", "tokenizer", "config")  # a fresh process each
+BY_DAY = ("prune", "tokenizer")  # a fresh process each
 
 
 @pytest.mark.parametrize("verb", cases(["prune", "recover", "apply"], BY_DAY))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ddp_vllm import remote_code
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 Hostile = Callable[..., tuple[Path, Path, Path]]
 
 ROOT = Path(__file__).parents[2]
