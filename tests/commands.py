@@ -1,6 +1,8 @@
 """The command line in this process, and what is asserted of its results."""
 
-from collections.abc import Collection, Iterable
+import json
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,3 +41,15 @@ def assert_refused(result: Result, code: int, *words: str) -> None:
     assert "Traceback" not in result.output
     for word in words:
         assert word in result.stderr, result.stderr
+
+
+def edit_json(path: Path, *edits: Callable[[dict[str, Any]], Any], **changes: Any) -> Path:
+    """Change a file, which may not exist yet, by functions and by values of fields; None removes a field."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for edit in edits:
+        edit(content)
+    content |= changes
+    for name in (name for name, value in changes.items() if value is None):
+        del content[name]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path

@@ -23,12 +23,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("eta", "masked", "cap", "divisor"),
-    [
-        (2.0, False, None, 1.0),
-        (0.0, True, None, 8.0),
-        (1.0, True, 30.0, 1.0),
-    ],
+    ("eta", "masked", "cap", "divisor"), [(2.0, False, None, 1.0), (0.0, True, None, 8.0), (1.0, True, 30.0, 1.0)]
 )
 def test_the_distilled_head(eta: float, masked: bool, cap: float | None, divisor: float) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -280,10 +280,8 @@ def test_a_layer_may_lose_all_its_experts(dense: Callable[[str], Path], tmp_path
 def test_a_published_deepseek_config_loads_without_its_code(dense: Callable[[str], Path], tmp_path: Path) -> None:
     """DeepSeekMoE-16B's config.json names Python files that we neither download nor run."""
     folder = Path(shutil.copytree(dense("deepseek"), tmp_path / "dense"))
-    config = json.loads((folder / "config.json").read_text())
-    for key in ("rope_parameters", "head_dim", "mlp_bias", "transformers_version", "dtype"):
-        config.pop(key, None)
-    (folder / "config.json").write_text(json.dumps(config))
+    left_out = ("rope_parameters", "head_dim", "mlp_bias", "transformers_version", "dtype")
+    edit_json(folder / "config.json", **dict.fromkeys(left_out))
     code = {"AutoConfig": "configuration_deepseek.Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
     edit_json(
         folder / "config.json", architectures=["DeepseekForCausalLM"], auto_map=code, aux_loss_alpha=0.001,

@@ -45,19 +45,8 @@ def test_a_run_resumes_on_another_number_of_processes(
     optimizer: str, before: int, after: int, tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     train = ["--train", "lora"] if optimizer == "lora" else ["--train", "weights", "--optimizer", optimizer]
-    options = [
-        "--no-proof",
-        "--steps",
-        "6",
-        "--batch-size",
-        "4",
-        "--seq-len",
-        "16",
-        "--save-every",
-        "1",
-        "--learning-rate",
-        "2e-4",
-    ]
+    options = ["--no-proof", "--steps", "6", "--batch-size", "4", "--seq-len", "16", "--save-every", "1"]
+    options += ["--learning-rate", "2e-4"]
     command = ["prune", str(tiny_model), "--data", str(tiny_text), "--sparsity", "0.4", *options, *train, "-o"]
 
     def run(name: str, processes: int, stop: int = -1) -> str:
