@@ -1,5 +1,11 @@
 """The command line in this process, and what is asserted of its results."""
 
+import json
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
 from click.testing import CliRunner, Result
 
 from ddp_vllm.cli import main
@@ -10,6 +16,11 @@ VLLM_SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the workers of a test count their parameters
 }
+
+
+def cases(names: Iterable[str], by_day: Collection[str]) -> list[Any]:
+    """Return the values of a parameter, all of which are tested at night."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name not in by_day)) for name in names]
 
 
 def invoke(*words: object) -> Result:
@@ -30,3 +41,15 @@ def assert_refused(result: Result, code: int, *words: str) -> None:
     assert "Traceback" not in result.output
     for word in words:
         assert word in result.stderr, result.stderr
+
+
+def edit_json(path: Path, *edits: Callable[[dict[str, Any]], Any], **changes: Any) -> Path:
+    """Change a file, which may not exist yet, by functions and by values of fields; None removes a field."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for edit in edits:
+        edit(content)
+    content |= changes
+    for name in (name for name, value in changes.items() if value is None):
+        del content[name]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path

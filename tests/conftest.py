@@ -41,6 +41,18 @@ def proving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(IS_PROVING, "now", True)
 
 
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of three tokens: tiny models say nothing worth 64."""
+    monkeypatch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prune` without its report: to draw that takes several times as long as six steps of the tiny model."""
+    monkeypatch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct, real weights, bfloat16."""

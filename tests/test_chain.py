@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.dimensions import unit_shapes
 
-pytestmark = [pytest.mark.real_model, pytest.mark.vllm]
+# by day each part of the chain is tested on tiny models: in test_exported, in test_dense and in test_gguf
+pytestmark = [pytest.mark.real_model, pytest.mark.vllm, pytest.mark.nightly]
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time there was a fox who")
 NEW_TOKENS = 12
 
@@ -89,7 +90,6 @@ def test_masked_equals_exported_equals_vllm_in_float32(exported: Any, serve: Ser
         assert answer["logprobs"] == pytest.approx(chosen.flatten().tolist(), abs=1e-4)
 
 
-@pytest.mark.nightly
 def test_llama_cpp_writes_the_same_text(exported: Any, tmp_path: Path) -> None:
     folder = exported[2]
     passed(invoke("export", folder, "--outtype", "F32", "-o", tmp_path / "model.gguf"))

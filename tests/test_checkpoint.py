@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import invoke
+from commands import edit_json, invoke
 from safetensors.numpy import load_file, save_file
 
 from ddp_vllm.checkpoint import read_checkpoint
@@ -99,13 +99,8 @@ def whole(tmp_path: Path) -> Path:
     return _write(tmp_path / "whole", {"model_type": "own", "num_hidden_layers": 2, "ddp_widths": stated}, shapes)
 
 
-def _edit(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def run(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        edit(config)
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return run
+def _edit(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+    return lambda folder: edit_json(folder / "config.json", edit)
 
 
 def _first(key: str, value: Any) -> Callable[[Path], None]:

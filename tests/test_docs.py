@@ -19,10 +19,6 @@ FILES = [
     *(p for room in ROOMS for p in (ROOT / room).rglob("README.md")),
 ]
 PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in sorted(FILES)}
-ONCE = {  # what one page states, or two -> these pages
-    r"pip install \"\.\[prune,serve,eval\]\"": {"README.md"},
-    r"OLMo-2, OLMo-3, GLM-4": {"docs/models.md"},
-}
 
 
 def test_the_pages_that_are_generated_are_those_of_the_code() -> None:
@@ -61,11 +57,6 @@ def test_the_tables_of_features_and_of_problems_name_tests_that_exist() -> None:
         (path,) = ROOT.glob(f"tests/**/{file}.py")
         code = path.read_text(encoding="utf-8")
         assert f"def {name}(" in code or f'"{name}"' in code, f"{file} has no {name}"
-
-
-@pytest.mark.parametrize("statement", ONCE)
-def test_each_statement_stands_once(statement: str) -> None:
-    assert {page for page, text in PAGES.items() if re.search(statement, text)} == ONCE[statement]
 
 
 def sentences(page: str) -> list[str]:

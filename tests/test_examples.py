@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from ddp_benchmarks.engine import CPU_DEFAULTS
 from random_models import train_tokenizer, write_models
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short_answers")]
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -110,6 +110,7 @@ def test_support_desk_asks_only_what_users_asked(
     assert (tmp_path / "desk" / "report.html").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_choose_a_size(dense: Path, chats: Path, tmp_path: Path, example: Callable[..., str]) -> None:
     words = ["--model", dense, "--data", chats, "--output", "sizes", "--sizes", "0.2,0.4", "--tolerance", "100"]
     printed = example("choose_a_size.py", *words, "--min-agreement", "0", *SMALL)
@@ -142,6 +143,7 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.nightly), ["--whole-experts"]])
+@pytest.mark.usefixtures("no_pictures")
 def test_mixture(more: list[str], chats: Path, tmp_path: Path, example: Callable[..., str]) -> None:
     config = MixtralConfig(**SIZES, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
     model = save(tmp_path / "dense", config, chats)

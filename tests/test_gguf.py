@@ -14,7 +14,7 @@ import pytest
 import torch
 import xllamacpp
 from click.testing import Result
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, edit_json, invoke, passed
 from llama_cpp import Server
 from runs import small_files
 from tiny_models import SIZES as TINY
@@ -214,8 +214,7 @@ def test_tokens_of_llama_2s_kind(tmp_path: Path) -> None:
     wrapped.chat_template = "{{ bos_token }}{% for message in messages %}[{{ message['content'] }}]</s>{% endfor %}"
     wrapped.save_pretrained(tmp_path)
     assert_same_tokens(wrapped, serve(exported(tmp_path)))
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizer"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
     assert "a space before text that begins with one, or that follows a special" in run(tmp_path, "--overwrite").stdout
     loaded, server = AutoTokenizer.from_pretrained(tmp_path), serve(tmp_path / "model.gguf")
     for text in TEXTS[:2]:
@@ -290,7 +289,5 @@ def test_a_broken_tokenizer_is_refused(case: str, sound: Path, tmp_path: Path) -
     folder = Path(shutil.copytree(sound, tmp_path / "model"))
     (folder / "chat_template.jinja").unlink()
     name, break_it, said = BROKEN[case]
-    content = json.loads((folder / name).read_text(encoding="utf-8"))
-    break_it(content)
-    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    edit_json(folder / name, break_it)
     refused(folder, 3, said)

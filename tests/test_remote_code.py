@@ -1,10 +1,15 @@
-"""What users of plain transformers do with pruned models beside loading them and generating text."""
+"""What users of plain transformers and peft do with pruned models after loading them and generating text."""
 
+import json
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import add_remote_code
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
@@ -54,6 +59,10 @@ def test_a_static_cache_takes_layers_of_different_heads(settings: dict[str, Any]
     assert torch.equal(_answer(llama, cache_implementation="static", **settings), _answer(llama))
 
 
+def test_the_kv_cache_of_uneven_groups_is_as_compact_as_the_weights(llama: Any) -> None:
+    assert llama(TOKENS).past_key_values.layers[0].keys.shape[1] == 3  # not 5, the query heads
+
+
 def test_continuous_batching_is_refused_where_heads_differ(llama: Any, mixture: Any) -> None:
     """It would end every request with an empty answer."""
     with pytest.raises(WidthsError, match=r"equal KV heads in all layers; use generate\(\) or vLLM"):
@@ -78,10 +87,52 @@ def test_every_expert_gets_a_gradient(mixture: Any) -> None:
     assert not all(gradient.any() for gradient in gradients.values())
 
 
-def test_a_mixture_can_be_compiled(mixture: Any) -> None:
-    """Without a backend; what depends on the routing is not frozen."""
-    del mixture.model.layers[1:]  # to trace one layer takes 10 s of a busy core
-    compiled = torch.compile(mixture, backend="eager")
+def test_experts_can_be_compiled(mixture: Any) -> None:
+    """Without a backend; what depends on the routing is not frozen. To trace attention too takes several times as
+    long, and it is transformers' own."""
+    block = mixture.model.layers[0].mlp
+    compiled, x = torch.compile(block, backend="eager"), torch.randn(2, 20, 64)
     with torch.no_grad():
-        for tokens in (TOKENS, TOKENS.flip(1)):
-            torch.testing.assert_close(compiled(tokens, use_cache=False).logits, mixture(tokens).logits)
+        for inputs in (x, -x):
+            torch.testing.assert_close(compiled(inputs), block(inputs))
+
+
+PEFT = """
+import json, sys
+for name in ("ddp_vllm", "ddp_prune", "ddp_plugins", "ddp_benchmarks"):
+    sys.modules[name] = None  # an editable install would make them importable
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+def load():
+    return AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float32)
+
+torch.manual_seed(0)
+model, tokens = get_peft_model(load(), LoraConfig(r=4, target_modules="all-linear")), torch.arange(1, 21)[None]
+optimizer, losses = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2), []
+for _ in range(4):
+    losses.append(model(input_ids=tokens, labels=tokens).loss)
+    losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.save_pretrained(sys.argv[2])
+with torch.no_grad():
+    expected = model.eval()(input_ids=tokens).logits
+    merged = PeftModel.from_pretrained(load(), sys.argv[2]).merge_and_unload().eval()(tokens).logits
+shapes = [list(part.shape) for name, part in model.named_parameters() if "0.self_attn.k_proj.lora_B" in name]
+print(json.dumps([[loss.item() for loss in losses], (merged - expected).abs().max().item(), shapes]))
+"""
+
+
+@pytest.mark.nightly
+def test_peft_needs_no_patch(llama: Any, tmp_path: Path) -> None:
+    """In a process of its own, where nothing of ddp-vllm can be imported."""
+    llama.save_pretrained(tmp_path / "model")
+    add_remote_code(tmp_path / "model")
+    command = [sys.executable, "-I", "-c", PEFT, str(tmp_path / "model"), str(tmp_path / "adapter")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (first, *_, last), merged, shapes = json.loads(done.stdout.splitlines()[-1])
+    assert last < first - 0.1  # adapters on every projection learn
+    assert merged < 1e-4 and shapes == [[3 * 8, 4]]

@@ -1,33 +1,29 @@
 """The demo: its result does not depend on how fast the machine is."""
 
-import os
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import invoke, passed
 from latency_profiles import written
 from safetensors.torch import load_file
 
 import demo
 from ddp_vllm.checkpoint import read_config
 
-FASTER = """
-import time
-for name in ("perf_counter", "monotonic", "time"):
-    def clock(real=getattr(time, name), began=getattr(time, name)()):
-        return began + 8 * (real() - began)
-    setattr(time, name, clock)
-"""
+
+def eight_times_as_fast(clock: Callable[[], float]) -> Callable[[], float]:
+    began = clock()
+    return lambda: began + 8 * (clock() - began)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_answers", "no_pictures")
 def test_the_same_model_comes_out_of_a_machine_that_is_eight_times_slower(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose clock runs eight times as fast meanwhile. The command is the demo's, of a smaller model."""
-    (tmp_path / "clock").mkdir()
-    (tmp_path / "clock" / "sitecustomize.py").write_text(FASTER)
+    """Whose clocks run eight times as fast meanwhile. The command is the demo's, of a smaller model."""
     monkeypatch.setattr(demo, "LENGTH", 16)
     monkeypatch.setattr(demo, "CONTEXT", 256)
     profile = written(tmp_path, read_config(tiny), 1)
@@ -36,14 +32,14 @@ def test_the_same_model_comes_out_of_a_machine_that_is_eight_times_slower(
         "".join(f'{{"text": "{" ".join(["ice", "melts", "in", "the", "sun"] * 9)} {n}"}}\n' for n in range(99))
     )
     masks = []
-    for name, folders in (("usual", []), ("fast", [str(tmp_path / "clock")])):
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([*folders, os.environ["PYTHONPATH"]]), "DDP_VLLM_CACHE": str(tmp_path / name)
-        }  # fmt: skip
-        words = [str(word) for word in demo.pruning(tiny, text, profile, tmp_path / f"{name}-out")]
-        subprocess.run([sys.executable, "-m", "ddp_vllm", *words], env=environment, check=True)
-        masks.append(tmp_path / f"{name}-out" / "ddp_masks.safetensors")
-    one, other = (load_file(path) for path in masks)
+    for name in ("usual", "fast"):
+        monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / name))
+        with monkeypatch.context() as patch:
+            for clock in ("perf_counter", "monotonic", "time") if name == "fast" else ():
+                patch.setattr(time, clock, eight_times_as_fast(getattr(time, clock)))
+            passed(invoke(*demo.pruning(tiny, text, profile, tmp_path / f"{name}-out")))
+        masks.append(load_file(tmp_path / f"{name}-out" / "ddp_masks.safetensors"))
+    one, other = masks
     assert one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
 
 

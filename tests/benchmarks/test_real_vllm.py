@@ -93,24 +93,19 @@ metric_list: [{{metric: acc}}]
 """
 
 
-def test_vllm_evaluates_as_transformers_does(
-    halved: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_evaluates_tasks(halved: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     row = {"goal": "melt ice", "sol1": "the sun", "sol2": "down the hill"}
     rows = [json.dumps({**row, "goal": f"{number} ice melts", "label": number % 2}) for number in range(6)]
     (tmp_path / "tasks").mkdir()
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "tasks" / "riddles.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
-    found = [
-        ddp_vllm.evaluate(
-            halved, tasks="riddles", include_path=tmp_path / "tasks", backend=backend, dtype="float32", max_length=64,
-            output=tmp_path / backend, model_args=("enforce_eager=True",) * (backend == "vllm"),
-        )
-        for backend in ("vllm", "hf")
-    ]  # fmt: skip
-    assert found[0]["results"]["riddles"]["acc,none"] == found[1]["results"]["riddles"]["acc,none"] == 0.5
-    assert found[0]["ddp_vllm"]["settings"]["backend"] == "vllm" and found[0]["n-samples"]["riddles"]["effective"] == 6
+    found = ddp_vllm.evaluate(
+        halved, tasks="riddles", include_path=tmp_path / "tasks", backend="vllm", dtype="float32", max_length=64,
+        output=tmp_path / "out", model_args=("enforce_eager=True",),
+    )  # fmt: skip
+    assert found["results"]["riddles"]["acc,none"] == 0.5  # as with transformers: it always takes the same answer
+    assert found["ddp_vllm"]["settings"]["backend"] == "vllm" and found["n-samples"]["riddles"]["effective"] == 6
 
 
 def test_our_sample_is_vllms(tiny: Path, talks: Path, tmp_path: Path, run_in_vllm: Callable[..., str]) -> None:

@@ -28,12 +28,7 @@ UNEVEN = [([4, 2, 1][: max(1, len(heads))], width) for heads, width in LAYERS]
 EXPERTS = [0, 1, 17, 48, 100, 128, 256, 256]
 MODELS = {"ragged": LAYERS, "uneven": UNEVEN, "even": EVEN, "experts": LAYERS[:3]}
 TOLERANCE = 0.15  # nats, of a bfloat16 model's log-probabilities
-PROMPTS = [
-    [5],
-    list(range(1, 40)),
-    [(7 * i) % 2000 + 3 for i in range(300)],
-    [(11 * i) % 2000 + 3 for i in range(100)],
-]
+PROMPTS = [[5], list(range(1, 40)), [(7 * i) % 2000 + 3 for i in range(300)], [(11 * i) % 2000 + 3 for i in range(100)]]
 GRAPHS = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16]}
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, edit_json, invoke, passed
 from matplotlib.figure import Figure
 from written_folders import MACHINE, PageReader, write_bench, write_evaluation, write_masks, write_model
 
@@ -105,10 +105,7 @@ def test_the_interval_of_a_perplexity_ratio_holds_for_blocks_of_different_weight
 
 def edit(path: Path, **facts: Any) -> Path:
     """Change what results store about their last model."""
-    content = json.loads(path.read_text())
-    (content["models"][-1] if "models" in content else content["ddp_vllm"]["model"]).update(facts)
-    path.write_text(json.dumps(content))
-    return path
+    return edit_json(path, lambda c: (c["models"][-1] if "models" in c else c["ddp_vllm"]["model"]).update(facts))
 
 
 def test_results_of_another_machine_are_known_by_id(dense: Path, tmp_path: Path) -> None:
@@ -260,23 +257,18 @@ def test_what_cannot_be_told_names_both_ends() -> None:
     assert in_points(-0.1, 0.05) == "−10.0 ± 5.0 points"
 
 
-def changed(path: Path, **fields: Any) -> Path:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    return path
-
-
 def test_compare_shows_the_saturating_load_of_the_latest_complete_benchmark(dense: Path, pruned: Path) -> None:
     latest = [(2.0, speed) for speed in (4.0, 4.1, 3.9, 4.0, 4.05)]
     write_bench(pruned / "later.json", dense, pruned, latest)
-    changed(pruned / "later.json", started="2027")
+    edit_json(pruned / "later.json", started="2027")
     assert collect([pruned]).pruned[0].speed.verdict.main.ratio == pytest.approx(2.0, abs=0.02)
-    changed(pruned / "later.json", complete=False, reason="killed")  # then that of 2026, which is complete
+    edit_json(pruned / "later.json", complete=False, reason="killed")  # then that of 2026, which is complete
     assert collect([pruned]).pruned[0].speed.verdict.main.ratio == pytest.approx(1.5, abs=0.02)
     for name, load in (("served.json", "4 requests/s"), ("all.json", "all at once, 8 in flight")):
         content = json.loads(write_bench(pruned / name, dense, pruned, SPEEDS).read_text())
         for run in content["runs"]:
             run |= {"load": load, "metrics": {**run["metrics"], "p50_tpot_ms": 9.0}}
-        changed(pruned / name, runs=content["runs"], verdicts=verdicts(content), started="2025")
+        edit_json(pruned / name, runs=content["runs"], verdicts=verdicts(content), started="2025")
     (pruned / "sharegpt.json").unlink()
     (pruned / "later.json").unlink()
     assert {speed.verdict.load for speed in collect([pruned]).pruned[0].speeds} == {
@@ -290,14 +282,14 @@ def test_compare_shows_the_evaluation_with_most_tasks_then_most_rows_then_the_la
     def accuracy() -> float:
         return collect([pruned]).pruned[0].evaluation.score("piqa")[0]
 
-    changed(write_evaluation(pruned, 0.5, name="later"), date=9.0)
+    edit_json(write_evaluation(pruned, 0.5, name="later"), date=9.0)
     assert accuracy() == 0.5
     more_rows = {"n-samples": {"piqa": {"effective": 10}}}
-    changed(write_evaluation(pruned, 0.4, name="rows"), **more_rows)
+    edit_json(write_evaluation(pruned, 0.4, name="rows"), **more_rows)
     assert accuracy() == 0.4
     file = write_evaluation(pruned, 0.3, name="tasks")
     scores = json.loads(file.read_text())["results"]
-    changed(file, results=scores | {"rte": {"acc,none": 0.3}})
+    edit_json(file, results=scores | {"rte": {"acc,none": 0.3}})
     assert accuracy() == 0.3
 
 

@@ -21,7 +21,7 @@ WITHOUT_TRANSFORMERS: dict[str, dict[str, Any]] = {  # family whose dense model 
     "qwen3_5_moe": {"dtype": "bfloat16"},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "falcon_h1": {"enable_prefix_caching": False},  # vLLM 0.32 cannot keep Mamba's states on a CPU
+    "falcon_h1": {"enable_prefix_caching": False}  # vLLM 0.32 cannot keep Mamba's states on a CPU
 }
 WRAPPERS = ("mistral3", "qwen3_5", "qwen3_5_moe")
 WIDTHS = (33, INTERMEDIATE, 1)  # of the MLPs: odd, dense, a single channel

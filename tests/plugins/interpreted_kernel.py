@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from commands import cases
 from expert_cases import CASES, Problem, draw, poisoned
 
 from ddp_plugins import moe_kernel
@@ -28,27 +29,25 @@ EVERY_TIME = (
 )
 
 
-@pytest.mark.parametrize("fp8", ["", "channel"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in EVERY_TIME)) for name in CASES]
-)
+@pytest.mark.parametrize("fp8", cases(["", "channel"], [""]))  # by day FP8 has its own tiles below
+@pytest.mark.parametrize("name", cases(CASES, EVERY_TIME))
 def test_every_case(name: str, fp8: str) -> None:
     problem = draw(CASES[name], torch.float32, fp8=fp8)
     problem.check(run(problem, SMALL))
 
 
-SIZES = {  # tiles, format of the weights, whether at night
-    "narrow": (NARROW, "", True),
-    "some in registers": (SOME_IN_REGISTERS, "", True),
-    "chosen": (None, "", False),
-    "FP8": (FOR_FP8[FEW], "channel", False),
-    "FP8 with a scale per matrix, chosen": (None, "tensor", True),
+SIZES = {  # tiles, format of the weights
+    "narrow": (NARROW, ""),
+    "some in registers": (SOME_IN_REGISTERS, ""),
+    "chosen": (None, ""),
+    "FP8": (FOR_FP8[FEW], "channel"),
+    "FP8 with a scale per matrix, chosen": (None, "tensor"),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * SIZES[name][-1]) for name in SIZES])
+@pytest.mark.parametrize("name", cases(SIZES, ("chosen", "FP8")))
 def test_every_tile_size(name: str) -> None:
-    tiles, fp8, _ = SIZES[name]
+    tiles, fp8 = SIZES[name]
     problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16, fp8=fp8)
     problem.check(run(problem, tiles))
 

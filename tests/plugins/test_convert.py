@@ -26,7 +26,7 @@ from ddp_vllm.errors import ModelError
 from ddp_vllm.formats import opened_in_place
 from ddp_vllm.model_facts import dense_kv_bytes, describe_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short_answers", "no_pictures")]
 
 TOOLS = [tool for tool in FOLDERS if tool != "Torch-Pruning" or find_spec("torch_pruning")]
 IN_PLACE = ("Puzzletron", "LLM-Drop")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from any_families import EXPERT_WIDTHS, load
 from any_models import MIXTURES, NUM_EXPERTS, SIZES, write_model
-from commands import invoke, passed
+from commands import cases, invoke, passed
 from core_fixtures import tiny_model, tiny_text  # noqa: F401  # fixtures
 from safetensors.torch import load_file
 from seams import gated, open_source, read_masks
@@ -33,7 +33,6 @@ SHORT = (
     *("--train", "masks", "--learning-rate", "2e-4", "--heldout-blocks", "2"),
 )
 BY_DAY = ("qwen3_moe", "mixtral", "deepseek_v2")
-FAMILIES = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in MIXTURES]
 BFLOAT16 = "bfloat16"  # the CPU's own kernel, where it suits the processor
 ONLINE = {"dtype": "float16", "quantization": "online"}
 FP8 = {  # vLLM's FP8 for linear layers rounds activations too; on CPUs without AMX it has no kernel per tensor
@@ -125,7 +124,7 @@ def test_transformers_without_our_package(pruned: dict[str, Any], tmp_path: Path
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", cases(MIXTURES, BY_DAY))
 def test_vllm_computes_what_the_masked_dense_model_computes(name: str, served: Any, pruned: Any) -> None:
     folder, reference, _ = pruned[name]
     assert_same(served[name], reference)

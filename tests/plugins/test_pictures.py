@@ -21,7 +21,7 @@ from tiny_models import edit_weights
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short_answers", "no_pictures")]
 
 PROMPT = "<image>the quick brown"
 VISION = {

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from any_models import NUM_EXPERTS, write_model
+from commands import cases
 from seams import export, gated, open_source
 from serving import PROMPTS, Serve, assert_same, job, selected
 from test_dense import CHECKPOINTS
@@ -73,13 +74,7 @@ def served(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPa
     return serve(jobs, "stock_tiny.py")
 
 
-@pytest.mark.parametrize(
-    "stock",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY))
-        for name in (*DENSE, "two ranks", *MIXTURES)
-    ],
-)
+@pytest.mark.parametrize("stock", cases((*DENSE, "two ranks", *MIXTURES), BY_DAY))
 def test_stock_vllm_computes_what_transformers_and_so_our_plugin_compute(
     stock: str, served: dict[str, Any], models: dict[str, Any]
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from any_families import EXPERT_WIDTHS, OPTIONS, WITHOUT_TRANSFORMERS, WRAPPERS, load
 from any_models import MODELS, SIZES
-from commands import invoke, passed
+from commands import cases, invoke, passed
 from safetensors.torch import load_file
 from serving import UPDATES, Serve, assert_same, assert_same_outputs, difference, job, selected
 from tiny_models import edit_config, edit_weights, make_adapter
@@ -88,11 +88,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def cases(names: Any, at_night: Any) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in at_night)) for name in names]
-
-
-FAMILIES = cases(MODELS, MODELS.keys() - {*FAST})
+FAMILIES = cases(MODELS, FAST)
 
 
 def options(family: str) -> dict[str, Any]:
@@ -200,7 +196,7 @@ def served(
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("way", cases(WAYS, WAYS_AT_NIGHT))
+@pytest.mark.parametrize("way", cases(WAYS, {*WAYS} - {*WAYS_AT_NIGHT}))
 def test_other_ways_compute_the_same(way: str, served: Any, answers: Any) -> None:
     assert_same(served[way], answers(WAYS[way][0], "zeroed"))
     if WAYS[way][0] == "mixtral":
@@ -231,7 +227,7 @@ def test_updated_weights_are_those_of_the_checkpoint(updated: str, update: str, 
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("adapted", cases(ADAPTERS, ["olmo2"]))
+@pytest.mark.parametrize("adapted", cases(ADAPTERS, REFUSED_ADAPTERS))
 def test_an_adapter_answers_as_in_peft(adapted: str, served: Any, adapters: Any, answers: Any) -> None:
     result = served[f"{adapted}: adapters"]
     assert_same(result, answers(adapted, "zeroed"))
@@ -243,7 +239,7 @@ def test_an_adapter_that_does_not_fit_is_refused(served: Any) -> None:
     """vLLM alone would ignore the parts for modules that get no LoRA."""
     words = r"model.layers.0.mlp.down_proj is for 96 inputs and 64 outputs, and this layer requires 33 and 64; .*train"
     assert re.search(words, served["gemma4_text: adapters"]["adapted"][1]["error"])
-    words = r"changes model.layers.\d.self_attn.o_proj, to which no LoRA is applied"
+    words = r"changes model.layers.\d.self_attn.o_proj, to which no LoRA is applied here: --lora-target-modules"
     assert re.search(words, served["q alone"]["adapted"][0]["error"])
 
 

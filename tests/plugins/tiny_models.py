@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from commands import edit_json
 from runs import edit_weights  # noqa: F401  # for other tests
 from serving import NUM_NEW_TOKENS, PROMPTS
 
@@ -115,6 +116,4 @@ def score(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", edit)

@@ -17,9 +17,8 @@ SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} cloud
 
 
 @pytest.fixture(autouse=True)
-def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models say nothing worth 64 tokens."""
-    monkeypatch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
+def always_short(short_answers: None) -> None:
+    """No test here looks at answers for their words."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,12 +81,6 @@ def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathF
         patch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
         assert prune(tiny_model, tiny_text, folder).exit_code == 0
     return folder
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`prune` without its report: to draw that takes several times as long as six steps of the tiny model."""
-    monkeypatch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The kernels of training in Triton's interpreter, against their plain forms; run by `test_kernels.py`.
+"""The kernels of training in Triton's interpreter, against their plain forms; run by `test_moe_kernel.py`.
 
 Empties are poisoned with NaN. Cases: a block of the vocabulary that is not whole, no teacher, a loss mask, caps and
 divisors; units of one, of some and of more columns than a tile; experts without slots, and all slots on one expert.
@@ -23,12 +23,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("eta", "masked", "cap", "divisor"),
-    [
-        (2.0, False, None, 1.0),
-        (0.0, True, None, 8.0),
-        (1.0, True, 30.0, 1.0),
-    ],
+    ("eta", "masked", "cap", "divisor"), [(2.0, False, None, 1.0), (0.0, True, None, 8.0), (1.0, True, 30.0, 1.0)]
 )
 def test_the_distilled_head(eta: float, masked: bool, cap: float | None, divisor: float) -> None:
     generator = torch.Generator().manual_seed(0)

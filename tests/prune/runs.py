@@ -1,6 +1,5 @@
 """Small commands on tiny models, and folders to change."""
 
-import json
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 from click.testing import Result
-from commands import invoke
+from commands import edit_json, invoke  # noqa: F401  # for other tests
 from safetensors.torch import load_file, save_file
 from seams import die_at, heldout_of, losses  # noqa: F401  # for tests/recover
 from transformers import AutoModelForCausalLM
@@ -54,12 +53,6 @@ def same_weights(one: Path, other: Path) -> bool:
 
 def assert_same_weights(one: Path, other: Path) -> None:
     assert same_weights(one, other)
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    """Change fields of a file that may not exist yet; None removes a field."""
-    settings = (json.loads(path.read_text()) if path.exists() else {}) | changes
-    path.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

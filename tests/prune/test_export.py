@@ -195,24 +195,19 @@ def test_export_holds_a_shard_whatever_the_model(tiny_model: Path, tmp_path: Pat
 TEXT = "The quick  brown fox,\n number 12's  lazy dog."
 
 
-@pytest.mark.parametrize(
-    ("model_type", "stated"),
-    [
-        ("llama", "LlamaTokenizerFast"),
-        ("qwen2", "Qwen2Tokenizer"),
-    ],
-)
+def become(folder: Path, family: str) -> None:
+    """Write a model of another family and the same sizes."""
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {name: config[name] for name in config.keys() - {"model_type", "architectures"}}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("model_type", "stated"), [("llama", "LlamaTokenizerFast"), ("qwen2", "Qwen2Tokenizer")])
 def test_a_folder_tokenizes_as_its_dense_model(model_type: str, stated: str, tiny_model: Path, tmp_path: Path) -> None:
     """transformers sets some stated classes aside for model types it knows; it does not know ours."""
     dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
-    config = json.loads((dense / "config.json").read_text())
-    made = AutoConfig.for_model(
-        model_type, **{name: config[name] for name in config.keys() - {"model_type", "architectures"}}
-    )
-    AutoModelForCausalLM.from_config(made).save_pretrained(dense)
-    path = dense / "tokenizer_config.json"
-    settings = {key: value for key, value in json.loads(path.read_text()).items() if key != "tokenizer_class"}
-    path.write_text(json.dumps({**settings, "tokenizer_class": stated} if stated else settings))
+    become(dense, model_type)
+    edit_json(dense / "tokenizer_config.json", tokenizer_class=stated)
     export_whole(open_source(str(dense)), tmp_path / "pruned")
     expected = AutoTokenizer.from_pretrained(dense)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "pruned", trust_remote_code=True)
@@ -253,10 +248,7 @@ def test_a_tokenizer_that_transformers_repairs_by_model_type(
 ) -> None:
     """The pruned Mistral has a type of ours; another class keeps its own type, and its tokenizer untouched."""
     dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
-    config = json.loads((dense / "config.json").read_text())
-    sizes = {name: config[name] for name in config.keys() - {"model_type", "architectures"}}
-    made = AutoConfig.for_model(family, **sizes)
-    AutoModelForCausalLM.from_config(made).save_pretrained(dense)
+    become(dense, family)
     edit_json(dense / "config.json", transformers_version="4.50.0")  # whose files are repaired
     edit_json(dense / "tokenizer_config.json", fix_mistral_regex=repaired, tokenizer_class="PreTrainedTokenizerFast")
     model = json.loads((dense / "tokenizer.json").read_text())["model"]

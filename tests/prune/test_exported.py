@@ -12,7 +12,7 @@ import pytest
 import seams
 import torch
 from any_models import EXPERT, MIXTURES, MODELS, NUM_EXPERTS, UNSERVED, stack_experts
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, cases, invoke, passed
 from family_cases import CASES, write_random
 from runs import edit_json, edit_weights, prune, same_weights, weights
 from seams import Masks, NarrowLayers, cut, gated, gates_module, load_model, logits, open_source, random_gates
@@ -48,9 +48,7 @@ def learned(model: seams.GatedModel, gates: Masks, narrow: NarrowLayers | None) 
 
 
 @pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in CASES]
-)
+@pytest.mark.parametrize("family", cases(CASES, BY_DAY))
 def test_masked_equals_narrow_equals_exported(
     family: str, head_unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,9 +176,7 @@ def test_every_model_has_a_case() -> None:
     assert {*MLP, *ROUTED} == {*MODELS, *UNSERVED} - {"gpt_oss"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in FAST)) for name in {**MLP, **ROUTED}]
-)
+@pytest.mark.parametrize("name", cases({**MLP, **ROUTED}, FAST))
 def test_an_architecture_without_a_row_in_families(
     name: str, dense: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,10 +280,8 @@ def test_a_layer_may_lose_all_its_experts(dense: Callable[[str], Path], tmp_path
 def test_a_published_deepseek_config_loads_without_its_code(dense: Callable[[str], Path], tmp_path: Path) -> None:
     """DeepSeekMoE-16B's config.json names Python files that we neither download nor run."""
     folder = Path(shutil.copytree(dense("deepseek"), tmp_path / "dense"))
-    config = json.loads((folder / "config.json").read_text())
-    for key in ("rope_parameters", "head_dim", "mlp_bias", "transformers_version", "dtype"):
-        config.pop(key, None)
-    (folder / "config.json").write_text(json.dumps(config))
+    left_out = ("rope_parameters", "head_dim", "mlp_bias", "transformers_version", "dtype")
+    edit_json(folder / "config.json", **dict.fromkeys(left_out))
     code = {"AutoConfig": "configuration_deepseek.Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
     edit_json(
         folder / "config.json", architectures=["DeepseekForCausalLM"], auto_map=code, aux_loss_alpha=0.001,
@@ -306,7 +300,6 @@ def test_a_published_deepseek_config_loads_without_its_code(dense: Callable[[str
 
 KEPT = 5  # whole experts of 8, of which a token is sent to 3
 STOCK = ("mixtral", "deepseek_v2", "qwen3_moe", "olmoe", "qwen2_moe")
-STOCK_IDS = [pytest.param(family, marks=[pytest.mark.nightly] * (number > 1)) for number, family in enumerate(STOCK)]
 
 
 def whole_gates(num_layers: int) -> Masks:
@@ -333,7 +326,7 @@ def route_by_hand(model: Any, open_LE: torch.Tensor) -> None:
         router.forward = route
 
 
-@pytest.mark.parametrize("family", STOCK_IDS)
+@pytest.mark.parametrize("family", cases(STOCK, STOCK[:2]))
 def test_whole_experts_leave_a_stock_checkpoint_that_equals_the_dense_model_routed_by_hand(
     family: str, dense: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -1,13 +1,12 @@
 """A written folder is read in a fresh process, as its users read it; one that differs is not announced."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import seams
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, cases, invoke, passed
 from runs import assert_same_weights, edit_json, edit_weights, prune, recover
 
 from ddp_vllm import model_files
@@ -26,12 +25,16 @@ def proof_of(folder: Path) -> dict[str, Any]:
     return proof
 
 
-@pytest.mark.parametrize("verb", ["prune", "recover", "apply"])
+BY_DAY = ("prune", "tokenizer")  # a fresh process each
+
+
+@pytest.mark.parametrize("verb", cases(["prune", "recover", "apply"], BY_DAY))
 @pytest.mark.usefixtures("proving")
 def test_a_fresh_process_finds_the_measured_model(
     verb: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the caller's path leads to code that transformers keeps of other models, as a worker's of vLLM does."""
+    """Though the caller's path leads to code that transformers keeps of other models, as a worker's of vLLM does. A
+    recovery without proof does not inherit that of the pruned folder."""
     (tmp_path / "modules" / "transformers_modules").mkdir(parents=True)
     (tmp_path / "modules" / "transformers_modules" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
@@ -45,6 +48,9 @@ def test_a_fresh_process_finds_the_measured_model(
     assert "tokens the same, logits within" in passed(result).output
     proof = proof_of(output)
     assert proof["tokens"] > 100 and proof["logits"] < 1e-5 and proof["tolerance"] == 2e-3 and not proof["fault"]
+    if verb == "prune":
+        passed(recover(output, tmp_path / "more", "--no-proof"))
+        assert read_checkpoint(tmp_path / "more").provenance["proof"] == {}
 
 
 def spoil_tokenizer(folder: Path) -> None:
@@ -77,12 +83,7 @@ SPOILED: dict[str, tuple[Edit, str]] = {
 }
 
 
-BY_DAY = ("tokenizer", "config")
-
-
-@pytest.mark.parametrize(
-    "part", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in SPOILED]
-)
+@pytest.mark.parametrize("part", cases(SPOILED, BY_DAY))
 @pytest.mark.usefixtures("proving")
 def test_a_folder_that_differs_is_kept_under_another_name(
     part: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,13 +111,3 @@ def test_a_folder_that_differs_is_kept_under_another_name(
     assert "not compared with the measured model" in (output / "README.md").read_text()
     if part == "tokenizer":
         assert_same_weights(unproved, output)
-
-
-@pytest.mark.usefixtures("proving")
-def test_a_proof_is_of_its_own_folder(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """A recovery without proof does not inherit that of the pruned folder."""
-    passed(prune(tiny_model, tiny_text, tmp_path / "pruned"))
-    assert proof_of(tmp_path / "pruned")
-    passed(recover(tmp_path / "pruned", tmp_path / "out", "--no-proof"))
-    assert read_checkpoint(tmp_path / "out").provenance["proof"] == {}
-    assert json.loads(passed(invoke("inspect", tmp_path / "out", "--json")).stdout)["name"] == "out"

@@ -45,12 +45,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Edit:
 
 
 def tokenizer(change: Callable[[dict[str, Any]], Any]) -> Edit:
-    def edit(folder: Path) -> None:
-        content = json.loads((folder / "tokenizer.json").read_text())
-        change(content)
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-
-    return edit
+    return lambda folder: edit_json(folder / "tokenizer.json", change)
 
 
 def index_outside(folder: Path) -> None:

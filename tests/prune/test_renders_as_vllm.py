@@ -126,14 +126,8 @@ TOOL_OF_ANTHROPIC = {"name": "get_weather", "description": "look", "input_schema
 
 def after(words: str | None, *more: dict[str, Any]) -> dict[str, Any]:
     """The request of a spoken call after some words."""
-    return {
-        "messages": [
-            user(),
-            assistant(words, tool_calls=[call(), *more]),
-            {"role": "tool", "content": "21"},
-            assistant(),
-        ]
-    }
+    spoken = assistant(words, tool_calls=[call(), *more])
+    return {"messages": [user(), spoken, {"role": "tool", "content": "21"}, assistant()]}
 
 
 TWO_CALLS = after(None, OTHER_CALL)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, cases, invoke, passed
 from runs import SMALL, edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ddp_vllm import remote_code
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 Hostile = Callable[..., tuple[Path, Path, Path]]
 
 ROOT = Path(__file__).parents[2]
@@ -71,14 +71,8 @@ def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list
     }
 
 
-VERBS = [
-    pytest.param(verb, marks=[pytest.mark.nightly] * verb.startswith("eval"))
-    for verb in verbs(Path("."), Path("."), Path("."), Path("/tmp/x"))
-]
-WRITING = [
-    pytest.param(verb, marks=[pytest.mark.nightly] * (verb in ("quantize", "push", "report")))
-    for verb in ("apply", "recover", "quantize", "export", "push", "report")
-]
+VERBS = verbs(Path("."), Path("."), Path("."), Path("/tmp/x")).keys()
+WRITING = ("apply", "recover", "quantize", "export", "push", "report")
 
 
 @pytest.fixture
@@ -144,7 +138,7 @@ def hostile(tiny_model: Path, pruned: Path, tmp_path: Path) -> Hostile:
     return make
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", cases(VERBS, [verb for verb in VERBS if "eval" not in verb]))
 def test_no_verb_runs_code_of_a_model(verb: str, hostile: Hostile, conversations: Path, tmp_path: Path) -> None:
     """The model is read without its code, and the output holds none of it."""
     dense, folder, ran = hostile(*LOADABLE)
@@ -174,7 +168,7 @@ def test_code_of_a_broken_model_is_not_run(attack: str, hostile: Hostile, conver
         assert_refused(result, result.exit_code)
 
 
-@pytest.mark.parametrize("verb", WRITING)
+@pytest.mark.parametrize("verb", cases(WRITING, ("apply", "recover", "export")))
 def test_no_verb_follows_a_link_out_of_a_model(verb: str, hostile: Hostile, tiny_text: Path, tmp_path: Path) -> None:
     """Before, `export` wrote a linked chat template into its file, and `recover` and `quantize` copied the metrics."""
     dense, folder, secret = hostile()
