@@ -29,6 +29,12 @@ PACKAGES = [ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks"]
 OF_OURS = {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES))}
 
 
+def test_a_line_reaches_a_log_at_once() -> None:
+    """Not when the command ends: minutes pass between two lines of a profile."""
+    code = "import os; from ddp_vllm.errors import echo; echo('1 of 7: mlp 0'); os._exit(0)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | OF_OURS, capture_output=True).stdout
+
+
 def _error_classes() -> list[type[DdpError]]:
     return [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, DdpError)]
 

@@ -108,11 +108,10 @@ def trim(
         _write_settings(writing, small, new_ids)
         write_weights(_trimmed_tensors(folder, table, rows), writing)
         proved = _prove(writing, folder, tokenizer, texts, new_ids, num_rows) if proof else {"proof": {}}
-        sizes = len(ids), len(rows)
-        costs = _costs(folder, writing, table, texts, (document, small), sizes)
+        costs = _costs((folder, writing), table, texts, (document, small))
         trimmed = {"from": folder.resolve().name, "tokens": len(rows), **costs}
         write_provenance(writing / MASKS_FILE, {"trimmed": trimmed, **proved})
-        for line in _summary(costs, sizes):
+        for line in _summary(costs, len(ids), len(rows)):
             print_line(line)
 
 
@@ -453,33 +452,34 @@ def _prove(
     return proved
 
 
-def _costs(
-    dense: Path,
-    written: Path,
-    table: Sequence[str],
-    texts: Texts,
-    documents: tuple[Json, Json],
-    num_tokens: tuple[int, int],
-) -> Json:
-    """Return what the smaller vocabulary saves and costs, before and after: weights that a step
-    reads, in numbers, and by text the tokens and the bits per byte; and the words that became longest."""
+def _numbers_read(folder: Path, table: Sequence[str]) -> int:
+    """Return how many numbers of a model's weights a decode step reads: an embedding that is not the
+    head too is only looked up, as are those of layers."""
+    sizes = {name: math.prod(shape) for path in weight_files(folder) for name, shape, _ in file_tensors(path)}
+    heads = [name for name in table if "lm_head" in name or "embed_out" in name]
+    looked_up = [name for name in table if "per_layer" in name or (heads and name not in heads)]
+    return sum(sizes.values()) - sum(sizes[name] for name in looked_up)
+
+
+def _costs(folders: tuple[Path, Path], table: Sequence[str], texts: Texts, documents: tuple[Json, Json]) -> Json:
+    """Return what the smaller vocabulary saves and costs, before and after: numbers that a step
+    reads, and by text the tokens and the bits per byte; and the words that became longest."""
     from tokenizers import Tokenizer
 
-    sizes = {name: math.prod(shape) for path in weight_files(dense) for name, shape, _ in file_tensors(path)}
-    of_table = sum(sizes[name] for name in table)
-    # an embedding that is not the head too is only looked up
-    read_of_table = sum(sizes[name] for name in table if "lm_head" in name or "embed_out" in name) or of_table
-    rest, share = sum(sizes.values()) - of_table, num_tokens[1] / num_tokens[0]
+    costs: Json = {"read": [_numbers_read(folder, table) for folder in folders], "texts": {}}
     before, after = (Tokenizer.from_str(json.dumps(document)) for document in documents)
-    costs: Json = {"read": [rest + read_of_table, round(rest + read_of_table * share)], "texts": {}}
-    models = [
-        (load_model(open_source(str(folder)), "auto"), load_tokenizer(str(folder))) for folder in (dense, written)
-    ]
-    for name, excerpts in texts.held_out.items():
-        if num_bytes := sum(len(text.encode()) for text in excerpts):
-            counts = [sum(len(one.ids) for one in tool.encode_batch(excerpts)) for tool in (before, after)]
-            bits = [bits_per_byte(*model, excerpts[:READ]) for model in models]
-            costs["texts"][bare_name(name)] = {"tokens": [count / num_bytes for count in counts], "bits": bits}
+    held_out = {name: excerpts for name, excerpts in texts.held_out.items() if any(excerpts)}
+    bits = dict[str, list[float]]()
+    for folder in folders:  # one model in memory at a time
+        model, tokenizer = load_model(open_source(str(folder)), "auto"), load_tokenizer(str(folder))
+        for name, excerpts in held_out.items():
+            bits.setdefault(name, []).append(bits_per_byte(model, tokenizer, excerpts[:READ]))
+        del model
+    for name, excerpts in held_out.items():
+        num_bytes = sum(len(text.encode()) for text in excerpts)
+        counts = [sum(len(one.ids) for one in tool.encode_batch(excerpts)) for tool in (before, after)]
+        known = bare_name(name) if bare_name(name) not in costs["texts"] else name  # of another folder
+        costs["texts"][known] = {"tokens": [count / num_bytes for count in counts], "bits": bits[name]}
     words = {f" {word}" for excerpts in texts.held_out.values() for text in excerpts for word in text.split()}
     lengths = {word.strip(): (len(before.encode(word).ids), len(after.encode(word).ids)) for word in sorted(words)}
     longer = sorted(lengths, key=lambda word: lengths[word][0] - lengths[word][1])
@@ -487,11 +487,11 @@ def _costs(
     return costs
 
 
-def _summary(costs: Json, num_tokens: tuple[int, int]) -> Iterator[str]:
+def _summary(costs: Json, known: int, kept: int) -> Iterator[str]:
     """Yield what changed, in lines."""
     first, second = costs["read"]
     yield (
-        f"tokens: {num_tokens[0]:,} → {num_tokens[1]:,}; numbers that a decode step reads: {first:,} → {second:,} "
+        f"tokens: {known:,} → {kept:,}; numbers that a decode step reads: {first:,} → {second:,} "
         f"({second / first - 1:+.0%})"
     )
     for name, values in costs["texts"].items():
