@@ -10,8 +10,8 @@ Results are in demo-output/.
 Training takes a fixed number of steps, never a time, so that the same model comes out of a slow
 machine. The cut is small, because the demo's few tokens cannot repair a larger one: the model passes
 the limit that docs/quality.md recommends. The latency profile is one of two cores with or without
-BF16 instructions (profiles/), because `ddp-vllm profile` takes 7 to 11 minutes; the one without is of
-an EPYC held to AVX2. The last step measures whether the predicted speedup holds on this machine.
+BF16 instructions (profiles/), because `ddp-vllm profile` takes 7 to 20 minutes; the one without is of
+an EPYC with AVX2. The last step measures whether the predicted speedup holds on this machine.
 """
 
 import json
