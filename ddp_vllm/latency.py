@@ -164,8 +164,7 @@ def shapes_of(config: Mapping[str, Any], multiple: int | None = None) -> dict[st
                 else layer
                 for index, layer in enumerate(dense)
             ]
-        shapes["mixed"] = _mixed(config, shapes)
-        return shapes
+        return _with_mixed(config, shapes)
     for part in (0.0, *FRACTIONS):
         width = _part(sizes.intermediate_size, part, multiple)
         shapes[f"mlp {width}"] = [replace(layer, intermediate_size=width) for layer in dense]
@@ -175,9 +174,13 @@ def shapes_of(config: Mapping[str, Any], multiple: int | None = None) -> dict[st
         layers = [replace(layer, query_heads_per_kv_head=groups) for layer in dense]
         # vLLM requires one layer with a KV cache
         shapes[f"attention {heads}"] = layers if heads else [dense[0], *layers[1:]]
-    if sizes.num_kv_heads > 1:
-        shapes["mixed"] = _mixed(config, shapes)
-    return shapes
+    return _with_mixed(config, shapes) if sizes.num_kv_heads > 1 else shapes
+
+
+def _with_mixed(config: Mapping[str, Any], shapes: dict[str, list[LayerWidths]]) -> dict[str, list[LayerWidths]]:
+    """Return the shapes and the mixed one, unless its layers cannot differ, as in a model of one layer."""
+    mixed = _mixed(config, shapes)
+    return shapes | {"mixed": mixed} if further_widths(mixed) else shapes
 
 
 def _mixed(config: Mapping[str, Any], names: Iterable[str]) -> list[LayerWidths]:

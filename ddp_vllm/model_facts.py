@@ -155,13 +155,13 @@ def unrelated(dense: str, pruned: str) -> str:
     if len(folders) < 2 or not all((folder / "config.json").is_file() for folder in folders):
         return ""
     if is_pruned(folders[0]) and not is_pruned(folders[1]):
-        return f"note: {dense} is pruned and {pruned} is not; are they exchanged?"
+        return f"{dense} is pruned and {pruned} is not; are they exchanged?"
     configs = [read_config(folder) for folder in folders]
     kinds = [base_type(dict(config) | {"model_type": dense_type(config)}).removesuffix("_text") for config in configs]
     sizes = [text_config(config).get("hidden_size") for config in configs]
     for name, one, other in (("model_type", *kinds), ("hidden_size", *sizes)):
         if one != other:
-            return f"note: {pruned} is no pruned version of {dense}: its {name} is {other}, not {one}"
+            return f"{pruned} is no pruned version of {dense}: its {name} is {other}, not {one}"
     return ""
 
 

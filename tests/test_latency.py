@@ -48,6 +48,12 @@ def test_layers_that_differ_take_what_they_were_measured_to_take(mixture: float,
         assert profile.speedup(pruned, DECODE)[0] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("config", [CONFIG | {"num_hidden_layers": 1}, MIXTURE | {"moe_intermediate_size": 16}])
+def test_a_model_whose_layers_cannot_differ_is_profiled_without_a_mixed_one(config: Any, tmp_path: Path) -> None:
+    profile = read_profile(written(tmp_path, config))
+    assert "mixed" not in {run.shape for run in profile.runs} and profile.times(DECODE).mixture == 0.0
+
+
 @pytest.mark.parametrize(("kernel", "width"), [(0.8, 0), (0.8, 400), (1.0, 192), (1.5, 576), (1.5, 672), (1.5, 768)])
 def test_experts_are_predicted_by_the_kernel_that_runs_them(kernel: float, width: int, tmp_path: Path) -> None:
     """The dense model runs another kernel, so slightly narrower experts may be slower, and the prediction shows it."""

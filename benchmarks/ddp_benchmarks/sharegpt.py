@@ -139,7 +139,7 @@ def run_benchmark(settings: BenchSettings, output: Path, *, verbose: bool) -> di
     for pruned in settings.pruned:
         check_vocabularies(settings.dense, pruned)
         if note := unrelated(settings.dense, pruned):
-            print_line(note)
+            print_line(f"note: {note}")
     labels = _labels([model.name for model in described])
     facts = [model.to_json() | {"label": label} for model, label in zip(described, labels, strict=True)]
     settings = _fit(settings)

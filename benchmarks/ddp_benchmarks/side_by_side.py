@@ -200,7 +200,7 @@ def compare_steps(
     vllm_command()
     workload, models = settings.workload, (settings.dense, *settings.pruned)
     for note in filter(None, (unrelated(settings.dense, pruned) for pruned in settings.pruned)):
-        print_line(note)
+        print_line(f"note: {note}")
     cells: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
     results = new_results(STEPS_FORMAT, asdict(settings) | {"workload": asdict(workload)})
     largest = largest_of([workload.batch], [workload.context], settings.steps)

@@ -238,7 +238,7 @@ def _dense_model(dense: str | None, files: Sequence[Results], pruned: Sequence[M
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
     for model in pruned:
         if note := unrelated(dense, model.facts.model):
-            notes.append(note.removeprefix("note: "))
+            notes.append(note)
         others = [speed.bench.models[0] for speed in model.speeds]
         if different := [other.model for other in others if not _is_same(other, facts, [])]:
             notes.append(f"{model.name} was measured against {different[0]}, not {dense}")

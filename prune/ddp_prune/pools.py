@@ -174,7 +174,7 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         fixed=fixed,
         tables=tables,
         mixture=1e6 * times.mixture if "attn" in tables else 0.0,
-        kept=1e6 * (removable - saved),
+        kept=1e6 * (removable - saved - (0.0 if "attn" in tables else times.mixture)),
         **layout | {"blocks": steps},
     )
 

@@ -56,7 +56,7 @@ def sharpness_at(progress: float, mu_start: float, mu_end: float) -> float:
 def learning_rate(step: int, schedule: Schedule, base: float) -> float:
     """Return AdamW's rate at a step of the search: linear warm-up to `base`, then cosine to 0."""
     search = schedule.steps.search
-    warmup = max(1, round(schedule.alm.warmup * search)) if schedule.alm else 1
+    warmup = max(1, round((schedule.alm or AlmSettings()).warmup * search))
     progress = max(0.0, (step - warmup) / max(1, search - warmup))
     return base * min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
 

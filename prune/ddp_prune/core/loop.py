@@ -62,8 +62,8 @@ class Learner:
         self.accelerator = batches.accelerator
         self.weights = training.weights if training else None
         dense = training.teacher if training and training.teacher is not None else model
-        for each in (model, dense):
-            fit_attention(each, batches.seq_len, self.accelerator.device)
+        for loaded in (model, dense):
+            fit_attention(loaded, batches.seq_len, self.accelerator.device)
         checkpoint_layers(model, schedule.checkpointed)
         adapters_disabled = self.weights.adapters_disabled if self.weights and dense is model else nullcontext
         self.teacher = Teacher(dense, batches, adapters_disabled) if schedule.distillation > 0 else None
