@@ -16,6 +16,7 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.tensors import BLOCK_OF
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
+TABLE = re.compile(r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|word_embeddings|lm_head|embed_out)\.(weight|bias)")
 LARGE_TABLE = 0.15  # of the weights that a decode step reads: trimming it is worth a sentence
 
 KV_ELEMENT_BYTES = 2
@@ -122,15 +123,22 @@ def experts_chosen(config: Mapping[str, Any], widths: Widths | None = None) -> f
     return (text.get("num_experts_per_tok") or 1) / number if number else 0.0
 
 
-def table_note(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Return a sentence on the table of tokens, if a decode step reads much of it; "" if it does not.
+def numbers_read(shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    """Return how many numbers of the weights a decode step reads, and how many of these are of the
+    table of tokens. An embedding that is not the head too is only looked up, as are those of layers.
 
-    An embedding that is not the head too is only looked up. shapes: of a model's tensors, by name.
+    shapes: of a model's tensors, by name.
     """
     sizes = {name: prod(shape) for name, shape in shapes.items()}
-    embedding = sum(size for name, size in sizes.items() if name.endswith(("embed_tokens.weight", "wte.weight")))
-    head = sum(size for name, size in sizes.items() if name.endswith("lm_head.weight"))
-    share = (head or embedding) / max(1, sum(sizes.values()) - (embedding if head else 0))
-    if share < LARGE_TABLE:
+    table = [name for name in sizes if TABLE.fullmatch(name)]
+    heads = [name for name in table if "lm_head" in name or "embed_out" in name]
+    of_table = sum(sizes[name] for name in heads or table if "per_layer" not in name)
+    return sum(sizes.values()) - sum(sizes[name] for name in table) + of_table, of_table
+
+
+def table_note(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return a sentence on the table of tokens, if a decode step reads much of it; "" if it does not."""
+    read, of_table = numbers_read(shapes)
+    if of_table < LARGE_TABLE * read or not read:
         return ""
-    return f"the table of tokens is {share:.0%} of the weights that a decode step reads"
+    return f"the table of tokens is {of_table / read:.0%} of the weights that a decode step reads"

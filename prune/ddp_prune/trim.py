@@ -27,6 +27,7 @@ from ddp_prune.text.rows import open_rows, reading_text, sources_of
 from ddp_prune.text.templates import ChatTemplate
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_config
+from ddp_vllm.costs import TABLE, numbers_read
 from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.families import check_dense
 from ddp_vllm.masks import MASKS_FILE
@@ -46,7 +47,6 @@ RANDOM_TEXTS, SAMPLED_TOKENS = 1000, 2000  # texts of the proof
 SAME = {"float32": 1e-5, "bfloat16": 1e-3}
 """Number format -> the largest distance of logits. The rows are the same to the bit, but a matrix product
 with fewer rows may add in another order: 3e-8 of a small model in float32, 8e-7 of SmolLM2-135M in bfloat16."""
-TABLE = re.compile(r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|word_embeddings|lm_head|embed_out)\.(weight|bias)")
 ROW_COUNTS = ("vocab_size", "vocab_size_per_layer_input")
 TOKEN_ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens|bad_words_ids|pad_id")
 OTHER_VOCABULARIES = ("vision_config", "audio_config")
@@ -108,7 +108,7 @@ def trim(
         _write_settings(writing, small, new_ids)
         write_weights(_trimmed_tensors(folder, table, rows), writing)
         proved = _prove(writing, folder, tokenizer, texts, new_ids, num_rows) if proof else {"proof": {}}
-        costs = _costs((folder, writing), table, texts, (document, small))
+        costs = _costs((folder, writing), texts, (document, small))
         trimmed = {"from": folder.resolve().name, "tokens": len(rows), **costs}
         write_provenance(writing / MASKS_FILE, {"trimmed": trimmed, **proved})
         for line in _summary(costs, len(ids), len(rows)):
@@ -452,21 +452,13 @@ def _prove(
     return proved
 
 
-def _numbers_read(folder: Path, table: Sequence[str]) -> int:
-    """Return how many numbers of a model's weights a decode step reads: an embedding that is not the
-    head too is only looked up, as are those of layers."""
-    sizes = {name: math.prod(shape) for path in weight_files(folder) for name, shape, _ in file_tensors(path)}
-    heads = [name for name in table if "lm_head" in name or "embed_out" in name]
-    looked_up = [name for name in table if "per_layer" in name or (heads and name not in heads)]
-    return sum(sizes.values()) - sum(sizes[name] for name in looked_up)
-
-
-def _costs(folders: tuple[Path, Path], table: Sequence[str], texts: Texts, documents: tuple[Json, Json]) -> Json:
+def _costs(folders: tuple[Path, Path], texts: Texts, documents: tuple[Json, Json]) -> Json:
     """Return what the smaller vocabulary saves and costs, before and after: numbers that a step
     reads, and by text the tokens and the bits per byte; and the words that became longest."""
     from tokenizers import Tokenizer
 
-    costs: Json = {"read": [_numbers_read(folder, table) for folder in folders], "texts": {}}
+    shapes = ({name: shape for path in weight_files(one) for name, shape, _ in file_tensors(path)} for one in folders)
+    costs: Json = {"read": [numbers_read(stored)[0] for stored in shapes], "texts": {}}
     before, after = (Tokenizer.from_str(json.dumps(document)) for document in documents)
     held_out = {name: excerpts for name, excerpts in texts.held_out.items() if any(excerpts)}
     bits = dict[str, list[float]]()

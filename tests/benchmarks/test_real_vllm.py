@@ -100,12 +100,12 @@ def test_vllm_evaluates_tasks(halved: Path, cache: Path, tmp_path: Path, monkeyp
     (tmp_path / "tasks").mkdir()
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "tasks" / "riddles.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
-    found = ddp_vllm.evaluate(
+    scored = ddp_vllm.evaluate(
         halved, tasks="riddles", include_path=tmp_path / "tasks", backend="vllm", dtype="float32", max_length=64,
         output=tmp_path / "out", model_args=("enforce_eager=True",),
     )  # fmt: skip
-    assert found["results"]["riddles"]["acc,none"] == 0.5  # as with transformers: it always takes the same answer
-    assert found["ddp_vllm"]["settings"]["backend"] == "vllm" and found["n-samples"]["riddles"]["effective"] == 6
+    assert scored["results"]["riddles"]["acc,none"] == 0.5  # as with transformers: it always takes the same answer
+    assert scored["ddp_vllm"]["settings"]["backend"] == "vllm" and scored["n-samples"]["riddles"]["effective"] == 6
 
 
 def test_our_sample_is_vllms(tiny: Path, talks: Path, tmp_path: Path, run_in_vllm: Callable[..., str]) -> None:
@@ -127,13 +127,13 @@ def test_two_models_are_measured(tiny: Path, halved: Path, talks: Path, tmp_path
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "50 were requested, but no more are usable" in " ".join(done.stdout.split())
-    found = json.loads(output.read_text())
-    assert found["complete"] is True
-    assert [run["label"] for run in found["runs"]] == ["dense", "halved"]
-    tokens = found["sample"]["prompt_tokens"] + found["sample"]["output_tokens"]
-    assert {run["raw"]["total_num_tokens"] for run in found["runs"]} == {tokens}
-    assert {run["raw"]["num_requests"] for run in found["runs"]} == {40}
-    verdict = found["verdicts"][0]["metrics"]["requests_per_second"]
-    speeds = [run["raw"]["requests_per_second"] for run in found["runs"]]
+    measured = json.loads(output.read_text())
+    assert measured["complete"] is True
+    assert [run["label"] for run in measured["runs"]] == ["dense", "halved"]
+    tokens = measured["sample"]["prompt_tokens"] + measured["sample"]["output_tokens"]
+    assert {run["raw"]["total_num_tokens"] for run in measured["runs"]} == {tokens}
+    assert {run["raw"]["num_requests"] for run in measured["runs"]} == {40}
+    verdict = measured["verdicts"][0]["metrics"]["requests_per_second"]
+    speeds = [run["raw"]["requests_per_second"] for run in measured["runs"]]
     assert verdict["ratio"] == pytest.approx(speeds[1] / speeds[0])
     assert json.loads(done.stdout.splitlines()[-1])["verdicts"][0]["sentence"] == verdict["sentence"]

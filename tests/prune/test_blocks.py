@@ -187,8 +187,8 @@ def test_text_is_recognized_in_other_rows_and_with_other_blanks(load: Load, writ
     texts, only = texts_of("a", 60, 300), {"train_blocks": 1, "min_train_blocks": 0, "heldout_blocks": 40}
     same = " ".join(f"start{number}" for number in range(60))
     blocks = load(write_texts("a.jsonl", [f"{same} {text}" for text in texts]))
-    whole = " ".join(texts)
-    rows = [whole[start : start + 777] for start in range(0, len(whole), 777)]
+    joined = " ".join(texts)
+    rows = [joined[start : start + 777] for start in range(0, len(joined), 777)]
     for name, changed in {"rows": rows, "blanks": [f"  also {text}" for text in texts]}.items():
         watched = load(write_texts(f"{name}.jsonl", changed), **only)
         assert seams.blocks_module.shared_runs(watched.heldout, blocks.train) > 0.1
