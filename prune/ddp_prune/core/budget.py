@@ -105,6 +105,12 @@ class Pool:
     def keep_ratio(self) -> float:
         return self.kept / self.total
 
+    def removed_share(self, is_open: Masks) -> float:
+        """Return the share of the cost of all units that the closed ones have, the mean over the
+        budget groups. is_open: bool, shaped as the masks."""
+        open_GN = self.join({kind: mask.float() for kind, mask in is_open.items()})
+        return 1.0 - float(kept_share(open_GN, self.joined_costs(open_GN.device)).mean())
+
     def join(self, values: Masks) -> torch.Tensor:
         """Return the values of all units, one tensor per module type, as [G, N]."""
         if self.scope == "global":
@@ -252,6 +258,18 @@ class LatencyPool(Pool):
 
     def choose(self, importance: Masks, is_open: Masks) -> Masks:
         return self._choose_blocks(importance, is_open, self.kept)
+
+    def removed_share(self, is_open: Masks) -> float:
+        """Return the share of the budget's time that the closed units save, by the tables."""
+        kept = 0.0
+        for kind, table_LB in self.tables.items():
+            open_L, units = is_open[kind].flatten(1).sum(1).cpu(), self.shapes[kind][1:]
+            # a block takes its time as soon as a unit of it is open
+            count_L = -(-open_L // (self.blocks[kind] * math.prod(units[:-1])))
+            kept += float(table_LB.gather(1, count_L.clamp_max(table_LB.shape[1] - 1)[:, None]).sum())
+            if kind == "attn":
+                kept += self.mixture * max(0, len(set(count_L.tolist()) - {0}) - 1)
+        return 1.0 - kept / self.total
 
     def _choose_blocks(self, importance: Masks, is_open: Masks, budget: float) -> Masks:
         """Return the kept units of most importance at the measured cost of whole blocks

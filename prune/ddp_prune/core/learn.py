@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.core.batches import Batches, MicroBatch
-from ddp_prune.core.budget import LatencyPool, Pool, keep_schedule, kept_share
+from ddp_prune.core.budget import LatencyPool, Pool, keep_schedule
 from ddp_prune.core.decoder import lent
 from ddp_prune.core.experts import neutral_where_idle
 from ddp_prune.core.gates import GatedModel, Masks, narrow_layers
@@ -311,14 +311,10 @@ class Trainer(Learner):
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics of the gates after a step: the sparsity of each module type and
         pool."""
-        is_open = {kind: mask.float() for kind, mask in self.open_gates().items()}
-        values = {f"{kind}_sparsity": 1.0 - float(mask.mean()) for kind, mask in is_open.items()}
-        for pool in self.pools:
-            if pool.name not in is_open:
-                open_GN = pool.join(is_open)
-                share_G = kept_share(open_GN, pool.joined_costs(open_GN.device))
-                values[f"{pool.name}_sparsity"] = 1.0 - float(share_G.mean())
-        return values
+        is_open = self.open_gates()
+        values = {f"{kind}_sparsity": 1.0 - float(mask.float().mean()) for kind, mask in is_open.items()}
+        shared = [pool for pool in self.pools if pool.name not in is_open]
+        return values | {f"{pool.name}_sparsity": pool.removed_share(is_open) for pool in shared}
 
     def learned(self) -> Learned:
         """Return the final gates, rounded now if the run had no polish."""
