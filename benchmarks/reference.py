@@ -9,7 +9,8 @@ a cell is a row for a model and a seed. Each call computes missing cells, seed b
 minutes are over, and writes benchmarks/results/TABLE/MODEL-ROW-SEED.json: the commands, versions,
 hardware, seconds, peak memory, size, perplexity, KL divergence and top-1 agreement with the dense
 model. An interrupted call resumes. Once all models of a table with `speed` exist, or those of
-`--rows`, one more cell measures their speed in turns.
+`--rows`, one more cell measures their speed in turns; with `tasks`, another one the answers of each
+model, and of the dense one, to the questions of lm-eval.
 
 FOLDER has sharegpt.jsonl, openstax.jsonl, c4_sample.jsonl and wiki.test.raw; conversations are held
 out by hash, and the text of Python is the standard library of the running interpreter.
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=40.0, help="The call is interrupted after these.")
     parser.add_argument("--work", type=Path, help="Folder for pruned models.")
+    parser.add_argument("--include-path", type=Path, help="lm-eval's task files that read local data, under its names.")
     arguments = parser.parse_args()
     if arguments.prepare:
         prepare(arguments.prepare, arguments.data)
@@ -141,6 +143,9 @@ def main() -> None:
         timed = {**table, "rows": [row for row in table["rows"] if row.get("timed", True)]}
         for model, path in of_table.items() if "speed" in table and timed["rows"] else ():
             measure_speed(list(cells(name, timed, [model], 1)), path, ddp_vllm, work, table["speed"])
+        local = ["--include-path", str(arguments.include_path.resolve())] if arguments.include_path else []
+        for model, path in of_table.items() if "tasks" in table else ():
+            measure_accuracy(list(cells(name, table, [model], 1)), path, ddp_vllm, work, table["tasks"], local)
 
 
 def cells(name: str, table: dict[str, Any], models: list[str], num_seeds: int) -> Iterator[Cell]:
@@ -247,6 +252,30 @@ def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Pa
         kept = {name: results[name] for name in ("versions", "hardware", "started")}
         measured |= dict(zip(rows, verdicts, strict=True))
         write_result({"options": options, **kept, "speedups": measured}, file)
+
+
+def measure_accuracy(
+    row_cells: list[Cell], model: str, ddp_vllm: Command, work: Path, options: str, local: list[str]
+) -> None:
+    """Let the dense model, and each row whose model exists, answer the questions that it has not yet
+    answered.
+
+    local: options that say where the questions are, if not on the Hub.
+    """
+    first = row_cells[0]
+    file = RESULTS / first.table / f"{first.model}-answers.json"
+    folders = {"dense": Path(model), **{cell.row: cell.outputs(work)[-1] for cell in row_cells}}
+    for row, folder in folders.items():
+        answered = json.loads(file.read_text(encoding="utf-8"))["answers"] if file.exists() else {}
+        if row in answered or not (folder / "config.json").exists():
+            continue
+        output = work / f"{first.model}-{row.replace(' ', '-')}-tasks"
+        ddp_vllm(["eval", str(folder), *shlex.split(options), *local, "-o", str(output)])
+        *_, path = sorted(output.glob("results*.json"))
+        answers = json.loads(path.read_text(encoding="utf-8"))["ddp_vllm"]["answers"]
+        # 1 for a right answer, in the order of the questions
+        answered[row] = {task: "".join(str(round(right)) for right in rights) for task, rights in answers.items()}
+        write_result({"options": options, "versions": versions(), "hardware": hardware(), "answers": answered}, file)
 
 
 def write_result(result: dict[str, Any], file: Path) -> None:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ddp_vllm.evaluations import perplexity_ratio
+from ddp_vllm.evaluations import Answers, mean_difference, perplexity_ratio, points
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.pictures import STYLE
 
@@ -47,6 +48,7 @@ OFFSETS = {
 }  # fmt: skip
 """Offsets of names from their points, where (0, 7) would cover another name."""
 LIMIT = 1.1  # of quality.md
+TOKENS = "trained on 40,960 tokens"  # of the table `sizes`
 TOP = 2.4  # of the chart's perplexity; what lies above is named, not drawn
 COLORS = {  # of the page on which the chart stands: background, text, ddp-vllm, other methods
     "": ("white", "#1f2328", "#0b57d0", "#6e7781"),
@@ -66,18 +68,19 @@ def fill_tables(page: str) -> str:
     return BLOCK.sub(filled, page)
 
 
-def write_chart(folder: Path, model: str) -> None:
-    """Write the README's chart for light and dark pages into a folder, if the speeds were
-    measured."""
-    if not (RESULTS / "speed" / f"{model}-steps.json").exists():
-        return
-    for suffix, (background, text, *_) in COLORS.items():
-        names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-        page = {"figure.facecolor": background, "axes.facecolor": background}
-        with matplotlib.rc_context(STYLE | dict.fromkeys(names, text) | page | {"font.size": 10}):
-            figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-            draw_chart(figure, model=model, suffix=suffix)
-            figure.savefig(folder / f"quality-over-speed{suffix}.png", dpi=160, metadata={"Software": None})
+def write_charts(folder: Path, model: str) -> None:
+    """Write the charts of README and measured.md into a folder, for light and dark pages."""
+    charts = {"quality-over-speed": ("sizes", draw_sizes), "methods": ("speed", draw_methods)}
+    for name, (table, draw) in charts.items():
+        if not read_speeds(table, model):
+            continue
+        for suffix, (background, text, *_) in COLORS.items():
+            colored = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+            page = {"figure.facecolor": background, "axes.facecolor": background}
+            with matplotlib.rc_context(STYLE | dict.fromkeys(colored, text) | page | {"font.size": 10}):
+                figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+                draw(figure.add_subplot(), model=model, suffix=suffix)
+                figure.savefig(folder / f"{name}{suffix}.png", dpi=160, metadata={"Software": None})
 
 
 def interval(verdict: Result) -> str:
@@ -96,7 +99,9 @@ def table(name: str, model: str) -> Iterator[str]:
     if speeds:
         columns["decode step"] = lambda row, _: interval(speeds[row]) if row in speeds else ""
         columns["prefill"] = lambda row, _: interval(speeds[row]["prefill"]) if row in speeds else ""
-    columns |= {TEXTS[text]: partial(perplexity, text) for text in texts}
+    columns |= {TEXTS[text]: partial(perplexity, text, BASE not in rows) for text in texts}
+    if answers := read_answers(name, model):
+        columns["accuracy"] = lambda row, _: gained(answers[row], answers["dense"]) if row in answers else ""
     if BASE in rows:
         columns[f"÷ {BASE}"] = partial(over_base, rows[BASE])
     columns["top-1"] = top_1
@@ -111,13 +116,25 @@ def table(name: str, model: str) -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     dense = [*(["1", "1"] if speeds else []), *(f"{first[0]['texts'][text]['dense']:.2f}" for text in texts)]
+    if "dense" in answers:
+        dense.append(f"{statistics.fmean(map(statistics.fmean, answers['dense'].values())):.1%}")
     yield f"| dense | {' | '.join(dense)} |{' |' * (len(columns) - 1 - len(dense))}"
     for row, results in rows.items():
         yield f"| {' | '.join(cell(row, results) for cell in columns.values())} |"
 
 
-def perplexity(text: str, _: str, results: Sequence[Result]) -> str:
-    return spread([each["texts"][text]["pruned"] for each in results], ".2f")
+def perplexity(text: str, with_ratio: bool, _: str, results: Sequence[Result]) -> str:
+    """Return perplexity on a text, with its ratio to the dense model's where no other column has one."""
+    of_text = [each["texts"][text] for each in results]
+    ratio = statistics.fmean(quality["pruned"] / quality["dense"] for quality in of_text)
+    return spread([quality["pruned"] for quality in of_text], ".2f") + (f" ({ratio:.2f}×)" if with_ratio else "")
+
+
+def gained(answers: Answers, dense: Answers) -> str:
+    """Return the difference of the mean accuracy from the dense model's in points, with its 95 % interval."""
+    difference = mean_difference(answers, dense)
+    assert difference, "both models answer the same questions"
+    return points(*difference)
 
 
 def positive(value: float, style: str) -> str:
@@ -164,10 +181,34 @@ def study_pages(name: str, model: str) -> Iterator[str]:
         yield f"### {row.capitalize()}\n\n" + "\n".join(lines) + "\n"
 
 
-def draw_chart(figure: Figure, *, model: str, suffix: str) -> None:
+def draw_sizes(axes: Axes, *, model: str, suffix: str) -> None:
+    """Draw each size of the table `sizes`: perplexity over the dense model's on each text, over the
+    speed."""
+    rows, speeds, (_, text, ours, others) = read("sizes", model), read_speeds("sizes", model), COLORS[suffix]
+    sizes = {row: speeds[row] for row in rows if row in speeds and row[0].isdigit()}
+    across = [1.0, *(verdict["ratio"] for verdict in sizes.values())]
+    for name, style in zip(next(iter(rows.values()))[0]["texts"], ("-", "--", ":"), strict=True):
+        of_text = [rows[row][0]["texts"][name] for row in sizes]
+        ratios = [1.0, *(quality["pruned"] / quality["dense"] for quality in of_text)]
+        axes.plot(across, ratios, style, marker="o", color=ours, markersize=5, label=TEXTS[name])
+    for row, verdict in sizes.items():
+        top = max(quality["pruned"] / quality["dense"] for quality in rows[row][0]["texts"].values())
+        axes.annotate(
+            f"--speedup {row}", (verdict["ratio"], top), xytext=(-6, 7), textcoords="offset points", ha="right"
+        )
+    axes.axhline(LIMIT, color=others, linestyle="-.", linewidth=1)
+    axes.text(0.99, LIMIT + 0.01, f"our limit of {LIMIT}", transform=axes.get_yaxis_transform(), ha="right", fontsize=9)
+    axes.legend(loc="upper left", frameon=False, labelcolor=text)
+    axes.margins(x=0.12, y=0.15)
+    axes.set_title(f"{MODEL_NAMES.get(model, model)}, {TOKENS}, in vLLM on two CPU cores", loc="left", fontsize=11)
+    axes.set_xlabel("decode speed, × the dense model's")
+    axes.set_ylabel("perplexity, × the dense model's")
+
+
+def draw_methods(axes: Axes, *, model: str, suffix: str) -> None:
     """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the
     speed."""
-    axes, rows, (_, text, ours, others) = figure.add_subplot(), read("speed", model), COLORS[suffix]
+    rows, (_, text, ours, others) = read("speed", model), COLORS[suffix]
     label = partial(axes.annotate, textcoords="offset points", ha="center", fontsize=10)
     axes.plot(1.0, 1.0, "s", color=others, markersize=6)
     label("dense", (1.0, 1.0), xytext=(0, -15))
@@ -223,6 +264,13 @@ def read_speeds(name: str, model: str) -> dict[str, Any]:
     """Return the verdict on each row's speed over the dense model's; {} if it was not measured."""
     path = RESULTS / name / f"{model}-steps.json"
     return dict(_read(path)["speedups"]) if path.exists() else {}
+
+
+def read_answers(name: str, model: str) -> dict[str, dict[str, list[float]]]:
+    """Return each row's answers to the questions of each task, 1 for a right one; {} if none were asked."""
+    path = RESULTS / name / f"{model}-answers.json"
+    rows: dict[str, dict[str, str]] = _read(path)["answers"] if path.exists() else {}
+    return {row: {task: list(map(float, rights)) for task, rights in tasks.items()} for row, tasks in rows.items()}
 
 
 def recovered(rows: Mapping[str, Sequence[Result]]) -> dict[str, str]:

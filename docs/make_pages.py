@@ -193,7 +193,7 @@ def main(arguments: list[str]) -> int:
         elif not path.exists() or path.read_text(encoding="utf-8") != page:
             stale.append(name)
     if "--check" not in arguments:
-        make_measured.write_chart(FOLDER / "pictures", "smollm2-135m")
+        make_measured.write_charts(FOLDER / "pictures", "smollm2-135m")
     if stale:
         print(f"{', '.join(stale)}: differs from the code; run python docs/make_pages.py", file=sys.stderr)
     return int(bool(stale))
