@@ -2,9 +2,12 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ settings.register_profile("patient", deadline=None)  # an example that is slow o
 settings.load_profile("patient")
 
 
+VLLM_SOCKET = "ddp-vllm-tests-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 PROVE, READ_BACK = proof.prove, proof.read_back
 IS_PROVING = {"now": False}
 """Whether commands prove what they write: a fresh process takes seconds, so only in tests with `proving`."""
@@ -67,16 +71,36 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return folder
 
 
+def connect_to_vllm(cache: Path) -> socket.socket:
+    """Return a connection to the process of `vllm_forks.py`, which the workers of one run share.
+
+    Whoever comes first listens at a name that is no file, and starts the process, which answers after seconds.
+    """
+    name = f"\0{VLLM_SOCKET}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, suppress(OSError):  # another worker did
+        listener.bind(name)
+        listener.listen()
+        settings = VLLM_SETTINGS | {"VLLM_CACHE_ROOT": str(cache)}  # nothing compiled yet
+        command = [sys.executable, Path(__file__).with_name("vllm_forks.py"), str(listener.fileno())]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        in_background = ["/bin/sh", "-c", '"$@" &', "sh", *command]  # it may outlive this worker
+        subprocess.run(in_background, env=os.environ | settings, pass_fds=[listener.fileno()], check=True, **streams)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for _ in range(100):  # between the other's two calls nobody listens yet
+        with suppress(ConnectionRefusedError):
+            connection.connect(name)
+            break
+        time.sleep(0.1)
+    return connection
+
+
 @pytest.fixture(scope="session")
 def run_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """Return a function that runs a script, a file or code, where vLLM is imported already, and returns its stdout.
 
     A process of its own per script, so that vLLM's state, and what a script changes of it, stay there.
     """
-    settings = VLLM_SETTINGS | {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("vllm_cache"))}  # nothing compiled yet
-    command = [sys.executable, str(Path(__file__).with_name("vllm_forks.py"))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=os.environ | settings, text=True, **pipes)  # type: ignore[call-overload]
+    connection = connect_to_vllm(tmp_path_factory.mktemp("vllm_cache"))
 
     def run(script: Path | str, *arguments: object, **environment: str) -> str:
         folder = tmp_path_factory.mktemp("in_vllm")
@@ -86,15 +110,14 @@ def run_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         outputs = [folder / "stdout.txt", folder / "stderr.txt"]
         words = [*map(str, (script, *arguments))]
         request = {"words": words, "environment": environment, "outputs": [*map(str, outputs)]}
-        print(json.dumps(request), file=process.stdin, flush=True)
-        code = process.stdout.readline()
+        connection.send(json.dumps(request).encode())
+        code = connection.recv(64).decode()
         printed, errors = (path.read_text() if path.exists() else "" for path in outputs)
-        assert code == "0\n", f"ended with {code or 'no code'}\n{printed[-3000:]}\n{errors[-3000:]}"
+        assert code == "0", f"ended with {code or 'no code'}\n{printed[-3000:]}\n{errors[-3000:]}"
         return printed
 
     yield run
-    process.kill()  # which saves the seconds that it would take to end
-    process.communicate()
+    connection.close()
 
 
 @pytest.fixture(scope="session")
