@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +45,19 @@ proof.prove, proof.read_back = _prove, _read_back  # before other modules take t
 def proving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands prove what they write, in a fresh process."""
     monkeypatch.setitem(IS_PROVING, "now", True)
+
+
+@pytest.fixture
+def proving_here(proving: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands prove what they write, in this process: for what a fresh one would not see otherwise."""
+
+    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", command[2:])
+            runpy.run_path(command[2], run_name="__main__")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(proof, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.fixture
