@@ -17,6 +17,7 @@ import pytest
 from commands import VLLM_SETTINGS
 from hypothesis import settings
 
+from ddp_benchmarks import engine, sharegpt
 from ddp_vllm import proof
 from fetch import fetch_model
 
@@ -133,6 +134,14 @@ def run_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
 
     yield run
     connection.close()
+
+
+@pytest.fixture
+def commands_in_forks(run_in_vllm: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's command line runs where vLLM is imported already."""
+    command = [sys.executable, str(Path(__file__).with_name("vllm_command.py")), VLLM_SOCKET]
+    for module in (engine, sharegpt):
+        monkeypatch.setattr(module, "vllm_command", lambda: command)
 
 
 @pytest.fixture(scope="session")
