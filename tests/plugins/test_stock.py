@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 DENSE = ("ragged", "phi3", "qwen2", "gemma2", "tied", "mistral", "qwen3", "gemma3", "granite", "smollm3", "seed_oss")
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
-BY_DAY = ("ragged", "phi3", "two ranks", "qwen3_moe")  # the others run the code of another family
+BY_DAY = ("ragged", "phi3", "qwen3_moe")  # the others run the code of another family, two ranks also test_dense
 SPLIT = [  # which divide over two ranks, as they must without the plugin
     {"query_heads_per_kv_head": [3, 3, 3, 3], "intermediate_size": 64},
     {"query_heads_per_kv_head": [2, 2], "intermediate_size": 18},
