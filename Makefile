@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Processes of one thread each, one more than cores that are there: most of a test is start-up, which waits and uses one. A
-# file stays in one of them: its engine starts once. Files start in their order, or few long tests would come last.
+# file stays in one of them: its engine starts once. Files start in the order of tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install demo check test test-all pytest test-newest gpu lint clean

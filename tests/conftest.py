@@ -25,6 +25,11 @@ settings.register_profile("patient", deadline=None)  # an example that is slow o
 settings.load_profile("patient")
 
 
+LONGEST = (  # files that take a minute or more start first, so that no worker is left alone with one
+    *("plugins/test_stock_classes.py", "recover/test_recover.py", "prune/test_resume.py", "plugins/test_dense.py"),
+    *("prune/test_commands.py", "prune/test_settle.py", "benchmarks/test_real_vllm.py", "prune/test_processes.py"),
+    *("plugins/test_moe.py", "plugins/test_convert.py", "plugins/test_moe_kernel.py", "test_examples.py"),
+)
 VLLM_SOCKET = "ddp-vllm-tests-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 PROVE, READ_BACK = proof.prove, proof.read_back
 IS_PROVING = {"now": False}
@@ -40,6 +45,12 @@ def _read_back(*arguments: Any) -> Any:
 
 
 proof.prove, proof.read_back = _prove, _read_back  # before other modules take their names
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in place)
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture
