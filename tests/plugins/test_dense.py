@@ -116,7 +116,7 @@ def models(request: pytest.FixtureRequest, root: Path) -> dict[str, tuple[Path, 
     return {
         name: (root / name, make_checkpoint(root / name, **settings))
         for name, settings in CHECKPOINTS.items()
-        if name not in AT_NIGHT or name in selected(request, "name")
+        if name not in AT_NIGHT or name in selected(request, "name", __file__)
     }
 
 
@@ -147,16 +147,16 @@ def served(
     jobs = {
         name: job(folder, updates=UPDATES * (name in UPDATED))
         for name, folder in folders.items()
-        if name not in ALSO_SERVED_OTHERWISE or name in selected(request, "name")
+        if name not in ALSO_SERVED_OTHERWISE or name in selected(request, "name", __file__)
     }
     jobs |= {
         way: job(folders[name], **options)
         for way, (name, options) in WAYS.items()
-        if way not in AT_NIGHT or way in selected(request, "name")
+        if way not in AT_NIGHT or way in selected(request, "name", __file__)
     }
     jobs["dummy"] = job(folders["ragged"], load_format="dummy", updates=UPDATES[1:])
     for tool, names in SCALES.items():
-        if tool in AT_NIGHT and tool not in selected(request, "tool"):
+        if tool in AT_NIGHT and tool not in selected(request, "tool", __file__):
             continue
         folder = shutil.copytree(folders["ragged"], root / tool)
         add_cache_scales(folder, names)

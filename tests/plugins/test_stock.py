@@ -50,7 +50,7 @@ def models(
 ) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Each selected folder as the export writes it, and what transformers makes of it."""
     root, made = tmp_path_factory.mktemp("stock"), dict[str, tuple[Path, dict[str, Any]]]()
-    for name in selected(request, "stock") | {"ragged"}:
+    for name in selected(request, "stock", __file__) | {"ragged"}:
         if name in MIXTURES:
             dense = write_model(name, root / f"dense-{name}", hidden_size=64)  # which vLLM's CPU kernel takes
             made[name] = root / name, make_fewer_experts(root / name, dense)

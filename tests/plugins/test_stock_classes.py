@@ -119,15 +119,15 @@ LACKING = {  # family -> a tensor outside of the blocks that were pruned, and it
 }
 
 
-@pytest.mark.parametrize("family", LACKING)
+@pytest.mark.parametrize("lacking", LACKING)
 def test_transformers_and_inspect_refuse_a_missing_tensor(
-    family: str, made: Callable[[str], Path], tmp_path: Path
+    lacking: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """transformers would initialize it at random, or leave it as memory was."""
     register_widths()
-    folder = Path(shutil.copytree(made(family) / "narrow", tmp_path / "folder"))
+    folder = Path(shutil.copytree(made(lacking) / "narrow", tmp_path / "folder"))
     passed(invoke("inspect", folder))
-    stored, name = LACKING[family]
+    stored, name = LACKING[lacking]
     drop(stored)(folder)
     words = rf"tensor {name} is missing \(1 in all\); copy the whole folder again"
     assert re.search(words, (refused := invoke("inspect", folder)).stderr), refused.output
@@ -152,7 +152,7 @@ def adapters(
     """Adapters of the narrow and of the dense model of each selected family, and what peft generates with them."""
     register_widths()
     root, known = tmp_path_factory.mktemp("adapters"), dict[tuple[str, str], tuple[Path, dict[str, Any]]]()
-    for family in selected(request, "adapted") | {*REFUSED_ADAPTERS}:
+    for family in selected(request, "adapted", __file__) | {*REFUSED_ADAPTERS}:
         for kind in ("narrow", "dense"):
             folder = root / f"{kind} {family}"
             known[family, kind] = folder, make_adapter(folder, load(made(family) / kind), ADAPTERS[family][0])
@@ -169,7 +169,7 @@ def served(
 ) -> dict[str, Any]:
     """Return what vLLM did with the folders of all selected cases, in one process."""
     root, jobs = tmp_path_factory.mktemp("stock_classes"), dict[str, dict[str, Any]]()
-    for family in filter((selected(request, "family") | {*UPDATED}).__contains__, MODELS):
+    for family in filter((selected(request, "family", __file__) | {*UPDATED}).__contains__, MODELS):
         if family in WRAPPERS and find_spec("torchvision") is None:
             continue
         reference = "zeroed" if family in WITHOUT_TRANSFORMERS else "dense"
@@ -177,10 +177,10 @@ def served(
         for kind in ("narrow",) if family in (*FAST, *UPDATED) else ("narrow", reference):
             updates = UPDATES * (family in UPDATED)
             jobs[f"{family} {kind}"] = job(made(family) / kind, updates=updates, **options(family))
-    for way in selected(request, "way") & {*WAYS}:
+    for way in selected(request, "way", __file__) & {*WAYS}:
         family, more = WAYS[way]
         jobs[way] = job(made(family) / "narrow", **more)
-    for name in selected(request, "name") & {*BROKEN}:
+    for name in selected(request, "name", __file__) & {*BROKEN}:
         family, break_it, more, _ = BROKEN[name]
         folder = Path(shutil.copytree(made(family) / "narrow", root / name))
         break_it(folder)
