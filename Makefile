@@ -4,10 +4,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Processes of one thread each, one more than cores that are there: most of a test is start-up, which waits and uses one. A
-# file stays in one of them: its engine starts once. Files start in their order, or few long tests would come last.
+# file stays in one of them: its engine starts once. Files start in the order of tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo check test test-all test-newest gpu lint clean
+.PHONY: install demo check test test-all pytest test-newest gpu lint clean
 
 install: .venv/.installed
 
@@ -28,12 +28,16 @@ lint: install
 check: lint
 	$(PYTEST) -m "not vllm and not gpu and not real_model and not slow and not nightly"
 
-test: lint
-	$(PYTEST) -m "not nightly"
+# Lint beside the tests, whose summary comes last. What fails first lets the other end.
+test: install
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest CHOSEN='-m "not nightly"'
 
 # With the long tests: fuzzing, kills, a busy server, compiled models, other GPUs.
-test-all: lint
-	$(PYTEST)
+test-all: install
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest
+
+pytest: install
+	$(PYTEST) $(CHOSEN)
 
 # Nightly: the tests without vLLM on the newest transformers, peft and torchao, whatever pyproject.toml allows.
 test-newest: install

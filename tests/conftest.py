@@ -2,16 +2,22 @@
 
 import json
 import os
+import runpy
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from commands import VLLM_SETTINGS
 from hypothesis import settings
 
+from ddp_benchmarks import engine, sharegpt
 from ddp_vllm import proof
 from fetch import fetch_model
 
@@ -19,6 +25,12 @@ settings.register_profile("patient", deadline=None)  # an example that is slow o
 settings.load_profile("patient")
 
 
+LONGEST = (  # files that take a minute or more start first, so that no worker is left alone with one
+    *("plugins/test_stock_classes.py", "recover/test_recover.py", "prune/test_resume.py", "plugins/test_dense.py"),
+    *("prune/test_commands.py", "prune/test_settle.py", "benchmarks/test_real_vllm.py", "prune/test_processes.py"),
+    *("plugins/test_moe.py", "plugins/test_convert.py", "plugins/test_moe_kernel.py", "test_examples.py"),
+)
+VLLM_SOCKET = "ddp-vllm-tests-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 PROVE, READ_BACK = proof.prove, proof.read_back
 IS_PROVING = {"now": False}
 """Whether commands prove what they write: a fresh process takes seconds, so only in tests with `proving`."""
@@ -35,10 +47,29 @@ def _read_back(*arguments: Any) -> Any:
 proof.prove, proof.read_back = _prove, _read_back  # before other modules take their names
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in place)
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
 @pytest.fixture
 def proving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands prove what they write, in a fresh process."""
     monkeypatch.setitem(IS_PROVING, "now", True)
+
+
+@pytest.fixture
+def proving_here(proving: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands prove what they write, in this process: for what a fresh one would not see otherwise."""
+
+    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", command[2:])
+            runpy.run_path(command[2], run_name="__main__")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(proof, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.fixture
@@ -67,16 +98,36 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return folder
 
 
+def connect_to_vllm(cache: Path) -> socket.socket:
+    """Return a connection to the process of `vllm_forks.py`, which the workers of one run share.
+
+    Whoever comes first listens at a name that is no file, and starts the process, which answers after seconds.
+    """
+    name = f"\0{VLLM_SOCKET}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, suppress(OSError):  # another worker did
+        listener.bind(name)
+        listener.listen()
+        settings = VLLM_SETTINGS | {"VLLM_CACHE_ROOT": str(cache)}  # nothing compiled yet
+        command = [sys.executable, Path(__file__).with_name("vllm_forks.py"), str(listener.fileno())]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        in_background = ["/bin/sh", "-c", '"$@" &', "sh", *command]  # it may outlive this worker
+        subprocess.run(in_background, env=os.environ | settings, pass_fds=[listener.fileno()], check=True, **streams)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for _ in range(100):  # between the other's two calls nobody listens yet
+        with suppress(ConnectionRefusedError):
+            connection.connect(name)
+            break
+        time.sleep(0.1)
+    return connection
+
+
 @pytest.fixture(scope="session")
 def run_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """Return a function that runs a script, a file or code, where vLLM is imported already, and returns its stdout.
 
     A process of its own per script, so that vLLM's state, and what a script changes of it, stay there.
     """
-    settings = VLLM_SETTINGS | {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("vllm_cache"))}  # nothing compiled yet
-    command = [sys.executable, str(Path(__file__).with_name("vllm_forks.py"))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=os.environ | settings, text=True, **pipes)  # type: ignore[call-overload]
+    connection = connect_to_vllm(tmp_path_factory.mktemp("vllm_cache"))
 
     def run(script: Path | str, *arguments: object, **environment: str) -> str:
         folder = tmp_path_factory.mktemp("in_vllm")
@@ -86,15 +137,22 @@ def run_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         outputs = [folder / "stdout.txt", folder / "stderr.txt"]
         words = [*map(str, (script, *arguments))]
         request = {"words": words, "environment": environment, "outputs": [*map(str, outputs)]}
-        print(json.dumps(request), file=process.stdin, flush=True)
-        code = process.stdout.readline()
+        connection.send(json.dumps(request).encode())
+        code = connection.recv(64).decode()
         printed, errors = (path.read_text() if path.exists() else "" for path in outputs)
-        assert code == "0\n", f"ended with {code or 'no code'}\n{printed[-3000:]}\n{errors[-3000:]}"
+        assert code == "0", f"ended with {code or 'no code'}\n{printed[-3000:]}\n{errors[-3000:]}"
         return printed
 
     yield run
-    process.kill()  # which saves the seconds that it would take to end
-    process.communicate()
+    connection.close()
+
+
+@pytest.fixture
+def commands_in_forks(run_in_vllm: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's command line runs where vLLM is imported already."""
+    command = [sys.executable, str(Path(__file__).with_name("vllm_command.py")), VLLM_SOCKET]
+    for module in (engine, sharegpt):
+        monkeypatch.setattr(module, "vllm_command", lambda: command)
 
 
 @pytest.fixture(scope="session")

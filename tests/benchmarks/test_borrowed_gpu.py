@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from commands import VLLM_SETTINGS
-from test_evaluate import CHOICE, TASK
+from lm_eval_tasks import write_tasks
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "benchmarks" / "borrowed_gpu"
@@ -31,14 +31,6 @@ def run(out: Path, *command: object) -> dict[str, Any]:
 
 def call(number: int, out: Path, *steps: str) -> dict[str, Any]:
     return run(out, sys.executable, KIT / "run.py", number, "--only", ",".join(steps))
-
-
-def write_tasks(folder: Path, *names: str) -> None:
-    folder.mkdir(parents=True)
-    row = {"goal": "melt ice", "sol1": "the sun", "sol2": "down the hill"}
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"label": label}) + "\n" for label in (0, 1)))
-    for name in names:
-        (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=folder / "rows.jsonl", more=CHOICE))
 
 
 def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

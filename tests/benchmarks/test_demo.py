@@ -26,7 +26,7 @@ def test_the_same_model_comes_out_of_a_machine_that_is_eight_times_slower(
     """Whose clocks run eight times as fast meanwhile. The command is the demo's, of a smaller model."""
     monkeypatch.setattr(demo, "LENGTH", 16)
     monkeypatch.setattr(demo, "CONTEXT", 256)
-    profile = written(tmp_path, read_config(tiny), 1)
+    profile = written(tmp_path, read_config(tiny), 16)
     text = tmp_path / "chats.jsonl"
     text.write_text(
         "".join(f'{{"text": "{" ".join(["ice", "melts", "in", "the", "sun"] * 9)} {n}"}}\n' for n in range(99))

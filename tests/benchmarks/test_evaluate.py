@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 from commands import assert_refused, invoke, passed
+from lm_eval_tasks import write_tasks
 
 from ddp_benchmarks import evaluate, verbs
 from ddp_benchmarks.evaluate import EvalSettings
@@ -26,44 +28,22 @@ STATED = {
 }  # fmt: skip
 
 
-TASK = """task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-{more}
-"""
-CHOICE = """output_type: multiple_choice
-doc_to_text: "{{goal}}"
-doc_to_choice: "{{[sol1, sol2]}}"
-doc_to_target: label
-metric_list: [{metric: acc}, {metric: acc_norm}]"""
-WORDS = """output_type: generate_until
-doc_to_text: "{{goal}}"
-doc_to_target: "{{sol1}}"
-generation_kwargs: {max_gen_toks: 4}
-metric_list: [{metric: exact_match, higher_is_better: true}]"""
-
-
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A task piqa of two rows, of which a model answers one, `riddles` of the same kind, and `words`."""
     for name, value in {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}.items():
         monkeypatch.setenv(name, value)  # lm-eval runs in a process of its own
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    row = {"goal": "melt ice", "sol1": "the sun", "sol2": "down the hill", "label": 0}
-    (folder / "rows.jsonl").write_text("".join(json.dumps({**row, "label": label}) + "\n" for label in (0, 1)))
-    for name, more in (("piqa", CHOICE), ("riddles", CHOICE), ("words", WORDS)):
-        (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=folder / "rows.jsonl", more=more))
-    return folder
+    return write_tasks(tmp_path / "tasks", "piqa", "riddles", words=("words",))
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """lm-eval runs in forks of this process, which imports it once."""
+    """lm-eval runs in forks of this process, which imports it once, and reads none of its own 14,000 task files."""
     with warnings.catch_warnings(action="ignore"):
         importlib.import_module("lm_eval.evaluator")
+        tasks = importlib.import_module("lm_eval.tasks")
+    monkeypatch.setattr(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False))
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")  # that package was imported before

@@ -2,17 +2,21 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lm_eval_tasks import write_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ddp_vllm
+from ddp_benchmarks import evaluate
 from ddp_benchmarks.conversations import draw_sample, read_conversations
 from ddp_benchmarks.engine import Server
 from ddp_benchmarks.processes import group_members
@@ -60,10 +64,13 @@ def test_a_server_answers_over_http_and_leaves_nothing(halved: Path, tmp_path: P
     assert facts["kv_cache_tokens"] > 256
 
 
+@pytest.mark.parametrize("servers", ["commands_in_forks", pytest.param("environment", marks=pytest.mark.nightly)])
 def test_requests_over_http_are_measured_and_judged(
-    tiny: Path, halved: Path, talks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    servers: str, tiny: Path, halved: Path, talks: Path, tmp_path: Path, request: pytest.FixtureRequest,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Each model by a server of its own; `compare` shows the verdict."""
+    request.getfixturevalue(servers)
     output = tmp_path / "served.json"
     results = ddp_vllm.bench(
         tiny, halved, output=output, dataset=talks, mode="serve", request_rate=64, num_prompts=6, pairs=1,
@@ -81,27 +88,34 @@ def test_requests_over_http_are_measured_and_judged(
     assert page.pruned[0].speed and page.pruned[0].speed.verdict.load == "64 requests/s"
 
 
-TASK = """task: riddles
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{goal}}}}"
-doc_to_choice: "{{{{[sol1, sol2]}}}}"
-doc_to_target: label
-metric_list: [{{metric: acc}}]
+PLUGINS = Path(__file__).parents[1] / "plugins"
+EVALUATE = """
+import json, pickle, sys
+from functools import partial
+from pathlib import Path
+import lm_eval.tasks
+sys.path.insert(0, sys.argv[2])
+import serve_tiny
+from ddp_benchmarks.evaluate import _evaluate_tasks
+serve_tiny.skip_inspection()
+lm_eval.tasks.TaskManager = partial(lm_eval.tasks.TaskManager, include_defaults=False)  # of 14,000 files
+print("RESULT" + json.dumps(_evaluate_tasks(pickle.loads(Path(sys.argv[1]).read_bytes()))))
 """
 
 
-def test_vllm_evaluates_tasks(halved: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    row = {"goal": "melt ice", "sol1": "the sun", "sol2": "down the hill"}
-    rows = [json.dumps({**row, "goal": f"{number} ice melts", "label": number % 2}) for number in range(6)]
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "tasks" / "riddles.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
+def test_vllm_evaluates_tasks(
+    halved: Path, cache: Path, tmp_path: Path, run_in_vllm: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_alone(_: object, settings: evaluate.EvalSettings) -> Any:
+        (tmp_path / "settings").write_bytes(pickle.dumps(settings))
+        words, environment = (tmp_path / "settings", PLUGINS), {"HF_HOME": tmp_path / "hf", "DDP_VLLM_CACHE": cache}
+        printed = run_in_vllm(EVALUATE, *words, **{name: str(path) for name, path in environment.items()})
+        return json.loads(printed.partition("RESULT")[2].splitlines()[0])
+
+    monkeypatch.setattr(evaluate, "run_alone", run_alone)  # where vLLM is imported already
+    tasks = write_tasks(tmp_path / "tasks", "riddles", num_rows=6)
     scored = ddp_vllm.evaluate(
-        halved, tasks="riddles", include_path=tmp_path / "tasks", backend="vllm", dtype="float32", max_length=64,
+        halved, tasks="riddles", include_path=tasks, backend="vllm", dtype="float32", max_length=64,
         output=tmp_path / "out", model_args=("enforce_eager=True",),
     )  # fmt: skip
     assert scored["results"]["riddles"]["acc,none"] == 0.5  # as with transformers: it always takes the same answer

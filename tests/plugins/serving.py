@@ -27,10 +27,11 @@ def job(folder: Path, adapters: tuple[Path | None, ...] = (), **options: Any) ->
     return {"folder": str(folder), "options": options, **stated}
 
 
-def selected(request: pytest.FixtureRequest, parameter: str) -> set[str]:
-    """Return the values of a parameter in the selected tests: nothing is made for others."""
-    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    return {case[parameter] for case in cases if isinstance(case.get(parameter), str)}
+def selected(request: pytest.FixtureRequest, parameter: str, file: str) -> set[str]:
+    """Return the values of a parameter in the selected tests of a file: nothing is made for others."""
+    items = [item for item in request.session.items if item.path == Path(file) and hasattr(item, "callspec")]
+    values = [item.callspec.params.get(parameter) for item in items]
+    return {value for value in values if isinstance(value, str)}
 
 
 def assert_same(result: dict[str, Any], reference: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, cases, invoke, passed
 from foreign_folders import BLOCKS, FOLDERS, block_configs, llama, pruned
 from foreign_folders import SIZES as SIZES_OF_LLAMA
 from quantized import ROWS_OF_INT8, state_quantization
@@ -53,13 +53,18 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     return get
 
 
-@pytest.mark.usefixtures("proving")
-def test_a_fresh_process_finds_the_model_that_was_converted(converted: Any, tmp_path: Path) -> None:
-    """By its tokenizer; the tool's own code is not run, and without it transformers does not load its folder."""
-    printed = output_of("convert", converted("FLAP")[0], "-o", tmp_path / "out")
-    proof = read_checkpoint(tmp_path / "out").provenance["proof"]
-    assert re.search(rf"read back: {proof['tokens']} tokens the same, logits", printed)
-    assert proof["tokens"] > 100 and not proof["fault"]
+@pytest.mark.parametrize("proof", cases(["proving_here", "proving"], ["proving_here"]))
+def test_a_fresh_process_finds_the_model_that_was_converted(
+    proof: str, converted: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """By its tokenizer; the tool's own code is not run, and without it transformers does not load its folder. Three
+    processes start at night."""
+    source = converted("FLAP")[0]
+    request.getfixturevalue(proof)
+    printed = output_of("convert", source, "-o", tmp_path / "out")
+    found = read_checkpoint(tmp_path / "out").provenance["proof"]
+    assert re.search(rf"read back: {found['tokens']} tokens the same, logits", printed)
+    assert found["tokens"] > 100 and not found["fault"]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

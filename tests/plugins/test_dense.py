@@ -34,6 +34,7 @@ GRANITE_SCALES = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "log
 AT_NIGHT = {  # the same code as another, or slow
     "mistral", "qwen3", "gemma3", "smollm3", "seed_oss", "compiled", "two ranks, fused", "fused in blocks", "ModelOpt"
 }  # fmt: skip
+ALSO_SERVED_OTHERWISE = {"short", "even"}  # by day only so, traced and with adapters
 EVEN_LAYERS = [  # which split over two ranks without padding, as adapters require; of unequal widths all the same
     {"query_heads_per_kv_head": [3, 3, 3, 3], "intermediate_size": 64},
     {"query_heads_per_kv_head": [2, 2], "intermediate_size": 18},
@@ -115,7 +116,7 @@ def models(request: pytest.FixtureRequest, root: Path) -> dict[str, tuple[Path, 
     return {
         name: (root / name, make_checkpoint(root / name, **settings))
         for name, settings in CHECKPOINTS.items()
-        if name not in AT_NIGHT or name in selected(request, "name")
+        if name not in AT_NIGHT or name in selected(request, "name", __file__)
     }
 
 
@@ -143,15 +144,19 @@ def served(
     """Return what vLLM did with every checkpoint, the good and the broken."""
     folders = {name: folder for name, (folder, _) in models.items()}
     adapters = {name: root / f"adapter {name}" for name in adapted}
-    jobs = {name: job(folder, updates=UPDATES * (name in UPDATED)) for name, folder in folders.items()}
+    jobs = {
+        name: job(folder, updates=UPDATES * (name in UPDATED))
+        for name, folder in folders.items()
+        if name not in ALSO_SERVED_OTHERWISE or name in selected(request, "name", __file__)
+    }
     jobs |= {
         way: job(folders[name], **options)
         for way, (name, options) in WAYS.items()
-        if way not in AT_NIGHT or way in selected(request, "name")
+        if way not in AT_NIGHT or way in selected(request, "name", __file__)
     }
     jobs["dummy"] = job(folders["ragged"], load_format="dummy", updates=UPDATES[1:])
     for tool, names in SCALES.items():
-        if tool in AT_NIGHT and tool not in selected(request, "tool"):
+        if tool in AT_NIGHT and tool not in selected(request, "tool", __file__):
             continue
         folder = shutil.copytree(folders["ragged"], root / tool)
         add_cache_scales(folder, names)
@@ -180,7 +185,7 @@ def served(
     return serve(jobs)
 
 
-@pytest.mark.parametrize("name", cases((*CHECKPOINTS, *WAYS), {*CHECKPOINTS, *WAYS} - AT_NIGHT))
+@pytest.mark.parametrize("name", cases((*CHECKPOINTS, *WAYS), {*CHECKPOINTS, *WAYS} - AT_NIGHT - ALSO_SERVED_OTHERWISE))
 def test_served_model_computes_what_transformers_computes(name: str, served: Any, models: Any) -> None:
     assert_same(served[name], models[WAYS.get(name, (name,))[0]][1])
 

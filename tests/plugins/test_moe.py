@@ -82,7 +82,7 @@ def pruned(
         patch.setenv("DDP_VLLM_CACHE", str(root / "cache"))
         patch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 2)
         patch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
-        for name in (name for name in MIXTURES if name in selected(request, "name") | {*BY_DAY}):
+        for name in (name for name in MIXTURES if name in selected(request, "name", __file__) | {*BY_DAY}):
             dense, folder = write_model(name, root / f"dense-{name}"), root / name
             for file in tiny_model.glob("tokenizer*"):
                 (dense / file.name).write_bytes(file.read_bytes())

@@ -27,7 +27,7 @@ def test_the_kernels_in_tritons_interpreter(chosen: str) -> None:
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parent.parent)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 17  # type: ignore[index]
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 15  # type: ignore[index]
     assert "skipped" not in result.stdout
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 DENSE = ("ragged", "phi3", "qwen2", "gemma2", "tied", "mistral", "qwen3", "gemma3", "granite", "smollm3", "seed_oss")
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
-BY_DAY = ("ragged", "phi3", "two ranks", "qwen3_moe")  # the others run the code of another family
+BY_DAY = ("ragged", "phi3", "qwen3_moe")  # the others run the code of another family, two ranks also test_dense
 SPLIT = [  # which divide over two ranks, as they must without the plugin
     {"query_heads_per_kv_head": [3, 3, 3, 3], "intermediate_size": 64},
     {"query_heads_per_kv_head": [2, 2], "intermediate_size": 18},
@@ -50,7 +50,7 @@ def models(
 ) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Each selected folder as the export writes it, and what transformers makes of it."""
     root, made = tmp_path_factory.mktemp("stock"), dict[str, tuple[Path, dict[str, Any]]]()
-    for name in selected(request, "stock") | {"ragged"}:
+    for name in selected(request, "stock", __file__) | {"ragged"}:
         if name in MIXTURES:
             dense = write_model(name, root / f"dense-{name}", hidden_size=64)  # which vLLM's CPU kernel takes
             made[name] = root / name, make_fewer_experts(root / name, dense)

@@ -2,13 +2,9 @@
 
 import json
 import math
-import os
-import pty
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
@@ -20,7 +16,7 @@ import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from commands import assert_refused, invoke, passed
 from family_cases import CASES, SIZES, write_random
-from runs import SMALL, assert_written_as_evaluated, loss_of, prune, recover, same_weights, weights
+from runs import assert_written_as_evaluated, loss_of, prune, recover, same_weights, weights
 from safetensors.torch import load_file
 from seams import Trainer, load_tokenizer
 from transformers import AutoModelForCausalLM
@@ -283,22 +279,11 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
 
 
 @pytest.mark.usefixtures("heard")
-def test_a_terminal_that_is_gone_costs_no_model(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Neither in training nor in the tables after it, and Ctrl-C still saves."""
-    master, slave = pty.openpty()
-    words = ["prune", tiny_model, "--sparsity", "0.4", "--data", tiny_text, "-o", tmp_path / "out", "--no-proof"]
-    command = [sys.executable, "-m", "ddp_vllm", *map(str, words), *SMALL]
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=os.environ | paths) as process:
-        os.close(slave)
-        os.read(master, 1)  # its first line
-        os.close(master)
-    assert process.returncode == 0 and read_checkpoint(tmp_path / "out").provenance["perplexity"]
-
+def test_ctrl_c_is_noted_though_nothing_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError("no space left")
 
-    with pytest.MonkeyPatch.context() as patch, seams.loop_module.stopping(alone=True) as interrupts:
+    with monkeypatch.context() as patch, seams.loop_module.stopping(alone=True) as interrupts:
         patch.setattr("os.write", full)
         signal.raise_signal(signal.SIGINT)
     assert interrupts == [signal.SIGINT]

@@ -241,7 +241,7 @@ def test_a_tokenizer_that_transformers_chooses_by_the_name_on_the_hub(
     assert (by_class == expected) == (name == "me/tiny")
 
 
-@pytest.mark.parametrize("family", ["mistral", "ministral"])
+@pytest.mark.parametrize("family", ["mistral", pytest.param("ministral", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("repaired", [True, False])
 def test_a_tokenizer_that_transformers_repairs_by_model_type(
     family: str, repaired: bool, tiny_model: Path, tmp_path: Path

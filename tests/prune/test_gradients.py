@@ -10,6 +10,7 @@ import pytest
 import seams
 import torch
 import torch.nn.functional as F
+from commands import cases
 from family_cases import CASES
 from seams import ROTARY, OutputHead, distill, fuse_elementwise, gated, grouped, looped, open_source
 from torch import nn
@@ -162,7 +163,7 @@ def test_the_head_makes_the_logits_of_the_stock_model(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # of torch's compiler
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", cases(["eager", "aot_eager", "inductor"], ["eager"]))
 def test_fused_parts_compute_the_same(backend: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, results = open_source(str(tiny_model)), []
     torch._dynamo.reset()

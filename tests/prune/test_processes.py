@@ -1,12 +1,19 @@
-"""Two processes (gloo, on a CPU) learn what one does, with whole and with sharded weights."""
+"""Two processes (gloo, on a CPU) learn what one does, with whole and with sharded weights; one outlives its terminal.
+
+All are forks of one process that has imported what is slow to import, so they are in one file.
+"""
 
 import json
+import os
+import pty
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from commands import invoke, passed
+from runs import SMALL, die_at, prune
 from safetensors.torch import load_file, save_file
 from seams import GatedModel, Learned, Recipe, Run, Unsaved, learn, load_model, load_sharded, open_source, pools_of
 from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -14,16 +21,21 @@ from two_processes import (
     BLOCKS,
     SETTINGS,
     command_line,
+    command_line_on,
+    forking,
     launch,
     learn_in_two,
+    stopped_command_line,
     sum_gradients,
     summed_gradients,
 )
 
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError
 
 PRUNE = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "4", "--seq-len", "16"]
 TOKENS = torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
+pytestmark = pytest.mark.usefixtures("no_pictures")  # in this process, not in the others
 TOGETHER = 1e-6  # sums over processes are made in another order, in float64
 
 
@@ -160,3 +172,78 @@ def test_a_sharded_model_equals_the_model_loaded_whole(group_of_one: None, tmp_p
     save_file(weights, tmp_path / "gemma" / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight.*1 weights in all"):
         load_sharded(source, "auto", torch.device("cpu"), 1)
+
+
+def test_a_terminal_that_is_gone_costs_no_model(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Neither in training nor in the tables after it."""
+    master, slave = pty.openpty()
+    words = ["prune", tiny_model, "--sparsity", "0.4", "--data", tiny_text, "-o", tmp_path / "out", "--no-proof"]
+    arguments = [tmp_path / "cache", os.ttyname(slave), *map(str, words), *SMALL]
+    process = forking().Process(target=command_line_on, args=arguments)
+    process.start()
+    os.read(master, 1)  # its first line
+    os.close(slave)
+    os.close(master)
+    process.join()
+    assert process.exitcode == 0 and read_checkpoint(tmp_path / "out").provenance["perplexity"]
+
+
+def assert_close(two: Path, one: Path) -> None:
+    """Adam's first steps make a sign of the smallest gradient, and sums over processes round differently."""
+    expected, found = (load_file(folder / "model.safetensors") for folder in (one, two))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=5e-4, rtol=0, msg=lambda text, at=name: f"{at}: {text}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["prune", pytest.param("recover", marks=pytest.mark.nightly)])
+def test_two_processes_train_as_one_does(verb: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    command = ["prune", str(tiny_model), *SMALL, "--train", "weights", "--sparsity", "0.4"]
+    if verb == "recover":
+        passed(prune(tiny_model, tiny_text, tmp_path / "pruned"))
+        command = ["recover", str(tmp_path / "pruned"), "--teacher", str(tiny_model), "--train", "lora"]
+        command += ["--tokens", "320", "--learning-rate", "1e-3"]
+    command += ["--data", str(tiny_text), "-o"]
+    passed(invoke(*command, tmp_path / "one"))
+    more = ["--shard", *["--no-proof"] * (verb == "prune")]  # at night: it takes as long as the training
+    (first, _, err), (second, _, _) = launch(tmp_path, command_line, *command, str(tmp_path / "two"), *more)
+    assert first == second == 0, err
+    assert_close(tmp_path / "two", tmp_path / "one")
+    if verb == "prune":
+        return
+    # the weights are shared, so only the written folder has them whole
+    proof = read_checkpoint(tmp_path / "two").provenance["proof"]
+    assert proof["tokens"] > 100 and proof["logits"] < 1e-4 and not proof["fault"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit", "lora"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_a_run_resumes_on_another_number_of_processes(
+    optimizer: str, before: int, after: int, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    train = ["--train", "lora"] if optimizer == "lora" else ["--train", "weights", "--optimizer", optimizer]
+    options = ["--no-proof", "--steps", "6", "--batch-size", "4", "--seq-len", "16", "--save-every", "1"]
+    options += ["--learning-rate", "2e-4"]
+    command = ["prune", str(tiny_model), "--data", str(tiny_text), "--sparsity", "0.4", *options, *train, "-o"]
+
+    def run(name: str, processes: int, stop: int = -1) -> str:
+        """Run in one process as in two: with the same state of torch."""
+        if processes == 2:
+            (code, out, err), _ = launch(
+                tmp_path, stopped_command_line, stop, *command, str(tmp_path / name), "--shard"
+            )
+            assert code == (130 if stop >= 0 else 0), err
+            return out
+        with torch.compiler.set_stance("force_eager"):
+            again = lambda: invoke(*command, tmp_path / name)  # noqa: E731
+            return (die_at(stop, again) if stop >= 0 else passed(again())).output
+
+    run("one", 1)
+    run("out", before, stop=3)
+    if optimizer == "adamw-8bit" and before != after:  # a scale is shared by 256 numbers of a process
+        with pytest.raises(AssertionError, match=f"8-bit moments among {before} processes, not {after}; start as many"):
+            run("out", after)
+        return
+    assert "resuming after step 3" in run("out", after)
+    assert_close(tmp_path / "out", tmp_path / "one")

@@ -25,7 +25,7 @@ def proof_of(folder: Path) -> dict[str, Any]:
     return proof
 
 
-BY_DAY = ("prune", "tokenizer")  # a fresh process each
+BY_DAY = ("prune", "tokenizer")
 
 
 @pytest.mark.parametrize("verb", cases(["prune", "recover", "apply"], BY_DAY))
@@ -84,7 +84,7 @@ SPOILED: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("part", cases(SPOILED, BY_DAY))
-@pytest.mark.usefixtures("proving")
+@pytest.mark.usefixtures("proving_here")
 def test_a_folder_that_differs_is_kept_under_another_name(
     part: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,8 +107,9 @@ def test_text_of_kept_tokens_has_the_same_tokens_and_logits(dense: Path, trimmed
 
 
 def test_the_written_folder_is_proved(
-    proving: None, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proving_here: None, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A stock model, which a fresh process reads as this one does: three of them start for each of these commands."""
     command = ("trim", dense, "--tokens", 400, "--data", text, "-o")
     assert "tokens the same" in passed(invoke(*command, tmp_path / "new")).stdout
     proof = read_provenance(tmp_path / "new" / MASKS_FILE)["proof"]

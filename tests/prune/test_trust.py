@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from commands import assert_refused, cases, invoke, passed
+from lm_eval_tasks import write_tasks
 from runs import SMALL, edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,25 +36,10 @@ LOADABLE = ("config", "tokenizer", "generation")
 ATTACKS = (*LOADABLE, "tokenizer class", "chat template")
 
 
-TASK = """task: piqa_local
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {rows}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{goal}}}}"
-doc_to_choice: "{{{{[sol1, sol2]}}}}"
-doc_to_target: label
-metric_list: [{{metric: acc_norm}}]
-"""
-
-
 def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list[Any]]:
     """Return a command line of each verb that reads a model, but `bench` and `profile`, which start vLLM."""
-    tasks = output.parent / "tasks"
-    tasks.mkdir(parents=True, exist_ok=True)
-    (tasks / "rows.jsonl").write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}))
-    (tasks / "piqa_local.yaml").write_text(TASK.format(rows=tasks / "rows.jsonl"))
-    lm_eval = ["--tasks", "piqa_local", "--include-path", tasks, "--limit", "1", "--max-length", "64", "-o", output]
+    lm_eval = ["--tasks", "piqa_local", "--include-path", output.parent / "tasks", "--limit", "1"]
+    lm_eval += ["--max-length", "64", "-o", output]
     return {
         "prune": ["prune", dense, "--sparsity", "0.4", "--data", text, "-o", output, *SMALL],
         "apply": ["apply", dense, "--masks", pruned / MASKS_FILE, "-o", output],
@@ -142,6 +128,7 @@ def hostile(tiny_model: Path, pruned: Path, tmp_path: Path) -> Hostile:
 def test_no_verb_runs_code_of_a_model(verb: str, hostile: Hostile, conversations: Path, tmp_path: Path) -> None:
     """The model is read without its code, and the output holds none of it."""
     dense, folder, ran = hostile(*LOADABLE)
+    write_tasks(tmp_path / "tasks", "piqa_local")
     result = invoke(*verbs(dense, folder, conversations, tmp_path / "out")[verb])
     assert not ran.exists()
     if verb in REFUSING:

@@ -1,4 +1,4 @@
-"""Two processes, started with the variables that torchrun sets, and what `test_processes.py` runs in them.
+"""Two processes, started with the variables that torchrun sets, or one, and what `test_processes.py` runs in them.
 
 They are forked from a process that has imported what is slow to import; it does so once for all tests.
 """
@@ -35,12 +35,18 @@ SLOW_TO_IMPORT = ["seams", "datasets", "matplotlib.pyplot", "transformers.models
 PATIENCE = 1200  # seconds, for a busy machine
 
 
-def launch(folder: Path, function: Callable[..., None], *arguments: Any) -> list[tuple[int | None, str, str]]:
-    """Call a function in two processes that work in `folder`; return exit code, stdout and stderr of each."""
+def forking() -> Any:
+    """Return the context whose processes are forks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["two_processes", *SLOW_TO_IMPORT])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # for Python 3.11 and 3.12, which forget it
         multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def launch(folder: Path, function: Callable[..., None], *arguments: Any) -> list[tuple[int | None, str, str]]:
+    """Call a function in two processes that work in `folder`; return exit code, stdout and stderr of each."""
+    context = forking()
     # held here, as torchrun does: a port that was free is another's by the time process 0 asks for it
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)} | {
@@ -81,6 +87,14 @@ def command_line(*arguments: str) -> None:
     """Be `ddp-vllm` with these arguments."""
     sys.argv = ["ddp-vllm", *arguments]
     runpy.run_module("ddp_vllm", run_name="__main__", alter_sys=True)
+
+
+def command_line_on(cache: Path, terminal: str, *arguments: str) -> None:
+    """Be that in a terminal."""
+    for descriptor in (0, 1, 2):
+        os.dup2(os.open(terminal, os.O_RDWR | os.O_NOCTTY), descriptor)
+    os.environ["DDP_VLLM_CACHE"] = str(cache)
+    command_line(*arguments)
 
 
 def stopped_command_line(stop: int, *arguments: str) -> None:
