@@ -1,8 +1,8 @@
 """The non-uniform checkpoint: reads and checks a pruned folder. Nothing here imports torch.
 
-A pruned checkpoint is a normal Hugging Face folder with three additions: `ddp_layers` in
-`config.json` (see `remote_code/widths.py`), the Python files that load it, and
-`ddp_masks.safetensors`.
+A pruned checkpoint is a normal Hugging Face folder with three additions: its widths in `config.json`
+(see `remote_code/widths.py`; `ddp_layers` of a family, `ddp_widths` of any other architecture), the
+Python files that load it, and `ddp_masks.safetensors`.
 """
 
 import os
