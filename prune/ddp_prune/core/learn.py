@@ -49,10 +49,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def zeros(cls, masks: Masks, routed: Masks) -> "Sums":
-        gradients, squares = (
-            {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()} for _ in range(2)
-        )
-        return cls(gradients, squares, {kind: torch.zeros_like(counts) for kind, counts in routed.items()})
+        return cls(zeros_like(masks, torch.float64), zeros_like(masks, torch.float64), zeros_like(routed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,40 +83,24 @@ class Learned:
         return {"routing": {"chosen": dict(zip(routed_layers, counts["experts"], strict=True))}} if counts else {}
 
 
-@dataclass(kw_only=True)
 class GateState:
     """Everything a trainer keeps per gate: one tensor per module type, shaped as the masks unless
     stated otherwise."""
 
-    z: Masks
-    """Logits of the gates, which are also their scales."""
-    information: Masks
-    """Squared gradients summed over all tokens: the diagonal empirical Fisher information."""
-    open_steps: Masks
-    """Optimizer steps in which the gate was open."""
-    support: Masks
-    """Bool: gates that may be open."""
-    routed: Masks
-    """Int64 [L, E]: how often each expert was chosen; without an entry for a dense model."""
-    searched_z: Masks
-    """z when the support was rounded; without entries while searching."""
-
-    @classmethod
-    def opened(cls, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "GateState":
-        """Return the state in which every gate is open and has scale 1."""
-        z = {kind: torch.ones(shape, device=device) for kind, shape in shapes.items()}
-        return cls(
-            z=z,
-            information={kind: torch.zeros_like(values) for kind, values in z.items()},
-            open_steps={kind: torch.zeros_like(values) for kind, values in z.items()},
-            support={kind: torch.ones_like(values, dtype=torch.bool) for kind, values in z.items()},
-            routed={
-                kind: torch.zeros_like(values[..., 0], dtype=torch.int64)
-                for kind, values in z.items()
-                if values.dim() == 3
-            },
-            searched_z={},
-        )
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        """Open every gate, with scale 1."""
+        self.z: Masks = {kind: torch.ones(shape, device=device) for kind, shape in shapes.items()}
+        """Logits of the gates, which are also their scales."""
+        self.information = zeros_like(self.z)
+        """Squared gradients summed over all tokens: the diagonal empirical Fisher information."""
+        self.open_steps = zeros_like(self.z)
+        """Optimizer steps in which the gate was open."""
+        self.support: Masks = {kind: z > 0 for kind, z in self.z.items()}
+        """Bool: gates that may be open."""
+        self.routed = zeros_like({kind: z[..., 0] for kind, z in self.z.items() if z.dim() == 3}, torch.int64)
+        """Int64 [L, E]: how often each expert was chosen; without an entry for a dense model."""
+        self.searched_z: Masks = {}
+        """z when the support was rounded; without entries while searching."""
 
     def save(self) -> dict[str, torch.Tensor]:
         """Return all tensors by names such as `z.mlp`."""
@@ -128,13 +109,16 @@ class GateState:
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `save` returned; ignore other tensors."""
+        """Restore what `save` returned, in place; ignore other tensors."""
         for name, value in tensors.items():
             part, _, kind = name.partition(".")
-            if kind in (masks := vars(self).get(part, {})):
-                masks[kind].data.copy_(value)
-            elif part == "searched_z":
-                self.searched_z[kind] = value.to(self.z[kind].device)
+            if part in vars(self):
+                vars(self)[part].setdefault(kind, torch.empty_like(self.z[kind])).data.copy_(value)
+
+
+def zeros_like(masks: Masks, dtype: torch.dtype | None = None) -> Masks:
+    """Return zeros shaped as the masks, by default of their dtype."""
+    return {kind: torch.zeros_like(mask, dtype=dtype) for kind, mask in masks.items()}
 
 
 class Trainer(Learner):
@@ -154,7 +138,7 @@ class Trainer(Learner):
         super().__init__(gated.model, batches, schedule, training)
         self.gated, self.pools = gated, pools
         self.narrow = narrow_layers(gated) if schedule.leaves_out else None
-        self.gates = GateState.opened(gated.shapes, self.accelerator.device)
+        self.gates = GateState(gated.shapes, self.accelerator.device)
         self.sums = Sums.zeros(self.gates.z, self.gates.routed)
         self.rounding: dict[str, dict[str, float]] = {}
         self.prepare()
@@ -218,7 +202,7 @@ class Trainer(Learner):
     def _passing(self, masks: Masks, loss_share: float, batch: MicroBatch) -> Iterator[None]:
         """Apply the masks to a forward and backward pass, and add up what backward yields for them."""
         leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
-        parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
+        parts = zeros_like(masks)
         with self.gated.masks(leaves, parts, self.narrow):
             yield
         for kind, leaf in leaves.items():
