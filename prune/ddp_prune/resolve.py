@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.budget import Pool
-from ddp_prune.core.fusion import fuse_elementwise
+from ddp_prune.core.decoder import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import Trainer, trainer_of
 from ddp_prune.core.loop import Training, seconds_a_step

@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_prune.core.saved import Like, Saved, Unsaved
+from ddp_prune.core.schedule import Like, Saved, Unsaved
 from ddp_prune.settings import INDECISIVE, TrainingSettings
 from ddp_vllm.errors import DdpError, OutputError
 from ddp_vllm.output import atomic_file, check_name, locked, sync

@@ -25,8 +25,7 @@ from ddp_prune.core.experts import neutral_where_idle
 from ddp_prune.core.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.core.loop import Learner, Report, Training, take_steps
 from ddp_prune.core.processes import broadcast_from_main, raise_on_all_ranks
-from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.schedule import Schedule
+from ddp_prune.core.schedule import Schedule, Unsaved
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 it would use up budget without effect
 # of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
