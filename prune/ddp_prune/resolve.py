@@ -38,8 +38,8 @@ from ddp_prune.fit import (
     sequences_at_once,
     suited_modes,
 )
-from ddp_prune.models.loading import check_sharding, load, load_teacher, loading_options
-from ddp_prune.models.source import Source
+from ddp_prune.models.loading import check_sharding, load, load_teacher
+from ddp_prune.models.source import Source, loading_options
 from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Run, steps_of

@@ -12,9 +12,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from ddp_vllm import machine
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.dimensions import BLOCK_NAMES, Dimensions, dimensions_of, text_config, widths_of
-from ddp_vllm.errors import CheckpointError, ModelError, SettingError
+from ddp_vllm.errors import CheckpointError, ModelError, SettingError, reading
 from ddp_vllm.families import FAMILIES, check_dense, check_known, register_pruned, warn_of_foreign_code
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
@@ -24,6 +25,8 @@ from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import Widths, states_widths
 
 if TYPE_CHECKING:  # which imports torch
+    import torch
+
     from ddp_prune.models.structure import Structure
 
 FORMATS = ("BF16", "F16", "F32")
@@ -228,6 +231,47 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     if dense.structure:
         return replace(dense, folder=folder, name="", shapes=checkpoint.shapes)
     return Source(folder=folder, config=config, sizes=dense.sizes, shapes=checkpoint.shapes)
+
+
+def stock_config(folder: Path) -> Any:
+    """Return the config of a model as transformers' class reads it. Raises: ModelError."""
+    from transformers import AutoConfig
+
+    with reading(folder, ModelError, AGAIN):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def loading_options(source: Source, dtype: str, device: "torch.device | None") -> dict[str, Any]:
+    """Return dtype, attention and, of a quantized model, the config for loading the model on
+    `device` (None: any that computes in bfloat16).
+
+    `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish, and
+    float32 instead of bfloat16 on devices that do not compute in it. Gemma-2 requires eager attention:
+    transformers' fused attention omits the soft-cap on scores, which the model was trained with and
+    vLLM applies. Raises: ModelError if the config is broken.
+    """
+    import torch
+    from safetensors import safe_open
+
+    config = stock_config(source.folder)
+    number_format = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    if number_format is None:  # not in the config
+        with safe_open(weight_files(source.folder)[0], framework="pt") as file:
+            number_format = file.get_slice(next(iter(file.keys())))[:1].dtype
+    if dtype == "auto" and number_format == torch.float16:
+        number_format = torch.bfloat16
+    if dtype == "auto" and number_format == torch.bfloat16 and device is not None:
+        on_gpu = device.type == "cuda"
+        if not (torch.cuda.is_bf16_supported(False) if on_gpu else machine.has_bfloat16()):  # GPUs before Ampere
+            number_format = torch.float32
+    options: dict[str, Any] = {"dtype": number_format}
+    if source.text_config.get("attn_logit_softcapping"):
+        options["attn_implementation"] = "eager"
+    if source.structure is None and source.config.get("quantization_config"):
+        # plain weights; activations are rounded all the same
+        config.quantization_config["run_compressed"] = False
+        options["config"] = config
+    return options
 
 
 def check_index(folder: Path) -> None:

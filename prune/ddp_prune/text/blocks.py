@@ -28,8 +28,8 @@ from safetensors.numpy import save
 from ddp_prune.text.documents import Document, DocumentReader, hash_of
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import Rows, open_rows, reading_text, sources_of
-from ddp_prune.text.templates import ChatTemplate
-from ddp_prune.text.tokens import Tokens, leading_bos, pack
+from ddp_prune.text.templates import ChatTemplate, leading_bos
+from ddp_prune.text.tokens import Tokens, pack
 from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
