@@ -214,7 +214,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
         `export`.
     """
     source = open_source(model)
-    # the folder of a model, possibly from an untrusted source
+    # the masks file is in the folder of a model, possibly from an untrusted source
     if (masks.parent / "config.json").exists():
         check_links(masks.parent)
     gates, provenance = read_masks(masks)[0], local_provenance(masks)
@@ -231,7 +231,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
     if known and known != inputs_of({}, weight_files(source.folder), [])["weights"]:
         made_for = provenance.get("recipe", {}).get("model", "another model")
         warn(f"{masks} was made for other weights ({made_for}) than those of {model}; evaluate the result")
-    # they describe other weights
+    # entries that describe other weights
     outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
     scores = read_scores(masks)

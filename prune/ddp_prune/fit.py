@@ -32,7 +32,7 @@ USABLE = 0.8  # of free memory: the needs of a step are estimates, and memory fr
 ACTIVATION_SHARE = 0.5  # of free memory for activations; if they need more, layers are checkpointed
 TRAINING_SHARE = 0.7  # of free memory for weights and their training; the rest is for activations
 UTILIZATION = 0.4  # of the peak; assumed, not measured
-# of a layer in a forward and backward pass, whatever its size: that long a CPU takes to launch the
+# of a layer in a forward and backward pass, whatever its size: a CPU takes that long to launch the
 # kernels (measured: joint training of SmolLM2, 30 layers, on an H100)
 LAUNCH_SECONDS = 8.4e-3
 LARGEST_PASS = 4  # times the usual tokens of a pass on a GPU, if activations fit: fewer launches per token

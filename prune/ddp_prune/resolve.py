@@ -188,7 +188,7 @@ def resolve_training_mode(
     if not usable:
         raise SettingError(obstacle)
     chosen = usable[-1]
-    # passed by the user: all memory may do
+    # a mode that the user passed may take all memory
     if recipe.train != "auto" and needed[chosen] > devices.free:
         fitting = "; ".join(needs[mode] for mode in needed if needed[mode] <= TRAINING_SHARE * devices.free)
         raise SettingError(

@@ -28,10 +28,10 @@ from ddp_prune.core.processes import broadcast_from_main, raise_on_all_ranks
 from ddp_prune.core.schedule import Schedule, Unsaved
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 it would use up budget without effect
-# of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
+# of the scales, before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
 PRIOR_PRECISION = 50.0
 PRIOR_SHARE = 1 / 20  # of the run's tokens, treated as already seen with every scale at 1
-# steps, of a slow selection; the schedule is smooth, so a few more gates close at a time
+# steps from one slow selection to the next; the schedule is smooth, so a few more gates close at a time
 CLOSE_EVERY = 4
 REVIVED = 0.5  # scale of a unit that rounding adds back, if the search left it without one
 
@@ -174,7 +174,7 @@ class Trainer(Learner):
         Raises: TrainingError if the loss is not a number.
         """
         gates, reduce = self.gates, self.accelerator.reduce
-        # masks: the rounding freezes the support, and closed units are not computed
+        # before the masks are made: rounding freezes the support, and closed units are not computed
         if step >= self.schedule.steps.search and not self.polishing:
             self.round()
         if self.narrow:

@@ -158,7 +158,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
     config, structure = read_config(folder), None
     is_family = str(config.get("model_type")) in FAMILIES
     with _naming(model):
-        # which `check_dense` refuses
+        # a model that we pruned is refused by `check_dense`
         if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):
             check_states_no_widths(config)
         check_dense(config)
@@ -216,7 +216,7 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
         raise CheckpointError(f"{folder} is quantized; recover or measure the folder it was made from, then quantize")
     stated = dense.widths if dense.widths.is_family else dense.widths.only(widths.blocks)
     stated = replace(stated, layers=stated.dense_layers, is_renumbered=False)
-    # some tools add biases
+    # other tools may have added biases
     before = replace(widths, layers=widths.dense_layers, is_renumbered=False, biased=stated.biased)
     vocabularies = (text_config(model).get("vocab_size") for model in (config, dense.config))
     pairs = {"model_type": (dense_type(config), dense.config.get("model_type")), "vocab_size": (*vocabularies,)}
