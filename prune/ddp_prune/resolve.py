@@ -221,11 +221,11 @@ def choose_in_minutes(
     print_line(TIMING)
     modes = allowed_modes(recipe)
     shapes: dict[Mode, Shape] = {}
-    shape = shapes[mode] = fit_minutes(recipe, mode, open_mode(mode), num_processes, num_sizes)
-    simpler = [other for other in modes[modes.index(mode) + 1 :] if other.train != mode.train]
-    while shape.steps < FEWEST_STEPS and simpler:
-        mode = simpler.pop(0)
+    candidates = [mode, *(other for other in modes[modes.index(mode) + 1 :] if other.train != mode.train)]
+    for mode in candidates:
         shape = shapes[mode] = fit_minutes(recipe, mode, open_mode(mode), num_processes, num_sizes)
+        if shape.steps >= FEWEST_STEPS:
+            break
     better = [*shapes][:-1]
     others = "".join(f"; {name_of(other, recipe)} requires --minutes {shapes[other].minutes}" for other in better)
     steps, tokens, trained = shape.steps, f"{shape.batch_size} × {shape.seq_len:,} tokens", name_of(mode, recipe)

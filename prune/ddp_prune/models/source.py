@@ -111,10 +111,12 @@ class Source:
 
 
 def open_source(model: str, *, load: bool = True) -> Source:
-    """Find the dense model, check it as `read_source`, and silence transformers.
+    """Find the dense model, check it as `read_source`, and turn off transformers' progress bars.
     Raises: ModelError."""
     source = read_source(model, load=load)
-    _silence_transformers()
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     warn_of_foreign_code(model, source.config)
     return source
 
@@ -338,10 +340,3 @@ def _downloading(model: str) -> Iterator[None]:
         raise ModelError(
             f"{model} is not a folder and cannot be downloaded ({reason}); check name and network"
         ) from error
-
-
-def _silence_transformers() -> None:
-    """Turn off the progress bars of transformers."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
