@@ -37,8 +37,8 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     names = [f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")]
     if config["model_type"] == "mixtral":
         names = [f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")]
-    plain, size = LayerWidths(query_heads_per_kv_head=dense_heads(config)), config.get("moe_intermediate_size")
-    size = int(size or config["intermediate_size"])
+    plain = LayerWidths(query_heads_per_kv_head=dense_heads(config))
+    size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     dense = replace(plain, expert_intermediate_sizes=(size,) * count_experts(config))
     layers = (dense if is_routed(config, index) else plain for index in range(config["num_hidden_layers"]))
     table = TensorTable(projections=block_table("experts", names[:2], names[2]))

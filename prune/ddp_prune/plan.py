@@ -107,7 +107,8 @@ def _plan_here(
     print_line: Callable[[str], None],
 ) -> None:
     """Add memory, text and time on this machine, on which steps are timed."""
-    lines, first, last = planned.lines, recipes[0], recipes[-1]
+    first, last = recipes[0], recipes[-1]
+    lines = planned.lines
     accelerator = make_accelerator(output, None)
     print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)

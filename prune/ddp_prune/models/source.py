@@ -20,6 +20,7 @@ from ddp_vllm.families import FAMILIES, check_dense, check_known, register_prune
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
+from ddp_vllm.names import is_hub_name
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, checked_tensors, short, weight_files
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import Widths, states_widths
@@ -318,7 +319,7 @@ def _check_names(folder: Path, names: Collection[str]) -> None:
 def _check_hub_name(model: str) -> None:
     if Path(model).suffix == ".gguf":
         raise ModelError(f"{model} is a GGUF file, which cannot be pruned; give the folder it was made from")
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if not is_hub_name(model):
         raise ModelError(f"{model} is neither a folder nor a hub name (owner/name); check the path")
 
 
