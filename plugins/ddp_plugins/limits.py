@@ -162,8 +162,8 @@ def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths
     of any other layer is padded.
     """
     numbers = {layer.num_kv_heads for layer in layers} - {0}
-    kinds = config.get("layer_types") or [""] * len(layers)  # families with only one kind of attention state none
-    kinds = {kind for kind, layer in zip(kinds, layers, strict=True) if layer.num_kv_heads}
+    stated = config.get("layer_types") or [""] * len(layers)  # families with only one kind of attention state none
+    kinds = {kind for kind, layer in zip(stated, layers, strict=True) if layer.num_kv_heads}
     if len(kinds) > 1 and any(max(numbers) % number for number in numbers):
         logger.warning_once(
             "Only some layers have a sliding window, and layers have %s KV heads: vLLM pads the KV cache of each layer "
