@@ -1,8 +1,8 @@
 """The non-uniform checkpoint: reads and checks a pruned folder. Nothing here imports torch.
 
-A pruned checkpoint is a normal Hugging Face folder with three additions: `ddp_layers` in
-`config.json` (see `remote_code/widths.py`), the Python files that load it, and
-`ddp_masks.safetensors`.
+A pruned checkpoint is a normal Hugging Face folder with three additions: its widths in `config.json`
+(see `remote_code/widths.py`; `ddp_layers` of a family, `ddp_widths` of any other architecture), the
+Python files that load it, and `ddp_masks.safetensors`.
 """
 
 import os
@@ -102,6 +102,11 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read ({error}); download it or run ddp-vllm apply again") from error
 
 
+def is_pruned_config(config: Mapping[str, Any]) -> bool:
+    """Tell whether ddp-vllm wrote a config with the widths of a pruned model. Raises: WidthsError."""
+    return "ddp_layers" in config or stated_widths(config) is not None
+
+
 def check_links(folder: Path) -> None:
     """Refuse a model's folder that links to a file outside, because that file would be read, copied
     and published.
@@ -166,7 +171,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     check_links(folder)
     provenance = read_provenance(folder / MASKS_FILE)
     try:
-        if not isinstance(config, dict) or ("ddp_layers" not in config and stated_widths(config) is None):
+        if not isinstance(config, dict) or not is_pruned_config(config):
             if not isinstance(config, dict) or not dense:
                 raise CheckpointError(
                     f"{folder} is not a pruned checkpoint: its config.json has neither ddp_layers nor {METHOD}; prune "

@@ -38,7 +38,8 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     if config["model_type"] == "mixtral":
         names = [f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")]
     plain = LayerWidths(query_heads_per_kv_head=dense_heads(config))
-    dense = replace(plain, expert_intermediate_sizes=(dense_expert_size(config),) * count_experts(config))
+    size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    dense = replace(plain, expert_intermediate_sizes=(size,) * count_experts(config))
     layers = (dense if is_routed(config, index) else plain for index in range(config["num_hidden_layers"]))
     table = TensorTable(projections=block_table("experts", names[:2], names[2]))
     return Widths(table=table, dense=dense, layers=tuple(layers), is_family=False)
@@ -47,11 +48,6 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
 def count_experts(config: Mapping[str, Any]) -> int:
     """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
     return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
-
-
-def dense_expert_size(config: Mapping[str, Any]) -> int:
-    """Return the number of channels of a dense routed expert."""
-    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
 
 
 def is_routed(config: Mapping[str, Any], index: int) -> bool:

@@ -36,12 +36,11 @@ from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.schema import checked
+from ddp_vllm.tensor_parallel import CPU_CHANNEL_BLOCK, EXPERT_BLOCK
 
 FORMAT = "ddp-vllm profile 2"
 NOTICEABLE = 1e-3  # of a step; what layers that differ cost below it is noise
 FRACTIONS = (0.25, 0.5, 0.75)  # timed widths of MLPs and experts, as fractions of the dense width
-NARROWEST = 128  # the plugin's largest block of MLP channels, which it pads; timed widths are multiples
-EXPERT_BLOCK = 16  # the plugin packs experts in blocks of this many channels (`moe_experts.py`)
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
               "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok")  # fmt: skip
 
@@ -147,13 +146,13 @@ def further_widths(layers: Sequence[LayerWidths]) -> int:
 def shapes_of(config: Mapping[str, Any], multiple: int | None = None) -> dict[str, list[LayerWidths]]:
     """Return the widths of every model to time alongside the dense one, by name.
 
-    multiple: of all timed MLP widths; by default NARROWEST, or 1 for a model of few channels.
+    multiple: of all timed MLP widths; by default CPU_CHANNEL_BLOCK, or 1 for a model of few channels.
 
     Experts are also timed at their full width, because the dense model runs vLLM's kernel there,
     and every layer of a pruned model runs the plugin's.
     """
     sizes, dense = dimensions_of(config), widths_of(config).dense_layers
-    multiple = multiple or (NARROWEST if config.get("intermediate_size", 0) >= 4 * NARROWEST else 1)
+    multiple = multiple or (CPU_CHANNEL_BLOCK if config.get("intermediate_size", 0) >= 4 * CPU_CHANNEL_BLOCK else 1)
     shapes = {}
     if sizes.num_experts:
         full = sizes.expert_intermediate_size

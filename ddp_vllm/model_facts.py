@@ -12,14 +12,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.checkpoint import read_checkpoint, read_config
+from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
 from ddp_vllm.model_files import TOKENIZERS
 from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
 from ddp_vllm.remote_code.tensors import dense_type
-from ddp_vllm.remote_code.widths import Widths, head_dim, stated_widths, text_config
+from ddp_vllm.remote_code.widths import Widths, head_dim, text_config
 from ddp_vllm.schema import Count
 
 # the last by Puzzletron
@@ -142,8 +142,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def is_pruned(folder: Path) -> bool:
     """Tell whether ddp-vllm made the folder of a model. Raises: ModelError if it has no config."""
-    config = read_config(folder)
-    return "ddp_layers" in config or stated_widths(config) is not None
+    return is_pruned_config(read_config(folder))
 
 
 def unrelated(dense: str, pruned: str) -> str:

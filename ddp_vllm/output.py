@@ -35,14 +35,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def writing(output: Path) -> Iterator[None]:
-    """Raise OutputError for any OSError inside the block."""
+def writing(output: Path, remedy: str = "") -> Iterator[None]:
+    """Raise OutputError for any OSError inside the block. remedy: ends the message; "": by the error."""
     try:
         yield
     except OSError as error:
         # numpy's tofile, which states no errno
         is_full = error.errno in FULL or "requested and" in str(error)
-        remedy = "make room there, or choose another output" if is_full else "choose another output"
+        remedy = remedy or ("make room there, or choose another output" if is_full else "choose another output")
         raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
 
 

@@ -9,6 +9,12 @@ from ddp_vllm.dimensions import dimensions_of
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths
 
+# the plugin packs experts in blocks of this many channels: the smallest tile of a tensor core, and 32
+# bytes of a bf16 column
+EXPERT_BLOCK = 16
+# the largest block to which the plugin pads MLPs: oneDNN compiles a kernel per width and batch size, so
+# fewer widths shorten the first batches
+CPU_CHANNEL_BLOCK = 128
 Layers = Sequence[LayerWidths] | Callable[[int], Sequence[LayerWidths]]
 """The layers that must split without padding, or a function that returns them for a number of
 devices."""

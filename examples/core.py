@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import learn
-from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.schedule import Schedule, Steps
+from ddp_prune.core.schedule import Schedule, Steps, Unsaved
 from ddp_vllm.dimensions import dimensions_of, widths_of
 
 

@@ -31,16 +31,15 @@ from ddp_prune.core import weights as weights_module
 from ddp_prune.core.alm import AugmentedLagrangian, gate, learning_rate, retention_score, sharpness_at
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.budget import Pool, keep_schedule
+from ddp_prune.core.decoder import ROTARY, fuse_elementwise
 from ddp_prune.core.experts import grouped, looped
-from ddp_prune.core.fusion import ROTARY, fuse_elementwise
 from ddp_prune.core.gates import GatedModel, Masks, NarrowLayers, _Scale
 from ddp_prune.core.learn import PRIOR_PRECISION, Learned, Trainer, learn, natural_step
 from ddp_prune.core.loop import Learner
 from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses
 from ddp_prune.core.processes import raise_on_all_ranks
 from ddp_prune.core.rate import RATES, change, find_rate
-from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.schedule import WARMUP, AlmSettings, Schedule, Steps
+from ddp_prune.core.schedule import WARMUP, AlmSettings, Schedule, Steps, Unsaved
 from ddp_prune.core.selection import best_support, choose_counts, cut_rows
 from ddp_prune.core.weights import (
     BETAS,

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.core.batches import Batches
-from ddp_prune.core.fusion import fuse_elementwise
+from ddp_prune.core.decoder import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import trainer_of
 from ddp_prune.core.loss import OutputHead, distill, final_hidden

@@ -26,7 +26,7 @@ from ddp_prune.core.gates import GatedModel, Masks
 from ddp_prune.core.learn import Trainer, learn
 from ddp_prune.core.loop import Training
 from ddp_prune.core.loss import losses, perplexity_of
-from ddp_prune.core.saved import Unsaved
+from ddp_prune.core.schedule import Unsaved
 from ddp_prune.core.weights import TrainedWeights
 from ddp_prune.devices import free_memory, make_accelerator
 from ddp_prune.export import layer_widths, read_masks, write_masks

@@ -89,14 +89,15 @@ class Stock:
                 modules[name.rpartition(".")[0].rpartition(".")[0]].append(name)
         for names in modules.values():
             weights = [name for name in names if name.endswith(".weight")]
-            inputs = [name for name in weights if self.tensors[name].axis == 0]
-            outputs = [name for name in weights if self.tensors[name].axis == 1]
-            rows = {self.tensors[name].rows / self.tensors[outputs[0]].rows for name in inputs if outputs}
-            are_matrices = all(len(self.tensors[name].shape) == 2 for name in weights)
-            if are_matrices and (len(inputs), len(outputs), *rows) in ((1, 1, 1), (2, 1, 1), (1, 1, 2)):
-                expert = _EXPERT.search(outputs[0]) if self.tensors[outputs[0]].is_part else None
+            inputs, outputs = ([name for name in weights if self.tensors[name].axis == axis] for axis in (0, 1))
+            if len(outputs) != 1 or any(len(self.tensors[name].shape) != 2 for name in weights):
+                continue
+            output = self.tensors[outputs[0]]
+            factors = [self.tensors[name].rows / output.rows for name in inputs]
+            if factors in ([1], [1, 1], [2]):
+                expert = _EXPERT.search(outputs[0]) if output.is_part else None
                 number = int(expert[1]) if expert else 0
-                yield Module(names, inputs, outputs[0], int(rows.pop()), self.tensors[outputs[0]], number)
+                yield Module(names, inputs, outputs[0], int(factors[0]), output, number)
 
 
 class Module(NamedTuple):

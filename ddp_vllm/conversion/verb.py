@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from ddp_vllm.checkpoint import Checkpoint, read_config
+from ddp_vllm.checkpoint import Checkpoint, is_pruned_config, read_config
 from ddp_vllm.conversion.shapes import AGAIN, read_layers
 from ddp_vllm.conversion.stock import describe
 from ddp_vllm.dimensions import EXPERT_COUNT_KEYS, text_config, widths_of
@@ -44,7 +44,7 @@ from ddp_vllm.remote_code.files import (
     short,
     weight_files,
 )
-from ddp_vllm.remote_code.widths import Widths, head_dim, stated_widths
+from ddp_vllm.remote_code.widths import Widths, head_dim
 from ddp_vllm.settings import Option, command
 
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
@@ -147,7 +147,7 @@ def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
     """Read what a folder holds, from its config and the headers of its weights. Raises: ModelError,
     WidthsError."""
     config = read_config(folder)
-    if "ddp_layers" in config or stated_widths(config) is not None:
+    if is_pruned_config(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     stored, plain, zeros = stored_tensors(folder), _dense_config(config), dict[str, str]()
     dense = _with_dense_sizes(plain, dense_folder) if dense_folder else plain

@@ -8,14 +8,12 @@ that MLP's width and lets vLLM's own method do the rest; routed experts get
 narrowed instead.
 """
 
-import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -227,6 +225,8 @@ def narrow(method: Any, dense_width: int, width: int, pad_to: int | None, *, is_
         padding = partial(padding_loader, width=width, padded=padded, parts=parts, name=layer.prefix)
         own = padded // num_ranks
         if is_output:
+            # dense width -> narrow width, of all ranks and of this one
+            layer.ddp_narrow = {dense_width: padded, dense_width // num_ranks: own}
             layer.input_size = input_size = padded
             layer.input_size_per_partition = input_size_per_partition = own
         else:
@@ -247,8 +247,6 @@ def narrow(method: Any, dense_width: int, width: int, pad_to: int | None, *, is_
             weight_loader=padding(weight_loader, axis=int(is_output)),
         )
 
-        layer.ddp_channels = Channels(parts, own, padded, dense_width)
-
     method.create_weights = create_weights
     if is_output:
         finish = method.process_weights_after_loading
@@ -260,76 +258,21 @@ def narrow(method: Any, dense_width: int, width: int, pad_to: int | None, *, is_
         method.process_weights_after_loading = process_weights_after_loading
 
 
-class Channels(NamedTuple):
-    """The channels of a narrowed linear layer."""
-
-    parts: int
-    """2 if the layer holds gate and up."""
-    width: int
-    """Of a part, on this rank."""
-    padded: int
-    """Of a part, on all ranks."""
-    dense: int
-    """Of a part in the dense model."""
-
-
 def _remember_parent(parent: torch.nn.Module, _: str, module: Any) -> None:
-    if hasattr(module, "ddp_channels"):
+    if hasattr(module, "ddp_narrow"):
         module.ddp_parent = weakref.ref(parent)
 
 
 register_module_module_registration_hook(_remember_parent)
 
 
-@torch.no_grad()
 def fit_sizes(output: Any) -> None:
-    """Let the MLP of this output projection compute at its width what it computes at the dense one.
-
-    Falcon-H1's class keeps the dense width and scales as many of its activations. In a trial,
-    functions take the place of the projections and return the same channels at both widths, and
-    zeros elsewhere. If the results differ, the attributes of the module that equal the dense width
-    become the narrow one.
-    Raises: CheckpointError if they still differ.
-    """
-    mlp, (_, width, padded, dense) = output.ddp_parent(), output.ddp_channels
-    on_rank = dense // (padded // width)
-    common = min(width, on_rank)
-    linear = {name: child for name, child in mlp.named_children() if hasattr(child, "ddp_channels")}
-    x = torch.ones(4, output.output_size, dtype=torch.float32, device=output.weight.device)
-
-    def hidden_channels(width: int, sizes: Mapping[str, int]) -> torch.Tensor | None:
-        """Return what the output projection reads; None of a module that is called otherwise."""
-        read = list[torch.Tensor]()
-
-        def project(layer: Any, x: torch.Tensor) -> Any:
-            if layer is output:
-                read.append(x[..., :common])
-                y = x.new_zeros(*x.shape[:-1], layer.output_size)
-            else:
-                generator = torch.Generator().manual_seed(0)
-                values = torch.randn(layer.ddp_channels.parts, common, generator=generator, dtype=x.dtype).to(x.device)
-                y = torch.nn.functional.pad(values, (0, width - common)).flatten().expand(len(x), -1).clone()
-            return (y, None) if layer.return_bias else y
-
-        trial = copy.copy(mlp)
-        trial._modules = mlp._modules | {name: partial(project, layer) for name, layer in linear.items()}
-        vars(trial).update(sizes)
-        with suppress(Exception):
-            trial.forward(x.clone())
-        return read[0] if read else None
-
-    expected = hidden_channels(on_rank, {})
-    narrow = {dense: padded, on_rank: width}
-    fitted = {name: narrow[value] for name, value in vars(mlp).items() if type(value) is int and value in narrow}
-    for sizes in ({}, fitted):
-        got = hidden_channels(width, sizes)
-        if expected is None or (got is not None and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)):
-            vars(mlp).update(sizes)
-            return
-    raise CheckpointError(
-        f"vLLM's {type(mlp).__name__} computes {padded:,} channels otherwise than the dense {dense:,}; serve it "
-        "with --model-impl transformers"
-    )
+    """Give the MLP of this output projection its narrow width in the attributes that equal its dense
+    one: Falcon-H1's class scales as many of its activations as such an attribute states."""
+    mlp, narrow = output.ddp_parent(), output.ddp_narrow
+    sizes = {name: value for name, value in vars(mlp).items() if type(value) is int and value in narrow}
+    vars(mlp).update({name: narrow[value] for name, value in sizes.items()})
+    output.ddp_narrow = {}  # weights may be loaded again, and a narrow width may equal another dense one
 
 
 def padding_loader(load: Loader, width: int, padded: int, parts: int, *, axis: int, name: str) -> Loader:

@@ -60,7 +60,7 @@ class Limits(VerifyAndUpdateConfig):
         if not any(layer.num_kv_heads for layer in layers):
             vllm_config.cache_config.enable_prefix_caching = False
         check_head_scales(config, widths)
-        check_planning(vllm_config, config, layers)
+        check_planning(vllm_config, layers)
         check_connectors(vllm_config.kv_transfer_config, max(1, len(dense_heads(config)) // num_ranks), layers)
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
             warn_of_padded_cache(config, layers)
@@ -108,23 +108,18 @@ def check_head_scales(config: Mapping[str, Any], layers: Sequence[LayerWidths]) 
         )
 
 
-def check_planning(vllm_config: Any, config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
-    """Refuse FlashAttention 3 on vLLM's V1 model runner where layers with equal KV heads differ in
-    query heads.
+def check_planning(vllm_config: Any, layers: Sequence[LayerWidths]) -> None:
+    """Refuse FlashAttention on vLLM's V1 model runner where layers with equal KV heads differ in query
+    heads.
 
     V1 makes one plan for all layers with the same KV cache, and FlashAttention 3 takes the number
-    of query heads from the plan. V2, vLLM's default, makes a plan per number of query heads. Models
-    that mix sliding windows and full attention are not planned. Source: vLLM 0.32,
-    `_build_attn_group_metadata` in v1/worker/gpu_model_runner.py; not run on a GPU.
+    of query heads from the plan. V2, vLLM's default, makes a plan per number of query heads. Source:
+    vLLM 0.32, `_build_attn_group_metadata` in v1/worker/gpu_model_runner.py; not run on a GPU.
     Raises: SettingError, naming the widths and the flag.
     """
-    if vllm_config.use_v2_model_runner or not current_platform.is_cuda():
-        return
-    attention, capability = vllm_config.attention_config, current_platform.get_device_capability()
-    chosen = attention.backend is None or attention.backend.name == "FLASH_ATTN"
-    version = attention.flash_attn_version or (3 if capability.major == 9 else 2)
-    kinds = {kind for kind, layer in _kinds(config, layers) if layer.num_kv_heads}
-    if not chosen or version != 3 or capability.major > 9 or len(kinds) > 1:
+    backend = vllm_config.attention_config.backend
+    is_other = backend is not None and backend.name != "FLASH_ATTN"
+    if vllm_config.use_v2_model_runner or not current_platform.is_cuda() or is_other:
         return
     queries: dict[int, set[int]] = {}
     for layer in layers:
@@ -133,8 +128,8 @@ def check_planning(vllm_config: Any, config: Mapping[str, Any], layers: Sequence
         if len(numbers) > 1:
             raise SettingError(
                 f"layers of {num_kv_heads} KV heads have {_listed(numbers)} query heads, for which vLLM's V1 model "
-                "runner plans FlashAttention 3 wrongly; pass --attention-backend TRITON_ATTN, or omit the setting that "
-                "requires V1: VLLM_USE_V2_MODEL_RUNNER=0, --enable-dbo, suffix, Medusa or parallel drafting"
+                "runner may plan FlashAttention wrongly; pass --attention-backend TRITON_ATTN, or omit the setting "
+                "that requires V1: VLLM_USE_V2_MODEL_RUNNER=0, --enable-dbo, suffix, Medusa or parallel drafting"
             )
 
 
@@ -167,7 +162,8 @@ def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths
     of any other layer is padded.
     """
     numbers = {layer.num_kv_heads for layer in layers} - {0}
-    kinds = {kind for kind, layer in _kinds(config, layers) if layer.num_kv_heads}
+    stated = config.get("layer_types") or [""] * len(layers)  # families with only one kind of attention state none
+    kinds = {kind for kind, layer in zip(stated, layers, strict=True) if layer.num_kv_heads}
     if len(kinds) > 1 and any(max(numbers) % number for number in numbers):
         logger.warning_once(
             "Only some layers have a sliding window, and layers have %s KV heads: vLLM pads the KV cache of each layer "
@@ -177,12 +173,6 @@ def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths
             _listed(numbers),
             max(numbers),
         )
-
-
-def _kinds(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> Iterable[tuple[str, LayerWidths]]:
-    """Pair each layer with its kind of attention; families with only one kind have no
-    `layer_types`."""
-    return zip(config.get("layer_types") or [""] * len(layers), layers, strict=True)
 
 
 def _listed(numbers: Iterable[int]) -> str:

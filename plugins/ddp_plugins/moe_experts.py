@@ -21,9 +21,9 @@ import torch
 
 from ddp_plugins import moe_cpu_rows
 from ddp_vllm.huge_pages import on_huge_pages
+from ddp_vllm.tensor_parallel import EXPERT_BLOCK
 
 FP8 = torch.float8_e4m3fn
-ROW_ALIGNMENT = 16  # rows; the smallest tile of a tensor core, and 32 bytes of a bf16 column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ExpertLayout:
     widths: tuple[int, ...]
     """Width of each expert before padding, by expert id."""
     padded: tuple[int, ...]
-    """Width of each expert, rounded up to `ROW_ALIGNMENT`."""
+    """Width of each expert, rounded up to `EXPERT_BLOCK`."""
     offsets: tuple[int, ...]
     """First row of each expert, by expert id; meaningless where the width is 0."""
     order: tuple[int, ...]
@@ -44,7 +44,7 @@ class ExpertLayout:
     def of(cls, widths: Sequence[int]) -> "ExpertLayout":
         """Return the layout of experts with these widths, in channels."""
         assert all(width >= 0 for width in widths), widths
-        padded = tuple(-(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT for width in widths)
+        padded = tuple(-(-width // EXPERT_BLOCK) * EXPERT_BLOCK for width in widths)
         order = sorted((e for e, width in enumerate(widths) if width), key=lambda e: (-padded[e], e))
         offsets = [0] * len(padded)
         end = 0

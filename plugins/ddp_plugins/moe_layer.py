@@ -27,7 +27,6 @@ from vllm.platforms import current_platform
 from ddp_plugins.limits import plain_config
 from ddp_plugins.moe_experts import (
     FP8,
-    ROW_ALIGNMENT,
     ExpertLayout,
     empty_weights,
     finish_weights,
@@ -37,7 +36,7 @@ from ddp_plugins.moe_experts import (
 from ddp_plugins.padding import share_channels
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.widths import Widths
-from ddp_vllm.tensor_parallel import check_tensor_parallel
+from ddp_vllm.tensor_parallel import EXPERT_BLOCK, check_tensor_parallel
 
 Scales = Literal["tensor", "channel"]
 """FP8 weights have a scale per matrix or per output."""
@@ -81,7 +80,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             )
         self.limit = layer.swiglu_limit
         local = [expert for expert in range(len(self.widths)) if layer.expert_map_manager.is_local_expert(expert)]
-        shares = share_channels([self.widths[e] for e in local], self.moe.tp_rank, self.moe.tp_size, ROW_ALIGNMENT)
+        shares = share_channels([self.widths[e] for e in local], self.moe.tp_rank, self.moe.tp_size, EXPERT_BLOCK)
         assert len(shares) == num_experts
         self.shares = dict(zip(local, enumerate(shares), strict=True))
         kept = [expert for expert in local if self.widths[expert]]

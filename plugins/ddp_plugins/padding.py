@@ -16,11 +16,9 @@ import torch
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
-from ddp_vllm.tensor_parallel import fit
+from ddp_vllm.tensor_parallel import CPU_CHANNEL_BLOCK, fit
 
 CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
-# oneDNN compiles a kernel per width and batch size, so fewer widths shorten the first batches
-CPU_CHANNEL_BLOCK = 128
 # of a rank's share of the dense width; in smaller models the padding costs more than it saves
 MIN_WIDTH = 1024
 

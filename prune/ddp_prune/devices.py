@@ -87,7 +87,7 @@ def free_memory(accelerator: Accelerator) -> int:
     """Return the free bytes per process, of the process with the least. All processes must call
     this together."""
     if (device := accelerator.device).type == "cuda":
-        # torch reuses it
+        # torch reuses memory that it keeps
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + cached
     else:

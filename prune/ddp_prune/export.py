@@ -91,22 +91,15 @@ def sliced_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was
     stored in."""
+    # experts in a tensor that stacks them will differ in width
+    stacked = source.structure if "experts" in source.sizes.blocks else None
     for name, tensor in stored_tensors(source.folder):
         updated = transform(name, tensor) if transform else tensor
-        for single, part in _singles(source, name, updated):
+        for single, part in stacked.unstack(name, updated) if stacked else [(name, updated)]:
             if (kept := slicer.slice(single, part)) is not None:
                 yield kept[0], kept[1].to(tensor.dtype)
     if transform:
         transform.check_complete()
-
-
-def _singles(source: Source, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the experts in a tensor that stacks them, because they will differ in width; others as
-    they are."""
-    if source.structure and "experts" in source.sizes.blocks:
-        yield from source.structure.unstack(name, tensor)
-    else:
-        yield name, tensor
 
 
 def layer_widths(gates: Masks, sizes: Dimensions, dense: Widths) -> list[LayerWidths]:
@@ -214,7 +207,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
         `export`.
     """
     source = open_source(model)
-    # the folder of a model, possibly from an untrusted source
+    # the masks file is in the folder of a model, possibly from an untrusted source
     if (masks.parent / "config.json").exists():
         check_links(masks.parent)
     gates, provenance = read_masks(masks)[0], local_provenance(masks)
@@ -231,7 +224,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
     if known and known != inputs_of({}, weight_files(source.folder), [])["weights"]:
         made_for = provenance.get("recipe", {}).get("model", "another model")
         warn(f"{masks} was made for other weights ({made_for}) than those of {model}; evaluate the result")
-    # they describe other weights
+    # entries that describe other weights
     outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
     scores = read_scores(masks)

@@ -20,8 +20,7 @@ from ddp_prune.core.decoder import auto_class, fit_attention, num_chosen_experts
 from ddp_prune.core.loss import head_bytes
 from ddp_prune.core.weights import RANK
 from ddp_prune.devices import free_memory
-from ddp_prune.models.loading import loading_options
-from ddp_prune.models.source import AGAIN, Source
+from ddp_prune.models.source import AGAIN, Source, loading_options, stock_config
 from ddp_prune.recipe import Recipe
 from ddp_prune.settings import TrainingSettings, optimizer_suits
 from ddp_vllm.costs import whole_model
@@ -33,7 +32,7 @@ USABLE = 0.8  # of free memory: the needs of a step are estimates, and memory fr
 ACTIVATION_SHARE = 0.5  # of free memory for activations; if they need more, layers are checkpointed
 TRAINING_SHARE = 0.7  # of free memory for weights and their training; the rest is for activations
 UTILIZATION = 0.4  # of the peak; assumed, not measured
-# of a layer in a forward and backward pass, whatever its size: that long a CPU takes to launch the
+# of a layer in a forward and backward pass, whatever its size: a CPU takes that long to launch the
 # kernels (measured: joint training of SmolLM2, 30 layers, on an H100)
 LAUNCH_SECONDS = 8.4e-3
 LARGEST_PASS = 4  # times the usual tokens of a pass on a GPU, if activations fit: fewer launches per token
@@ -262,12 +261,10 @@ class SizedModel:
     @classmethod
     def of(cls, recipe: TrainingSettings, source: Source, mode: Mode, devices: Devices) -> "SizedModel":
         """Build the model on torch's meta device, with the attention that the run uses."""
-        from transformers import AutoConfig
-
         device = torch.device(devices.type)
         options = loading_options(source, recipe.dtype, None if devices.card else device)
         with reading(source.folder, ModelError, AGAIN), torch.device("meta"):
-            config = options.pop("config", None) or AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+            config = options.pop("config", None) or stock_config(source.folder)
             model: Any = auto_class(config).from_config(config, trust_remote_code=False, **options)
         fit_attention(model, recipe.seq_len, device)
         return cls(model=model, source=source, seq_len=recipe.seq_len, is_trained=mode.train != "masks", device=device)

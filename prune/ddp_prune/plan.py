@@ -2,7 +2,7 @@
 Text is not read."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from ddp_prune.resolve import (
     time_run,
     trial_steps_of,
 )
-from ddp_prune.run import Run, steps_of
+from ddp_prune.run import steps_of
 from ddp_prune.run_folder import find_record
 from ddp_vllm.costs import experts_chosen, prices, table_note, whole_model
 from ddp_vllm.errors import SettingError
@@ -44,13 +44,13 @@ from ddp_vllm.model_facts import dense_kv_bytes
 TOO_SHORT = "time: not measured, because memory is short"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Plan:
     """What `prune` would do."""
 
-    lines: tuple[str, ...]
+    lines: list[str] = field(default_factory=list)
     """Description, as `prune --dry-run` prints it."""
-    removed: tuple[float | None, ...]
+    removed: list[float | None] = field(default_factory=list)
     """Removed share of the whole model, one per size: of its FLOPs or KV cache with these budgets,
     else of its parameters. None for the budget `latency`, where it depends on the search."""
     peak_bytes: float | None = None
@@ -71,43 +71,44 @@ def plan(
     """
     first = recipes[0]
     source = find_model(first, load=not on)
-    lines, removed, pools_of, profile, is_known = list[str](), list[float | None](), [], None, True
+    planned, pools_of, profile, is_known = Plan(), [], None, True
     try:
         profile = latency_profile(first, source, _refuse_to_measure)
     except _UnmeasuredError as error:
         if not on:
             raise
-        lines.append(str(error))
-        removed, is_known = [None] * len(recipes), False
-    source.describe_rest(lines.append)
+        planned.lines.append(str(error))
+        planned.removed, is_known = [None] * len(recipes), False
+    source.describe_rest(planned.lines.append)
     if note := table_note(source.shapes):
-        lines.append(f"{note}; ddp-vllm trim, before pruning, removes tokens that your text does not use")
+        planned.lines.append(f"{note}; ddp-vllm trim, before pruning, removes tokens that your text does not use")
     for recipe in recipes if is_known else ():
         if len(recipes) > 1:
-            lines.append(f"{recipe.size_name} {recipe.size:g}:")
+            planned.lines.append(f"{recipe.size_name} {recipe.size:g}:")
         _, pools = make_checked_pools(recipe, source, source.shapes, profile)
         pools_of.append(pools)
-        lines += [pool.describe() for pool in pools]
-        share, described = _removed_of_model(recipe, source, pools)
-        removed.append(share)
-        lines += described
+        share, lines = _removed_of_model(recipe, source, pools)
+        planned.removed.append(share)
+        planned.lines += [*(pool.describe() for pool in pools), *lines]
     if on:
-        return _plan_on_cards(recipes, source, pools_of, on, lines, removed)
-    return _plan_here(recipes, source, profile, pools_of, output, lines, removed, print_line)
+        _plan_on_cards(planned, recipes, source, pools_of, on)
+    else:
+        _plan_here(planned, recipes, source, profile, pools_of, output, print_line)
+    return planned
 
 
 def _plan_here(
+    planned: Plan,
     recipes: Sequence[Recipe],
     source: Source,
     profile: Profile | None,
     pools_of: Sequence[Sequence[Pool]],
     output: Path,
-    lines: list[str],
-    removed: list[float | None],
     print_line: Callable[[str], None],
-) -> Plan:
-    """Add lines on memory, text and time on this machine, on which steps are timed."""
+) -> None:
+    """Add memory, text and time on this machine, on which steps are timed."""
     first, last = recipes[0], recipes[-1]
+    lines = planned.lines
     accelerator = make_accelerator(output, None)
     print_line(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
@@ -119,14 +120,15 @@ def _plan_here(
         fitted = fit(replace(last, batch_size=1, seq_len=min(last.seq_len, SHORTEST)), source, devices, mode)
         if fitted.peak > USABLE * fitted.free:
             lines += [_memory(fitted, last), TOO_SHORT]
-            return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=fitted.peak)
+            planned.peak_bytes = fitted.peak
+            return
 
     def print_soon(line: str) -> None:
         """Print at once what takes time, and everything else at the end."""
         (print_line if line == TIMING else lines.append)(line)
 
     runs, fitted, _, seconds = resolve_runs(recipes, pools_of, source, profile, resumed, accelerator, print_soon)
-    last, steps = runs[-1].recipe, runs[-1].steps.last
+    planned.peak_bytes, last, steps = fitted.peak, runs[-1].recipe, runs[-1].steps.last
     lines += [
         _memory(fitted, last),
         f"text: {steps:,} steps of {last.batch_size:,} × {last.seq_len:,} tokens, "
@@ -134,19 +136,18 @@ def _plan_here(
     ]
     if fitted.peak > USABLE * fitted.free and not seconds:
         lines.append(TOO_SHORT)
-        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=fitted.peak)
+        return
     if not seconds:
         print_line(TIMING)
         model = load_trained(runs[-1], source, accelerator)
         seconds = time_run(runs[-1], model, pools_of[-1], accelerator)
     num_trials, steps = trial_steps_of(last, runs[-1].train), sum(run.steps.last - run.steps.first for run in runs)
     trials = f" and trials of the learning rate that take as long as {num_trials}" * bool(num_trials)
-    total = (steps + num_trials) * seconds
+    planned.seconds = (steps + num_trials) * seconds
     lines.append(
-        f"time: about {_duration(total)}: {steps:,} steps of {_duration(seconds)}{trials}, "
+        f"time: about {_duration(planned.seconds)}: {steps:,} steps of {_duration(seconds)}{trials}, "
         "measured now on random tokens with all gates open; steps get faster as gates close"
     )
-    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=fitted.peak, seconds=total)
 
 
 def _memory(fitted: Fit, recipe: Recipe) -> str:
@@ -158,23 +159,18 @@ def _memory(fitted: Fit, recipe: Recipe) -> str:
 
 
 def _plan_on_cards(
-    recipes: Sequence[Recipe],
-    source: Source,
-    pools_of: Sequence[Sequence[Pool]],
-    on: str,
-    lines: list[str],
-    removed: list[float | None],
-) -> Plan:
+    planned: Plan, recipes: Sequence[Recipe], source: Source, pools_of: Sequence[Sequence[Pool]], on: str
+) -> None:
     """Add a line on decode steps, and one per training mode, from the one that takes least: memory,
     tokens and hours."""
     if recipes[-1].budget in ("units", "params"):
-        lines.append(_decode_bound(recipes[-1], source, pools_of[-1], on))
+        planned.lines.append(_decode_bound(recipes[-1], source, pools_of[-1], on))
     recipe, devices = recipes[-1], Devices.of_cards(on)
     fits = estimate(recipes, source, devices)
     taken = choose([fitted for fitted, _, _ in fits])
     for fitted, tokens, seconds in reversed(fits):
         duration = f"the {recipe.minutes:g} minutes for about" if recipe.minutes else f"about {_duration(seconds)} for"
-        lines.append(
+        planned.lines.append(
             f"{fitted.mode} on {on}: {'fits' if fitted.peak <= fitted.free else 'does not fit'}, "
             f"{gigabytes(fitted.peak)} of {gigabytes(fitted.free)} per card with {fitted.num_sequences} × "
             f"{recipe.seq_len:,} tokens per pass; {duration} "
@@ -182,8 +178,8 @@ def _plan_on_cards(
             + " (--train auto takes this)"
             * (fitted is taken and recipe.train == "auto")
         )
-    seconds = next(seconds for fitted, _, seconds in fits if fitted is taken)
-    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak, seconds=seconds)
+        if fitted is taken:
+            planned.peak_bytes, planned.seconds = fitted.peak, seconds
 
 
 def _decode_bound(recipe: Recipe, source: Source, pools: Sequence[Pool], on: str) -> str:
@@ -222,8 +218,7 @@ def estimate(recipes: Sequence[Recipe], source: Source, devices: Devices) -> lis
     for mode in allowed_modes(recipe):
         fitted = fit(recipe, source, devices, mode)
         rate = tokens_per_second(recipe, source, devices, fitted)
-        runs = [Run(recipe=recipe, steps=steps, **mode._asdict()) for steps in steps_of(recipes)]
-        steps = trial_steps_of(recipe, mode.train) + sum(run.steps.last - run.steps.first for run in runs)
+        steps = trial_steps_of(recipe, mode.train) + sum(size.last - size.first for size in steps_of(recipes))
         tokens = rate * 60 * recipe.minutes if recipe.minutes else float(steps * recipe.batch_size * recipe.seq_len)
         estimates.append((fitted, tokens, 60 * recipe.minutes if recipe.minutes else tokens / rate))
     return estimates

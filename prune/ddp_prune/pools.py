@@ -24,9 +24,9 @@ from ddp_vllm.dimensions import (
 )
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import KNOWN, fewer_experts
-from ddp_vllm.latency import EXPERT_BLOCK, Measure, Profile, find_profile
+from ddp_vllm.latency import Measure, Profile, find_profile
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.tensor_parallel import check_tensor_parallel
+from ddp_vllm.tensor_parallel import EXPERT_BLOCK, check_tensor_parallel
 
 MOST_BLOCKS = 256  # per layer in the table of measured costs
 

@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.budget import Pool
-from ddp_prune.core.fusion import fuse_elementwise
+from ddp_prune.core.decoder import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import Trainer, trainer_of
 from ddp_prune.core.loop import Training, seconds_a_step
@@ -38,8 +38,8 @@ from ddp_prune.fit import (
     sequences_at_once,
     suited_modes,
 )
-from ddp_prune.models.loading import check_sharding, load, load_teacher, loading_options
-from ddp_prune.models.source import Source
+from ddp_prune.models.loading import check_sharding, load, load_teacher
+from ddp_prune.models.source import Source, loading_options
 from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Run, steps_of
@@ -188,7 +188,7 @@ def resolve_training_mode(
     if not usable:
         raise SettingError(obstacle)
     chosen = usable[-1]
-    # passed by the user: all memory may do
+    # a mode that the user passed may take all memory
     if recipe.train != "auto" and needed[chosen] > devices.free:
         fitting = "; ".join(needs[mode] for mode in needed if needed[mode] <= TRAINING_SHARE * devices.free)
         raise SettingError(
@@ -221,11 +221,11 @@ def choose_in_minutes(
     print_line(TIMING)
     modes = allowed_modes(recipe)
     shapes: dict[Mode, Shape] = {}
-    shape = shapes[mode] = fit_minutes(recipe, mode, open_mode(mode), num_processes, num_sizes)
-    simpler = [other for other in modes[modes.index(mode) + 1 :] if other.train != mode.train]
-    while shape.steps < FEWEST_STEPS and simpler:
-        mode = simpler.pop(0)
+    candidates = [mode, *(other for other in modes[modes.index(mode) + 1 :] if other.train != mode.train)]
+    for mode in candidates:
         shape = shapes[mode] = fit_minutes(recipe, mode, open_mode(mode), num_processes, num_sizes)
+        if shape.steps >= FEWEST_STEPS:
+            break
     better = [*shapes][:-1]
     others = "".join(f"; {name_of(other, recipe)} requires --minutes {shapes[other].minutes}" for other in better)
     steps, tokens, trained = shape.steps, f"{shape.batch_size} × {shape.seq_len:,} tokens", name_of(mode, recipe)

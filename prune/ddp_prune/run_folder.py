@@ -33,10 +33,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_prune.core.saved import Like, Saved, Unsaved
+from ddp_prune.core.schedule import Like, Saved, Unsaved
 from ddp_prune.settings import INDECISIVE, TrainingSettings
-from ddp_vllm.errors import DdpError, OutputError
-from ddp_vllm.output import atomic_file, check_name, locked, sync
+from ddp_vllm.errors import OutputError
+from ddp_vllm.output import atomic_file, check_name, locked, sync, writing
 from ddp_vllm.provenance import provenance_of
 from ddp_vllm.remote_code.files import read_bytes
 
@@ -253,17 +253,9 @@ class RunFolder(Unsaved):
         with suppress(OSError):  # there is something to resume from, or another process works on it
             self.folder.rmdir()
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> AbstractContextManager[None]:
         """Raise OutputError if a write inside the block fails."""
-        try:
-            yield
-        except DdpError:
-            raise
-        except OSError as error:
-            reason = " ".join(str(error).split())
-            remedy = "make room, and the same command resumes from there"
-            raise OutputError(f"the run cannot be saved in {self.folder} ({reason}); {remedy}") from error
+        return writing(self.folder, "make room, and the same command resumes from there")
 
 
 def run_folder(output: Path) -> Path:
@@ -414,7 +406,7 @@ def _write_state(folder: Path, tensors: "dict[str, torch.Tensor]") -> None:
             save(dict(tensors), storage_writer=writer, no_dist=not distributed.is_initialized())
     except CheckpointException as error:  # of any process
         reason = next(iter(error.failures.values()))[0]
-        raise OSError(str(reason)) from error
+        raise OSError(" ".join(str(reason).split())) from error
 
 
 def _read_state(folder: Path, like: Like) -> "dict[str, torch.Tensor]":

@@ -84,7 +84,7 @@ def _prune(
     """
     if dry_run:
         if output:
-            _check_output(model, output, _recipes(model, recipe, settings), overwrite=overwrite)
+            _check_output(output, _recipes(model, recipe, settings), overwrite=overwrite, reads=[model])
         return plan(model, output=output or "pruned", recipe=recipe, on=on, verbose=verbose, **settings)
     if on:
         raise SettingError("on", "estimates for other GPUs and trains nothing; add --dry-run")
@@ -147,7 +147,7 @@ def prune_sizes(
     Each size is written into a folder inside `output`. The arguments are those of `prune`.
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
-    _check_output(model, output, recipes, overwrite=overwrite)
+    _check_output(output, recipes, overwrite=overwrite, reads=[model])
     _check_model(recipes[0])
     _check_texts(recipes[0])
     from ddp_prune import jobs
@@ -195,10 +195,13 @@ def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Ma
     return recipes
 
 
-def _check_output(model: str | Path, output: Path, recipes: list[Recipe], *, overwrite: bool) -> None:
-    """Refuse an output that the run of these recipes cannot write. Raises: OutputError."""
+def _check_output(
+    output: Path, recipes: Sequence[TrainingSettings], *, overwrite: bool, reads: Sequence[str | Path]
+) -> None:
+    """Refuse an output that the run of these recipes cannot write. reads: as of `check_output`. Raises:
+    OutputError."""
     if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
-        check_output(output, overwrite=overwrite, reads=[model])
+        check_output(output, overwrite=overwrite, reads=reads)
 
 
 def _check_texts(recipe: TrainingSettings, *, of_hub: bool = True) -> None:
@@ -291,8 +294,7 @@ def recover(
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     pruned_with = provenance.get("recipe", {}) | dense
     resolved = load_recovery(Path(recipe) if recipe else None, {**settings, "model": model}, pruned_with)
-    if not interrupted_run(output, [resolved], overwrite=overwrite):
-        check_output(output, overwrite=overwrite, reads=[folder, resolved.teacher])
+    _check_output(output, [resolved], overwrite=overwrite, reads=[folder, resolved.teacher])
     if not provenance:
         raise CheckpointError(f"{folder} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
     check_model(resolved.teacher, with_tokenizer=False)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_prune.core import experts
-from ddp_prune.core.fusion import fuse_elementwise
+from ddp_prune.core.decoder import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.kernels import distill_chunk, expert_gates_backward, gate_backward, scale_experts
 from ddp_prune.core.loss import OutputHead, distill, final_hidden

@@ -11,7 +11,7 @@ from ddp_vllm.remote_code.configuration_ddp import DDPLlamaConfig
 
 pytestmark = pytest.mark.vllm
 
-HOPPER, BLACKWELL = 9, 10
+HOPPER = 9
 UNEVEN = [[3, 3], [2, 1], [3]]  # query heads of each KV head, layer by layer: two layers of two KV heads
 EVEN = [[2, 2], [2, 1], [3]]  # the same after padding
 FULL = [[3, 3, 3, 3]] * 3  # as in the dense model
@@ -25,7 +25,6 @@ CASES: dict[str, tuple[list[list[int]], dict[str, Any], dict[str, Any], str]] = 
     "V1, Hopper, other kernel": (UNEVEN, {}, V1 | {"options": {"attention_backend": "TRITON_ATTN"}}, ""),
     "V1, Hopper, even": (EVEN, {}, V1, ""),
     "V2, Hopper": (UNEVEN, {}, V1 | {"runner": "1"}, ""),
-    "V1, Blackwell": (UNEVEN, {}, V1 | {"capability": BLACKWELL}, ""),
     "LMCache": (UNEVEN, {}, {"options": {"kv_transfer_config": LMCACHE}},
                 r"LMCacheConnectorV1 requires 4 KV heads in every layer, and this model has layers of 1, 2; serve it"),
     "LMCache, dense heads": (FULL, {}, {"options": {"kv_transfer_config": LMCACHE}}, ""),

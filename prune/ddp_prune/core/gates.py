@@ -189,12 +189,12 @@ class GatedModel:
             if self.head_unit == WHOLE_EXPERT:
                 router: Any = layer.get_submodule(ROUTER)
                 router.gates = LayerGates()
-                # a cycle would keep the weights in memory
+                # by a weak reference: a cycle would keep the weights in memory
                 router.forward = partial(_route, weakref.ref(router))
                 rows[-1].append(router)
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
-        # transformers fails silently
+        # transformers keeps another implementation silently
         assert experts.config._experts_implementation == IMPLEMENTATION
 
     def _gated(self, module: Any, projection: Projection) -> Any:

@@ -25,14 +25,13 @@ from ddp_prune.core.experts import neutral_where_idle
 from ddp_prune.core.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.core.loop import Learner, Report, Training, take_steps
 from ddp_prune.core.processes import broadcast_from_main, raise_on_all_ranks
-from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.schedule import Schedule
+from ddp_prune.core.schedule import Schedule, Unsaved
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 it would use up budget without effect
-# of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
+# of the scales, before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
 PRIOR_PRECISION = 50.0
 PRIOR_SHARE = 1 / 20  # of the run's tokens, treated as already seen with every scale at 1
-# steps, of a slow selection; the schedule is smooth, so a few more gates close at a time
+# steps from one slow selection to the next; the schedule is smooth, so a few more gates close at a time
 CLOSE_EVERY = 4
 REVIVED = 0.5  # scale of a unit that rounding adds back, if the search left it without one
 
@@ -49,10 +48,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def zeros(cls, masks: Masks, routed: Masks) -> "Sums":
-        gradients, squares = (
-            {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()} for _ in range(2)
-        )
-        return cls(gradients, squares, {kind: torch.zeros_like(counts) for kind, counts in routed.items()})
+        return cls(zeros_like(masks, torch.float64), zeros_like(masks, torch.float64), zeros_like(routed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,40 +82,24 @@ class Learned:
         return {"routing": {"chosen": dict(zip(routed_layers, counts["experts"], strict=True))}} if counts else {}
 
 
-@dataclass(kw_only=True)
 class GateState:
     """Everything a trainer keeps per gate: one tensor per module type, shaped as the masks unless
     stated otherwise."""
 
-    z: Masks
-    """Logits of the gates, which are also their scales."""
-    information: Masks
-    """Squared gradients summed over all tokens: the diagonal empirical Fisher information."""
-    open_steps: Masks
-    """Optimizer steps in which the gate was open."""
-    support: Masks
-    """Bool: gates that may be open."""
-    routed: Masks
-    """Int64 [L, E]: how often each expert was chosen; without an entry for a dense model."""
-    searched_z: Masks
-    """z when the support was rounded; without entries while searching."""
-
-    @classmethod
-    def opened(cls, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "GateState":
-        """Return the state in which every gate is open and has scale 1."""
-        z = {kind: torch.ones(shape, device=device) for kind, shape in shapes.items()}
-        return cls(
-            z=z,
-            information={kind: torch.zeros_like(values) for kind, values in z.items()},
-            open_steps={kind: torch.zeros_like(values) for kind, values in z.items()},
-            support={kind: torch.ones_like(values, dtype=torch.bool) for kind, values in z.items()},
-            routed={
-                kind: torch.zeros_like(values[..., 0], dtype=torch.int64)
-                for kind, values in z.items()
-                if values.dim() == 3
-            },
-            searched_z={},
-        )
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        """Open every gate, with scale 1."""
+        self.z: Masks = {kind: torch.ones(shape, device=device) for kind, shape in shapes.items()}
+        """Logits of the gates, which are also their scales."""
+        self.information = zeros_like(self.z)
+        """Squared gradients summed over all tokens: the diagonal empirical Fisher information."""
+        self.open_steps = zeros_like(self.z)
+        """Optimizer steps in which the gate was open."""
+        self.support: Masks = {kind: z > 0 for kind, z in self.z.items()}
+        """Bool: gates that may be open."""
+        self.routed = zeros_like({kind: z[..., 0] for kind, z in self.z.items() if z.dim() == 3}, torch.int64)
+        """Int64 [L, E]: how often each expert was chosen; without an entry for a dense model."""
+        self.searched_z: Masks = {}
+        """z when the support was rounded; without entries while searching."""
 
     def save(self) -> dict[str, torch.Tensor]:
         """Return all tensors by names such as `z.mlp`."""
@@ -128,13 +108,16 @@ class GateState:
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `save` returned; ignore other tensors."""
+        """Restore what `save` returned, in place; ignore other tensors."""
         for name, value in tensors.items():
             part, _, kind = name.partition(".")
-            if kind in (masks := vars(self).get(part, {})):
-                masks[kind].data.copy_(value)
-            elif part == "searched_z":
-                self.searched_z[kind] = value.to(self.z[kind].device)
+            if part in vars(self):
+                vars(self)[part].setdefault(kind, torch.empty_like(self.z[kind])).data.copy_(value)
+
+
+def zeros_like(masks: Masks, dtype: torch.dtype | None = None) -> Masks:
+    """Return zeros shaped as the masks, by default of their dtype."""
+    return {kind: torch.zeros_like(mask, dtype=dtype) for kind, mask in masks.items()}
 
 
 class Trainer(Learner):
@@ -154,7 +137,7 @@ class Trainer(Learner):
         super().__init__(gated.model, batches, schedule, training)
         self.gated, self.pools = gated, pools
         self.narrow = narrow_layers(gated) if schedule.leaves_out else None
-        self.gates = GateState.opened(gated.shapes, self.accelerator.device)
+        self.gates = GateState(gated.shapes, self.accelerator.device)
         self.sums = Sums.zeros(self.gates.z, self.gates.routed)
         self.rounding: dict[str, dict[str, float]] = {}
         self.prepare()
@@ -191,7 +174,7 @@ class Trainer(Learner):
         Raises: TrainingError if the loss is not a number.
         """
         gates, reduce = self.gates, self.accelerator.reduce
-        # masks: the rounding freezes the support, and closed units are not computed
+        # before the masks are made: rounding freezes the support, and closed units are not computed
         if step >= self.schedule.steps.search and not self.polishing:
             self.round()
         if self.narrow:
@@ -218,7 +201,7 @@ class Trainer(Learner):
     def _passing(self, masks: Masks, loss_share: float, batch: MicroBatch) -> Iterator[None]:
         """Apply the masks to a forward and backward pass, and add up what backward yields for them."""
         leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
-        parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
+        parts = zeros_like(masks)
         with self.gated.masks(leaves, parts, self.narrow):
             yield
         for kind, leaf in leaves.items():

@@ -22,8 +22,7 @@ from ddp_prune.core.decoder import checkpoint_layers, fit_attention, lent
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.processes import broadcast_from_main
 from ddp_prune.core.rate import run_trials
-from ddp_prune.core.saved import Unsaved
-from ddp_prune.core.schedule import Schedule
+from ddp_prune.core.schedule import Schedule, Unsaved
 from ddp_prune.core.weights import TrainedWeights, highest_rate, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
 

@@ -1,11 +1,15 @@
-"""What learning is told besides a model, its text and its budgets. Imports no torch."""
+"""What learning is told besides a model, its text and its budgets, and where it keeps its state:
+`Unsaved` keeps nothing, a run's folder keeps everything. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.settings import Settings, setting
+
+if TYPE_CHECKING:
+    import torch
 
 WARMUP = 0.1  # share of a run's steps over which the learning rate of trained weights rises
 
@@ -84,3 +88,40 @@ class Schedule:
     """Whether closed heads and channels are left out of the computation, which copies weights."""
     save_every: int = 0
     """Steps between saves; 0 saves by time."""
+
+
+Like = Callable[[str], "torch.Tensor | None"]
+"""Returns the tensor that a saved one is read into, sharded or not, by its name; None for a new one in host
+memory."""
+
+
+class Saved(NamedTuple):
+    """What a learner resumes from."""
+
+    step: int
+    """The next step."""
+    tensors: "dict[str, torch.Tensor]"
+    extra: dict[str, Any]
+    """Plain data, such as metrics of the rounding."""
+
+
+class Unsaved:
+    """Keeps nothing: for training in memory, without a folder."""
+
+    where = "nothing was saved"
+    search: int | None = None
+    """Steps after which the search ends, from whose end the next size starts; None for the last
+    size."""
+
+    before = 0
+    """Steps that a tracker adds to the step's number, so that it never goes back: those of earlier
+    sizes."""
+
+    def resume(self, like: Like) -> Saved | None:
+        """Return the state to start from; None to start anew."""
+
+    def save(self, step: int, tensors: "dict[str, torch.Tensor]", extra: dict[str, Any]) -> None:
+        """Replace the saved state; `step` is the next one. All processes call this together."""
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Keep the metrics of one step."""

@@ -154,7 +154,7 @@ def cut_rows(
     cost_R = torch.ones(len(importance_RU)) if cost_R is None else cost_R
     num_blocks = num_blocks or importance_RU.shape[1] // block
     ranked = importance_RU.double().gather(1, order_RU)
-    # or cut, by negative padding
+    # negative padding cuts
     ranked = torch.nn.functional.pad(ranked, (0, num_blocks * block - ranked.shape[1]))
     importance_RB = ranked.unflatten(1, (num_blocks, block)).sum(-1)
     rows = Rows(
@@ -175,7 +175,7 @@ def _with_fixed_cost(rows: Rows, fixed_R: torch.Tensor) -> Rows:
     importance_RB, units_RB = rows.importance.cumsum(1), rows.units.cumsum(1)
     cost_RB = rows.cost.cumsum(1) + fixed_R.double()[:, None]
     num_blocks = cost_RB.shape[1]
-    # the last one among equals
+    # flipped, so that argmax finds the last one among equals
     last_R1 = num_blocks - 1 - (importance_RB / cost_RB).flip(1).argmax(1, keepdim=True)
     is_joined_RB = torch.arange(num_blocks) <= last_R1
 
@@ -205,7 +205,7 @@ def best_support(parts: Sequence[Rows], budget_G: torch.Tensor) -> list[torch.Te
 
     importance_GM, cost_GM = grouped(rows.importance for rows in parts), grouped(rows.cost for rows in parts)
     index_GM = torch.arange(cost_GM.shape[1]).expand_as(cost_GM)
-    # the first of its row
+    # the parent of a block is the first one of its row
     parent_GM = grouped(index_RB[:, :1].expand_as(index_RB) for index_RB in by_rows(index_GM))
     taken_GM = greedy(importance_GM, cost_GM, budget_G, parent_GM)
     return [rows.support(taken_RB) for rows, taken_RB in zip(parts, by_rows(taken_GM), strict=True)]

@@ -149,15 +149,15 @@ class TrainedWeights:
             elif world > 1:
                 total = self.accelerator.reduce(total, "sum")
             self.sums[name] = total
-        # of whole and of sharded gradients
+        # the squared norms of whole gradients and of sharded ones
         squares = torch.zeros(2, device=self.accelerator.device)
         for number in range(2):
-            # the order of sums is that of backward
+            # in the order of the masters: `sums` has that of backward
             totals = [self.sums[name] for name in self.masters]
             parts = [local_part(total) for total in totals if isinstance(total, DTensor) == bool(number)]
             if parts:
                 norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
-                # in order
+                # numpy adds them one after the other, in every process alike
                 squares[number] = float(numpy.add.accumulate(norms.square().cpu().numpy())[-1])
         squares[1] = self.accelerator.reduce(squares[1:], "sum")[0]
         return float(squares.sum().sqrt())
@@ -287,7 +287,7 @@ class TrainedWeights:
             unsharded = master.full_tensor() if isinstance(master, DTensor) else master
             if self.accelerator.is_main_process:
                 gathered[name] = unsharded.detach().cpu()
-        # by its name on disk
+        # by names on disk
         trained = revert_weight_conversion(self.model, gathered) if gathered else {}
         products = self._merge_adapters() if self.adapted else {}
         for parameter in self.model.parameters():
@@ -315,7 +315,7 @@ class TrainedWeights:
                 weight = module.get_base_layer().weight
                 weight.copy_(weight.float() + _shard_as(weight, product()))
                 (stored,) = revert_weight_conversion(self.model, {f"{name}.weight": weight.detach()})
-                # what it added is in the weight now
+                # the weight has now what the adapter added
                 products[stored], module.scaling[ADAPTER] = product, 0.0
         return products
 

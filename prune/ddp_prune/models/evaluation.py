@@ -12,8 +12,7 @@ from transformers import GenerationConfig
 
 from ddp_prune.core.decoder import checkpoint_layers, lent
 from ddp_prune.core.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
-from ddp_prune.text.templates import ChatTemplate, Rendered
-from ddp_prune.text.tokens import leading_bos
+from ddp_prune.text.templates import ChatTemplate, Rendered, leading_bos
 from ddp_vllm.intervals import mean_loss
 from ddp_vllm.proof import MOST_TOKENS, ODD, PROSE, Reference, positions_in
 from ddp_vllm.read_back import logits_of, read_texts

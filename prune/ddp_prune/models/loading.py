@@ -18,9 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ddp_prune.core.decoder import auto_class, decoder_layers, decoder_of
 from ddp_prune.core.loss import OutputHead, final_hidden
-from ddp_prune.models.source import AGAIN, Source
+from ddp_prune.models.source import AGAIN, Source, loading_options, stock_config
 from ddp_prune.settings import TrainingSettings
-from ddp_vllm import machine
 from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.remote_code.files import weight_files
 
@@ -79,49 +78,12 @@ def load_teacher(source: Source, recipe: TrainingSettings, accelerator: Accelera
     return teacher
 
 
-def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
-    """Return dtype, attention and, of a quantized model, the config for loading the model on
-    `device` (None: any that computes in bfloat16).
-
-    `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish, and
-    float32 instead of bfloat16 on devices that do not compute in it. Gemma-2 requires eager attention:
-    transformers' fused attention omits the soft-cap on scores, which the model was trained with and
-    vLLM applies. Raises: ModelError if the config is broken.
-    """
-    from transformers import AutoConfig
-
-    with reading(source.folder, ModelError, AGAIN):
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-    number_format = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    if number_format is None:  # not in the config
-        with safe_open(weight_files(source.folder)[0], framework="pt") as file:
-            number_format = file.get_slice(next(iter(file.keys())))[:1].dtype
-    if dtype == "auto" and number_format == torch.float16:
-        number_format = torch.bfloat16
-    if dtype == "auto" and number_format == torch.bfloat16 and not (device is None or has_bfloat16(device)):
-        number_format = torch.float32
-    options: dict[str, Any] = {"dtype": number_format}
-    if source.text_config.get("attn_logit_softcapping"):
-        options["attn_implementation"] = "eager"
-    if source.structure is None and source.config.get("quantization_config"):
-        # plain weights; activations are rounded all the same
-        config.quantization_config["run_compressed"] = False
-        options["config"] = config
-    return options
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Tell whether a device computes in bfloat16; GPUs before Ampere do not."""
-    return torch.cuda.is_bf16_supported(False) if device.type == "cuda" else machine.has_bfloat16()
-
-
 def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:
     """Load the stock transformers model, frozen and in eval mode, straight to `device`.
 
     Raises: ModelError if weights are missing or have another shape; transformers would initialize
         them at random.
     """
-    from transformers import AutoConfig
     from transformers.utils import logging
 
     options = loading_options(source, dtype, device)
@@ -131,8 +93,7 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     logging.set_verbosity_error()  # our own error reports missing weights
     try:
         with reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
-            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-            model, loaded = auto_class(config).from_pretrained(
+            model, loaded = auto_class(stock_config(source.folder)).from_pretrained(
                 source.folder,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -164,14 +125,13 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
     processes must call this together. Raises: ModelError if the checkpoint lacks weights.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     files = [safe_open(path, framework="pt") for path in weight_files(source.folder)]
     slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
-    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    config = stock_config(source.folder)
     options = loading_options(source, dtype, device)
     # buffers are small, and computed rather than stored
     with init_empty_weights(include_buffers=False):

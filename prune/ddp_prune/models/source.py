@@ -12,18 +12,22 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from ddp_vllm import machine
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.dimensions import BLOCK_NAMES, Dimensions, dimensions_of, text_config, widths_of
-from ddp_vllm.errors import CheckpointError, ModelError, SettingError
+from ddp_vllm.errors import CheckpointError, ModelError, SettingError, reading
 from ddp_vllm.families import FAMILIES, check_dense, check_known, register_pruned, warn_of_foreign_code
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
+from ddp_vllm.names import is_hub_name
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, checked_tensors, short, weight_files
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import Widths, states_widths
 
 if TYPE_CHECKING:  # which imports torch
+    import torch
+
     from ddp_prune.models.structure import Structure
 
 FORMATS = ("BF16", "F16", "F32")
@@ -108,10 +112,12 @@ class Source:
 
 
 def open_source(model: str, *, load: bool = True) -> Source:
-    """Find the dense model, check it as `read_source`, and silence transformers.
+    """Find the dense model, check it as `read_source`, and turn off transformers' progress bars.
     Raises: ModelError."""
     source = read_source(model, load=load)
-    _silence_transformers()
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     warn_of_foreign_code(model, source.config)
     return source
 
@@ -155,7 +161,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
     config, structure = read_config(folder), None
     is_family = str(config.get("model_type")) in FAMILIES
     with _naming(model):
-        # which `check_dense` refuses
+        # a model that we pruned is refused by `check_dense`
         if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):
             check_states_no_widths(config)
         check_dense(config)
@@ -213,7 +219,7 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
         raise CheckpointError(f"{folder} is quantized; recover or measure the folder it was made from, then quantize")
     stated = dense.widths if dense.widths.is_family else dense.widths.only(widths.blocks)
     stated = replace(stated, layers=stated.dense_layers, is_renumbered=False)
-    # some tools add biases
+    # other tools may have added biases
     before = replace(widths, layers=widths.dense_layers, is_renumbered=False, biased=stated.biased)
     vocabularies = (text_config(model).get("vocab_size") for model in (config, dense.config))
     pairs = {"model_type": (dense_type(config), dense.config.get("model_type")), "vocab_size": (*vocabularies,)}
@@ -228,6 +234,47 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     if dense.structure:
         return replace(dense, folder=folder, name="", shapes=checkpoint.shapes)
     return Source(folder=folder, config=config, sizes=dense.sizes, shapes=checkpoint.shapes)
+
+
+def stock_config(folder: Path) -> Any:
+    """Return the config of a model as transformers' class reads it. Raises: ModelError."""
+    from transformers import AutoConfig
+
+    with reading(folder, ModelError, AGAIN):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def loading_options(source: Source, dtype: str, device: "torch.device | None") -> dict[str, Any]:
+    """Return dtype, attention and, of a quantized model, the config for loading the model on
+    `device` (None: any that computes in bfloat16).
+
+    `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish, and
+    float32 instead of bfloat16 on devices that do not compute in it. Gemma-2 requires eager attention:
+    transformers' fused attention omits the soft-cap on scores, which the model was trained with and
+    vLLM applies. Raises: ModelError if the config is broken.
+    """
+    import torch
+    from safetensors import safe_open
+
+    config = stock_config(source.folder)
+    number_format = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    if number_format is None:  # not in the config
+        with safe_open(weight_files(source.folder)[0], framework="pt") as file:
+            number_format = file.get_slice(next(iter(file.keys())))[:1].dtype
+    if dtype == "auto" and number_format == torch.float16:
+        number_format = torch.bfloat16
+    if dtype == "auto" and number_format == torch.bfloat16 and device is not None:
+        on_gpu = device.type == "cuda"
+        if not (torch.cuda.is_bf16_supported(False) if on_gpu else machine.has_bfloat16()):  # GPUs before Ampere
+            number_format = torch.float32
+    options: dict[str, Any] = {"dtype": number_format}
+    if source.text_config.get("attn_logit_softcapping"):
+        options["attn_implementation"] = "eager"
+    if source.structure is None and source.config.get("quantization_config"):
+        # plain weights; activations are rounded all the same
+        config.quantization_config["run_compressed"] = False
+        options["config"] = config
+    return options
 
 
 def check_index(folder: Path) -> None:
@@ -272,7 +319,7 @@ def _check_names(folder: Path, names: Collection[str]) -> None:
 def _check_hub_name(model: str) -> None:
     if Path(model).suffix == ".gguf":
         raise ModelError(f"{model} is a GGUF file, which cannot be pruned; give the folder it was made from")
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if not is_hub_name(model):
         raise ModelError(f"{model} is neither a folder nor a hub name (owner/name); check the path")
 
 
@@ -294,10 +341,3 @@ def _downloading(model: str) -> Iterator[None]:
         raise ModelError(
             f"{model} is not a folder and cannot be downloaded ({reason}); check name and network"
         ) from error
-
-
-def _silence_transformers() -> None:
-    """Turn off the progress bars of transformers."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()

@@ -28,8 +28,8 @@ from safetensors.numpy import save
 from ddp_prune.text.documents import Document, DocumentReader, hash_of
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import Rows, open_rows, reading_text, sources_of
-from ddp_prune.text.templates import ChatTemplate
-from ddp_prune.text.tokens import Tokens, leading_bos, pack
+from ddp_prune.text.templates import ChatTemplate, leading_bos
+from ddp_prune.text.tokens import Tokens, pack
 from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
@@ -43,7 +43,7 @@ COMPARED_AT_ONCE = 1 << 22  # tokens
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
 # a source shorter than this many times the held-out text, or with fewer documents, is split into its excerpts
 SHORT_SOURCE = 4
-# times the held-out text: the part of a stream that held-out text is chosen from
+# the part of a stream that held-out text is chosen from, in multiples of the held-out text
 STREAMED_CANDIDATES = 16
 
 
@@ -138,7 +138,7 @@ def _read_blocks(
     heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
     for name, documents in excerpts.items():
         stream = excerpts_of(documents, excerpt_size, seed, hidden)
-        # a single source is too short, which is told below
+        # a single source that is too short is refused below
         excerpts[name] = _not_empty(name, stream) if len(excerpts) > 1 else stream
     train = pack(take_turns(excerpts, turns), tokenizer, train_blocks * width)
     lines = [line for name in turns for line in notes[name].lines(name)]

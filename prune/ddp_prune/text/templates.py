@@ -254,3 +254,9 @@ def _thoughts_of(message: Message) -> str:
     """Return the thoughts of an assistant's message; "" if it has none."""
     thoughts = message.get(THOUGHTS[0]) or words_of(message).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(thoughts).strip()
+
+
+def leading_bos(tokenizer: Any) -> list[int]:
+    """Return [BOS] if the tokenizer begins every text with it, else []."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("x")["input_ids"][:1] == [bos] else []

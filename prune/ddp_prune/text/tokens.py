@@ -52,12 +52,6 @@ def _processor_template(folder: Path) -> str:
     return ""
 
 
-def leading_bos(tokenizer: Any) -> list[int]:
-    """Return [BOS] if the tokenizer begins every text with it, else []."""
-    bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and tokenizer("x")["input_ids"][:1] == [bos] else []
-
-
 def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int = TEXTS_PER_BATCH) -> Iterator[Tokens]:
     """Yield the tokens of each document, with EOS at the end."""
     # only fast tokenizers map tokens to characters
