@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ddp_prune.models.evaluation import bits_of
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import open_source
@@ -244,8 +246,9 @@ def _costs(folders: tuple[Path, Path], texts: Texts) -> Json:
     held_out = {name: excerpts for name, excerpts in texts.held_out.items() if excerpts}
     costs: Json = {"read": [numbers_read(_shapes(folder))[0] for folder in folders], "texts": {}}
     bits = {name: list[float]() for name in held_out}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without it, "auto" may emulate bfloat16
     for folder, tokenizer in zip(folders, tokenizers, strict=True):  # one model in memory at a time
-        model = load_model(open_source(str(folder)), "auto")
+        model = load_model(open_source(str(folder)), "auto", device)
         for name, excerpts in held_out.items():
             num_bytes = sum(len(text.encode()) for text in excerpts[:READ])
             bits[name].append(sum(bits_of(model, tokenizer, excerpts[:READ])[0]) / num_bytes)
