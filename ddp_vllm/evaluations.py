@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import exp, inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import msgspec
 
@@ -14,13 +14,14 @@ from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.machine import Measured
 from ddp_vllm.masks import Quality
 from ddp_vllm.model_facts import ModelFacts
-from ddp_vllm.schema import Count, Finite, Share
+from ddp_vllm.schema import AtLeastZero, Count, Finite, SchemaError, Share
 
 Score = tuple[float, float | None]
 """A value and its standard error."""
 Answers = Mapping[str, Sequence[float]]
 """Task -> what each row scored."""
 FIDELITY_FORMAT = "ddp-vllm eval text 1"
+UNDEFINED = "per token, perplexity, KL and top-1 agreement are not defined, because the models have different tokens"
 # of accuracy: an interval within this distance of 0 is reported as no measurable difference
 LEVEL = 0.02
 
@@ -120,12 +121,32 @@ class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
         return sorted(self.results), settings.limit, settings.max_length, self.ddp_vllm.data
 
 
+class Bits(TypedDict):
+    """What two models with different tokens require for the same excerpts of a text; the keys `dense`
+    and `pruned` of each entry are the models."""
+
+    bits_per_byte: dict[str, AtLeastZero]
+    tokens_per_byte: dict[str, AtLeastZero]
+    excerpt_bits: dict[str, list[Annotated[float, msgspec.Meta(gt=0)]]]
+    excerpt_bytes: list[Count]
+
+
 class Fidelity(Measured, kw_only=True):
     """What `eval --text` writes."""
 
     started: str
     model: ModelFacts
     texts: dict[str, Quality]
+    bits: dict[str, Bits] = msgspec.field(default_factory=dict)
+    """By text, instead of `texts` if the models have different tokens."""
+
+    def __post_init__(self) -> None:
+        for name, bits in self.bits.items():
+            excerpts = {len(bits["excerpt_bits"].get(model, [])) for model in ("dense", "pruned")}
+            if excerpts != {len(bits["excerpt_bytes"])} or 0 in excerpts:
+                raise SchemaError(f"the bits on {name} are not of the same excerpts for both models")
+            if {*bits["bits_per_byte"]} != {"dense", "pruned"} or {*bits["tokens_per_byte"]} != {"dense", "pruned"}:
+                raise SchemaError(f"the bits on {name} are not of both models")
 
 
 def default_output(model: str) -> Path:
@@ -204,6 +225,18 @@ def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] |
         exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle, middle - reach, middle + reach)
     )
     return ratio, low, high
+
+
+def bits_ratio(bits: Bits) -> tuple[float, float, float]:
+    """Return bits per byte over the dense model's, with a 95 % interval by Student t over excerpts.
+
+    Both models read the same excerpts. The ratio of their sums is the mean of the excerpts' ratios,
+    weighted by the dense model's bits.
+    """
+    dense, pruned = bits["excerpt_bits"]["dense"], bits["excerpt_bits"]["pruned"]
+    middle, error = mean_loss([after / before for before, after in zip(dense, pruned, strict=True)], dense)
+    reach = inf if error is None else t_quantile(len(dense) - 1) * error
+    return middle, max(0.0, middle - reach), middle + reach
 
 
 def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:

@@ -93,7 +93,7 @@ def with_interval(ratio: float, low: float | None, high: float | None) -> str:
     return f"{middle}× [{lower}, {upper}]"
 
 
-def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[int] | None = None) -> tuple[float, float | None]:
+def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[float] | None = None) -> tuple[float, float | None]:
     """Return the mean loss per token over blocks of text and its standard error; None for a single
     block.
 
@@ -103,7 +103,7 @@ def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[int] | None 
     so its variance is B/(B − 1) · Σ n²(l − m)² / (Σ n)² (delta method; Cochran, Sampling
     Techniques, Eq. 2.39).
     """
-    tokens = [1] * len(block_losses) if block_tokens is None else block_tokens
+    tokens: Sequence[float] = [1] * len(block_losses) if block_tokens is None else block_tokens
     pairs, total, blocks = list(zip(tokens, block_losses, strict=True)), sum(tokens), len(block_losses)
     mean = sum(n * loss for n, loss in pairs) / total
     if blocks < 2:

@@ -97,6 +97,28 @@ class _Proof(TypedDict, total=False):
     fault: str
 
 
+_AboveZero = Annotated[float, Meta(gt=0)]
+
+
+class _TrimmedText(TypedDict):
+    tokens: tuple[_AboveZero, _AboveZero]
+    bits: tuple[_AboveZero, _AboveZero]
+
+
+class Trimmed(TypedDict):
+    """A smaller vocabulary; each pair is before and after."""
+
+    name: str
+    """Of the model that was trimmed."""
+    tokens: tuple[Count, Count]
+    read: tuple[Annotated[int, Meta(ge=1)], Count]
+    """Numbers that a decode step reads."""
+    texts: dict[str, _TrimmedText]
+    """Tokens and bits per byte of held-out text."""
+    words: dict[str, tuple[Count, Count]]
+    """The tokens of the words that became longest."""
+
+
 class Provenance(_Training, total=False):
     """What the masks file says of its checkpoint, as far as it is read again."""
 
@@ -109,6 +131,7 @@ class Provenance(_Training, total=False):
     run: _Run
     run_id: str
     converted: _Converted
+    trimmed: Trimmed
     perplexity: Quality | None
     routing: _Routing
     latency: Latency

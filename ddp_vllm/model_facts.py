@@ -16,8 +16,8 @@ from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
-from ddp_vllm.model_files import TOKENIZERS
-from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
+from ddp_vllm.model_files import TOKENIZERS, has_tokenizer
+from ddp_vllm.remote_code.files import LARGEST_JSON, WEIGHTS, WidthsError, file_tensors, read_bytes, read_json
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import Widths, head_dim, text_config
 from ddp_vllm.schema import Count
@@ -162,6 +162,39 @@ def unrelated(dense: str, pruned: str) -> str:
         if one != other:
             return f"{pruned} is no pruned version of {dense}: its {name} is {other}, not {one}"
     return ""
+
+
+def tokens_differ(dense: str, pruned: str) -> str:
+    """Return in words how the tokens of two models differ; "" if they have the same ids and as many
+    rows.
+
+    Only models with the same tokens compare by losses, perplexities, KL and speeds per token; others
+    by bits per byte and characters per second. Raises: ModelError if a tokenizer cannot be read.
+    """
+    first, second = _vocabulary(dense), _vocabulary(pruned)
+    sizes = [vocab.pop("", len(vocab)) for vocab in (first, second)]
+    if different := set(first.items()) ^ set(second.items()):
+        token = min(different, key=lambda item: (item[1], item[0]))[0]
+        ids = f"; {token!r} is {first.get(token, 'absent')} and {second.get(token, 'absent')}"
+        return f"{dense} and {pruned} have different tokens ({len(first):,} and {len(second):,}{ids})"
+    return "" if sizes[0] == sizes[1] else f"{dense} and {pruned} have {sizes[0]:,} and {sizes[1]:,} rows of tokens"
+
+
+def _vocabulary(model: str) -> dict[str, int]:
+    """Return the id of each token, and under "" the rows that the config states."""
+    folder = known_folder(model)
+    config = read_config(folder) if folder else {}
+    if folder and not has_tokenizer(folder):
+        raise ModelError(f"{model} has no tokenizer; copy tokenizer.json of the dense model")
+    rows = {"": int(size)} if (size := text_config(config).get("vocab_size")) else {}
+    with reading(f"the tokenizer of {model}", ModelError, "copy tokenizer.json of the dense model"):
+        if folder and (file := folder / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_buffer(read_bytes(file, LARGEST_JSON)).get_vocab() | rows
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False).get_vocab() | rows
 
 
 def local_folder(model: str) -> Path | None:

@@ -81,5 +81,11 @@ def provenance_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def trimmed_entry(folder: Path) -> dict[str, Any]:
+    """Return the entry on a trimmed vocabulary, for models that are made from the one in this folder;
+    {} if it was not trimmed."""
+    return {name: value for name, value in provenance_of(folder).items() if name == "trimmed"}
+
+
 def _paths_file(masks: Path) -> Path:
     return cache_folder() / "origins" / f"{sha256(masks)}.json"

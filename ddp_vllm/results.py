@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +17,9 @@ from ddp_vllm.output import write_text
 from ddp_vllm.schema import AtLeastZero, Count, Finite, Kind, SchemaError, checked
 
 FORMAT = "ddp-vllm bench sharegpt 1"
+PER_TOKEN = {"output_tokens_per_second", "p50_tpot_ms", "p99_tpot_ms"}
+"""Metrics that do not compare models with different tokens."""
+TIMES = {"p50_tpot_ms": "time per output token: ", "p50_e2el_ms": "time per answer: "}
 BEGINS = '{\n "format": "ddp-vllm '
 """The first characters of a results file and of a profile."""
 
@@ -53,13 +56,13 @@ class LoadVerdict(msgspec.Struct, kw_only=True):
     """The verdict on it; the metric is named unless it is requests/s."""
 
     def __post_init__(self) -> None:
-        if main_metric(self.load) not in self.metrics:
+        if main_metric(self.load, self.metrics) not in self.metrics:
             raise SchemaError("this verdict lacks its main metric")
 
     @property
     def main(self) -> Verdict:
         """The verdict on the main metric."""
-        return self.metrics[main_metric(self.load)]
+        return self.metrics[main_metric(self.load, self.metrics)]
 
 
 class Bench(Measured, kw_only=True):
@@ -81,6 +84,8 @@ class Bench(Measured, kw_only=True):
 
     complete: bool
     reason: str | None
+    tokens_differ: str = ""
+    """How the tokens of the models differ. Then all models are asked for the same characters."""
     started: str
     settings: Settings
     sample: Sample
@@ -112,27 +117,32 @@ def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             dense, pruned = (
                 {run.round: run.metrics for run in bench.measured(label, load)} for label in ("dense", model.label)
             )
-            rounds, main = sorted(dense.keys() & pruned.keys()), main_metric(load)
-            metrics = {}
-            for metric in dense[rounds[0]] if rounds else ():
+            rounds, metrics = sorted(dense.keys() & pruned.keys()), dict[str, Verdict]()
+            known = [*(dense[rounds[0]] if rounds else ())]
+            if "output_characters_per_second" in known:
+                known = [metric for metric in known if metric not in PER_TOKEN]
+            main = main_metric(load, known)
+            for metric in known:
                 before, after = ([runs[turn][metric] for turn in rounds] for runs in (dense, pruned))
                 if min(*before, *after) > 0:
                     metrics[metric] = judge(after, before) if metric.endswith("_ms") else judge(before, after)
             if main in metrics:
-                sentence = "time per output token: " * main.endswith("_ms") + metrics[main].sentence
+                sentence = TIMES.get(main, "") + metrics[main].sentence
                 judged.append(
                     LoadVerdict(label=model.label, load=load, pairs=len(rounds), metrics=metrics, sentence=sentence)
                 )
     return list(msgspec.to_builtins(judged))
 
 
-def main_metric(load: str) -> str:
-    """Return the main metric of a load: requests/s, but time per output token if requests arrive at
-    a fixed rate.
+def main_metric(load: str, metrics: Container[str]) -> str:
+    """Return the main metric of a load: requests/s, but if requests arrive at a fixed rate time per
+    output token, or per answer if the tokens of the models differ.
 
     At a fixed rate below saturation, all models finish equally many requests per second.
     """
-    return "p50_tpot_ms" if "requests/s" in load else "requests_per_second"
+    if "requests/s" not in load:
+        return "requests_per_second"
+    return "p50_tpot_ms" if "p50_tpot_ms" in metrics else "p50_e2el_ms"
 
 
 def write_results(results: Mapping[str, Any], output: Path) -> None:

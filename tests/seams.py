@@ -66,6 +66,7 @@ from ddp_prune.run_folder import RunFolder, find_record
 from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text import blocks as blocks_module
 from ddp_prune.text import rows as rows_module
+from ddp_prune.text import vocabulary as vocabulary_module
 from ddp_prune.text.blocks import (
     Blocks,
     check_watched,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,16 @@ class Sample:
     output_tokens: int
     """Number of tokens to generate, ignoring end-of-text."""
     num_requested: int
+
+    @property
+    def output_characters(self) -> int:
+        """Number of characters of the answers whose tokens are generated."""
+        return sum(len(answer) for _, answer in map(turns_of, self.entries))
+
+    def counted(self, count_tokens: Callable[[str], int]) -> "Sample":
+        """Return the same conversations with the tokens of another tokenizer."""
+        turns = [[*map(count_tokens, turns_of(entry))] for entry in self.entries]
+        return replace(self, prompt_tokens=sum(one for one, _ in turns), output_tokens=sum(two for _, two in turns))
 
     @property
     def sha256(self) -> str:
@@ -110,7 +120,7 @@ def _as_share_gpt(content: str | Conversation) -> dict[str, Any]:
 def draw_sample(
     conversations: Sequence[dict[str, Any]],
     count_tokens: Callable[[str], int],
-    *,
+    *others: Callable[[str], int],
     num_prompts: int,
     seed: int,
     max_model_len: int = MAX_TOTAL_LENGTH,
@@ -118,7 +128,8 @@ def draw_sample(
     """Draw the `num_prompts` conversations that `vllm bench` would draw from the same file with the
     same seed.
 
-    count_tokens: returns the length of a text in tokens, special tokens included.
+    count_tokens: returns the length of a text in tokens, special tokens included. others: those of
+    further tokenizers, for which the conversations must be usable too.
     max_model_len: longer conversations are skipped, in tokens. If fewer conversations are usable
     the sample is smaller; none is used twice. Raises: TextError if none is usable.
     """
@@ -130,8 +141,9 @@ def draw_sample(
     for entry in candidates:
         if len(entries) == num_prompts:
             break
-        prompt, answer = (count_tokens(turn["value"]) for turn in entry["conversations"][:2])
-        if MIN_LENGTH <= prompt <= MAX_PROMPT_LENGTH and MIN_LENGTH <= answer <= limit - prompt:
+        turns = turns_of(entry)
+        prompt, answer = map(count_tokens, turns)
+        if _is_usable(prompt, answer, limit) and all(_is_usable(*map(count, turns), limit) for count in others):
             entries.append({"id": str(entry.get("id", "")), "conversations": entry["conversations"][:2]})
             prompt_tokens, output_tokens = prompt_tokens + prompt, output_tokens + answer
     if not entries:
@@ -142,6 +154,17 @@ def draw_sample(
     return Sample(
         entries=tuple(entries), prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_requested=num_prompts
     )
+
+
+def turns_of(entry: dict[str, Any]) -> tuple[str, str]:
+    """Return the prompt and the answer of a ShareGPT entry."""
+    prompt, answer = (turn["value"] for turn in entry["conversations"][:2])
+    return prompt, answer
+
+
+def _is_usable(prompt: int, answer: int, limit: int) -> bool:
+    """Tell whether vLLM replays a prompt and an answer of these tokens."""
+    return MIN_LENGTH <= prompt <= MAX_PROMPT_LENGTH and MIN_LENGTH <= answer <= limit - prompt
 
 
 def write_sample(sample: Sample, path: Path) -> None:

@@ -1,14 +1,9 @@
-"""Counts the tokens of compared models, and checks that vocabularies agree."""
+"""Counts the tokens and the context of compared models."""
 
 from collections.abc import Callable
-from pathlib import Path
-
-from tokenizers import Tokenizer
 
 from ddp_vllm.checkpoint import read_config
-from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.model_facts import known_folder
-from ddp_vllm.remote_code.files import LARGEST_JSON, read_bytes
 
 
 def token_counter(model: str) -> Callable[[str], int]:
@@ -20,31 +15,8 @@ def token_counter(model: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer(text, verbose=False).input_ids)
 
 
-def check_vocabularies(dense: str, pruned: str) -> None:
-    """Refuse to compare models with different vocabularies. Raises: ModelError naming the first
-    different token."""
-    first, second = _vocabulary(dense), _vocabulary(pruned)
-    if first == second:
-        return
-    token = min(set(first.items()) ^ set(second.items()), key=lambda item: (item[1], item[0]))[0]
-    raise ModelError(
-        f"{dense} and {pruned} have different vocabularies ({len(first)} and {len(second)} tokens; {token!r} is "
-        f"{first.get(token, 'absent')} and {second.get(token, 'absent')}); compare a model with its own pruned version"
-    )
-
-
 # kinds of rotary embeddings for which vLLM multiplies the context that the config states
 STRETCHING = ("linear", "dynamic", "yarn")
-
-
-def _vocabulary(model: str) -> dict[str, int]:
-    from ddp_prune.text.tokens import load_tokenizer
-
-    file = Path(model) / "tokenizer.json"
-    if not file.exists():
-        return dict(load_tokenizer(model).get_vocab())
-    with reading(file, ModelError, "copy the tokenizer of the dense model"):
-        return dict(Tokenizer.from_buffer(read_bytes(file, LARGEST_JSON)).get_vocab())
 
 
 def max_model_len(model: str) -> int | None:

@@ -5,7 +5,8 @@ Offline, `vllm bench throughput` receives all prompts at once. In serve mode, `v
 sends the prompts to `vllm serve` at chosen rates. Every round measures each model once, in rotating
 order, with a new engine that runs alone. A first round warms disk and compile caches and is
 discarded. All models answer the same prompts with the same number of tokens, counted by the dense
-model's tokenizer.
+model's tokenizer. A model with other tokens, as after `trim`, generates as many of its own as the
+same answers have, so that requests and characters per second compare, but not tokens per second.
 """
 
 import json
@@ -31,10 +32,10 @@ from ddp_benchmarks.conversations import (
     write_sample,
 )
 from ddp_benchmarks.engine import Engine, Server, vllm_command
-from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
+from ddp_benchmarks.models import max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError, echo, line_printer
-from ddp_vllm.model_facts import describe_model, is_pruned, unrelated
+from ddp_vllm.model_facts import describe_model, is_pruned, tokens_differ, unrelated
 from ddp_vllm.output import check_file
 from ddp_vllm.results import BEGINS, FORMAT, Bench, verdicts, write_results
 from ddp_vllm.settings import Settings, setting
@@ -47,6 +48,25 @@ SET_HERE = (  # vLLM's options that would change what is compared, or where it i
 LATENCIES = ("ttft", "tpot", "e2el")
 PERCENTILES = (50, 99)
 _LATENCY_METRICS = [f"p{percentile}_{latency}_ms" for latency in LATENCIES for percentile in PERCENTILES]
+
+
+class Requests(NamedTuple):
+    """The requests to one model, in the tokens of one tokenizer."""
+
+    tokenizer: str
+    sample: Sample
+    is_by_characters: bool
+    """Whether models are compared whose tokens differ."""
+
+    def speeds(self, requests_per_second: float, output_tokens_per_second: float) -> dict[str, float]:
+        metrics = {
+            "requests_per_second": requests_per_second,
+            "output_tokens_per_second": output_tokens_per_second,
+        }
+        if self.is_by_characters:
+            per_request = self.sample.output_characters / len(self.sample.entries)
+            metrics["output_characters_per_second"] = requests_per_second * per_request
+        return metrics
 
 
 class Load(NamedTuple):
@@ -137,17 +157,22 @@ def run_benchmark(settings: BenchSettings, output: Path, *, verbose: bool) -> di
     models = [settings.dense, *settings.pruned]
     described = [describe_model(model) for model in models]
     for pruned in settings.pruned:
-        check_vocabularies(settings.dense, pruned)
         if note := unrelated(settings.dense, pruned):
             print_line(f"note: {note}")
     labels = _labels([model.name for model in described])
     facts = [model.to_json() | {"label": label} for model, label in zip(described, labels, strict=True)]
     settings = _fit(settings)
-    sample = _draw(settings)
+    differing = {model: reason for model in settings.pruned if (reason := tokens_differ(settings.dense, model))}
+    sample, *others = _draw(settings, [*differing])
+    requests = {model: Requests(settings.dense, sample, bool(differing)) for model in models}
+    requests |= {model: Requests(model, other, True) for model, other in zip(differing, others, strict=True)}
+    for reason in differing.values():
+        print_line(f"note: {reason}, so requests and characters per second compare, but not tokens per second")
     print_line(sample.describe())
     results = new_results(FORMAT, settings.to_dict()) | {
         "complete": False,
         "reason": "still running",
+        "tokens_differ": "; ".join(differing.values()),
         "sample": sample.to_json(),
         "models": facts,
         "runs": [],
@@ -159,7 +184,7 @@ def run_benchmark(settings: BenchSettings, output: Path, *, verbose: bool) -> di
     try:
         for turn, model, label in _schedule(settings, models, labels):
             print_line(f"{'warm-up' if turn < 0 else f'pair {turn + 1} of {settings.pairs}'}: {label}")
-            with closing(_measure(settings, model, sample, folder)) as runs:
+            with closing(_measure(settings, model, requests[model], folder)) as runs:
                 for run in runs:
                     results["runs"].append({"round": turn, "label": label, **run})
                     write_results(results, output)
@@ -194,14 +219,18 @@ def _fit(settings: BenchSettings) -> BenchSettings:
     return replace(settings, max_model_len=min(settings.max_model_len, *limits)) if limits else settings
 
 
-def _draw(settings: BenchSettings) -> Sample:
-    return draw_sample(
+def _draw(settings: BenchSettings, others: Sequence[str]) -> list[Sample]:
+    """Return the conversations with the tokens of the dense model, and with those of each other model."""
+    count, *counters = map(token_counter, [settings.dense, *others])
+    sample = draw_sample(
         read_conversations(settings.dataset or download_share_gpt()),
-        token_counter(settings.dense),
+        count,
+        *counters,
         num_prompts=settings.num_prompts,
         seed=settings.seed,
         max_model_len=settings.max_model_len,
     )
+    return [sample, *map(sample.counted, counters)]
 
 
 def _schedule(settings: BenchSettings, models: list[str], labels: list[str]) -> Iterator[tuple[int, str, str]]:
@@ -212,7 +241,7 @@ def _schedule(settings: BenchSettings, models: list[str], labels: list[str]) -> 
 
 
 def _measure(
-    settings: BenchSettings, model: str, sample: Sample, folder: Path
+    settings: BenchSettings, model: str, requests: Requests, folder: Path
 ) -> Generator[dict[str, Any], None, None]:
     """Yield one run per load: vLLM's raw result, our metrics, and the engine's memory and startup
     times."""
@@ -221,46 +250,47 @@ def _measure(
     # otherwise prompts of the warm-up are answered from the cache
     engine += ["--no-enable-prefix-caching"]
     if settings.mode == "offline":
-        yield _throughput(settings, model, sample, folder / prefix, engine)
+        yield _throughput(settings, model, requests, folder / prefix, engine)
         return
-    arguments = ["--tokenizer", settings.dense, *engine]
+    arguments = ["--tokenizer", requests.tokenizer, *engine]
     with Server(model, arguments=arguments, log=folder / f"{prefix}-server.log") as server:
         for number, load in enumerate(settings.loads):
-            yield _serve(settings, server, load, sample, folder / f"{prefix}-{number}")
+            yield _serve(settings, server, load, requests, folder / f"{prefix}-{number}")
 
 
-def _dataset_arguments(settings: BenchSettings, folder: Path, sample: Sample) -> list[str]:
-    arguments = ["--tokenizer", settings.dense, "--dataset-name", "sharegpt"]
+def _dataset_arguments(settings: BenchSettings, folder: Path, requests: Requests) -> list[str]:
+    arguments = ["--tokenizer", requests.tokenizer, "--dataset-name", "sharegpt"]
     arguments += ["--dataset-path", str(folder / "sharegpt.json"), "--seed", str(settings.seed)]
-    return [*arguments, "--num-prompts", str(len(sample.entries)), "--num-warmups", str(settings.warmups)]
+    return [*arguments, "--num-prompts", str(len(requests.sample.entries)), "--num-warmups", str(settings.warmups)]
 
 
-def _throughput(settings: BenchSettings, model: str, sample: Sample, stem: Path, engine: list[str]) -> dict[str, Any]:
+def _throughput(
+    settings: BenchSettings, model: str, requests: Requests, stem: Path, engine: list[str]
+) -> dict[str, Any]:
     """Run `vllm bench throughput` once."""
     raw_file = stem.with_suffix(".json")
     command = ["bench", "throughput", "--model", model, "--output-json", str(raw_file)]
-    command += [*_dataset_arguments(settings, stem.parent, sample), *engine]
+    command += [*_dataset_arguments(settings, stem.parent, requests), *engine]
     with Engine(command, log=stem.with_suffix(".log")) as process:
         process.wait()
     raw = _read_raw(raw_file)
     run = {
         "load": "offline",
-        "metrics": {
-            "requests_per_second": raw["requests_per_second"],
-            "output_tokens_per_second": (raw["total_num_tokens"] - sample.prompt_tokens) / raw["elapsed_time"],
-        },
+        "metrics": requests.speeds(
+            raw["requests_per_second"], (raw["total_num_tokens"] - requests.sample.prompt_tokens) / raw["elapsed_time"]
+        ),
         "engine": process.facts(),
         "raw": raw,
     }
-    return run | _incomplete(raw["num_requests"], raw["total_num_tokens"], sample)
+    return run | _incomplete(raw["num_requests"], raw["total_num_tokens"], requests.sample)
 
 
-def _serve(settings: BenchSettings, server: Server, load: Load, sample: Sample, stem: Path) -> dict[str, Any]:
+def _serve(settings: BenchSettings, server: Server, load: Load, requests: Requests, stem: Path) -> dict[str, Any]:
     """Run `vllm bench serve` once against a running server."""
     raw_file = stem.with_suffix(".json")
     command = ["bench", "serve", "--model", server.model, "--base-url", server.address, "--backend", "openai"]
     command += ["--endpoint", "/v1/completions", "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
-    command += [*_dataset_arguments(settings, stem.parent, sample), "--request-rate", str(load.request_rate)]
+    command += [*_dataset_arguments(settings, stem.parent, requests), "--request-rate", str(load.request_rate)]
     command += ["--percentile-metrics", ",".join(LATENCIES), "--metric-percentiles", ",".join(map(str, PERCENTILES))]
     command += ["--save-result", "--result-dir", str(stem.parent), "--result-filename", raw_file.name]
     if load.max_concurrency is not None:
@@ -273,13 +303,10 @@ def _serve(settings: BenchSettings, server: Server, load: Load, sample: Sample, 
     if code:
         raise ServingError(f"{client.describe()} {client.failure()}")
     raw = _read_raw(raw_file)
-    metrics = {
-        "requests_per_second": raw["request_throughput"],
-        "output_tokens_per_second": raw["output_throughput"],
-    }
+    metrics = requests.speeds(raw["request_throughput"], raw["output_throughput"])
     metrics |= {name: raw[name] for name in _LATENCY_METRICS if name in raw}
     tokens = raw["total_input_tokens"] + raw["total_output_tokens"]
-    return run | {"metrics": metrics, "raw": raw} | _incomplete(raw["completed"], tokens, sample)
+    return run | {"metrics": metrics, "raw": raw} | _incomplete(raw["completed"], tokens, requests.sample)
 
 
 def _read_raw(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ agree within 4 %.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -20,15 +21,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, number_format, runs_on_cpu, vllm_command
-from ddp_benchmarks.models import max_model_len
+from ddp_benchmarks.models import max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
-from ddp_vllm.errors import ServingError, SettingError
+from ddp_prune.text.documents import read_excerpts
+from ddp_prune.text.messages import Notes
+from ddp_vllm.errors import ModelError, ServingError, SettingError
 from ddp_vllm.intervals import judge
 from ddp_vllm.machine import PHASES, Workload
-from ddp_vllm.model_facts import dense_kv_bytes, known_folder, unrelated
+from ddp_vllm.model_facts import dense_kv_bytes, known_folder, tokens_differ, unrelated
 from ddp_vllm.settings import Settings, setting
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
+EXCERPT, EXCERPTS = 3000, 64  # characters, and excerpts of the text that is counted
 CPU_BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
 # consecutive steps of an engine; after the first few, its weights are in the caches again
 TURN = 12
@@ -45,6 +49,9 @@ class StepSettings(Settings):
     context_length: int = setting(2048, "Tokens per sequence.")
     rounds: int = setting(5, "Measurements of each model.", least=1)
     steps: int = setting(96, "Decode steps per round, in turns.", least=TURN)
+    text: str = setting(
+        "", "Text by which models with different tokens are compared in characters per second.", shown="none"
+    )
     engine_arguments: tuple[str, ...] = setting((), "Passed to every vLLM engine.", is_argument=True)
 
     def __post_init__(self) -> None:
@@ -201,6 +208,7 @@ def compare_steps(
     workload, models = settings.workload, (settings.dense, *settings.pruned)
     for note in filter(None, (unrelated(settings.dense, pruned) for pruned in settings.pruned)):
         print_line(f"note: {note}")
+    lengths = characters_per_token(settings, print_line)
     cells: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
     results = new_results(STEPS_FORMAT, asdict(settings) | {"workload": asdict(workload)})
     largest = largest_of([workload.batch], [workload.context], settings.steps)
@@ -225,7 +233,7 @@ def compare_steps(
             for model, cell in take_turns(engines, workload, settings.steps, turn).items():
                 cells[model].append(cell)
             seconds = {name: [cell[workload.phase] for cell in cells[name]] for name in models}
-            results |= {"seconds": seconds, "verdicts": verdicts_of(settings, cells)}
+            results |= {"seconds": seconds, "verdicts": verdicts_of(settings, cells, lengths)}
             save(results)
             ratios = ", ".join(f"{verdict['ratio']:.2f}×" for verdict in results["verdicts"])
             print_line(f"round {turn + 1} of {settings.rounds}: {ratios} so far")
@@ -233,14 +241,47 @@ def compare_steps(
     return results
 
 
-def verdicts_of(settings: StepSettings, cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the verdict of each pruned model on the workload, with that of prefill."""
+def characters_per_token(settings: StepSettings, print_line: Callable[[str], None]) -> dict[str, float]:
+    """Return how many characters of `text` a token of each model holds; {} if all models have the same
+    tokens, or there is no text. Raises: TextError, ModelError."""
+    differing = ""
+    with contextlib.suppress(ModelError):  # of a model without a tokenizer, steps can be timed too
+        differing = next(filter(None, (tokens_differ(settings.dense, pruned) for pruned in settings.pruned)), "")
+    if differing:
+        remedy = "characters per second compare them" if settings.text else "pass --text FILE to compare characters"
+        print_line(f"note: {differing}, so a token is not the same text in both; {remedy}")
+    if not (differing and settings.text):
+        return {}
+    excerpts = read_excerpts(settings.text, None, EXCERPT, Notes())
+    texts = [*itertools.islice(excerpts, EXCERPTS)]
+    counters = {model: token_counter(model) for model in (settings.dense, *settings.pruned)}
+    return {model: sum(map(len, texts)) / sum(map(count, texts)) for model, count in counters.items()}
 
-    def judged(model: str, phase: str) -> dict[str, Any]:
-        seconds = [[cell[phase] for cell in cells[name]] for name in (model, settings.dense)]
+
+def verdicts_of(
+    settings: StepSettings, cells: Mapping[str, Sequence[Mapping[str, Any]]], lengths: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Return the verdict of each pruned model on the workload, with that of prefill and, by the
+    characters of a token, that of text: `lengths` of `characters_per_token`."""
+    phase, batch, context = settings.workload.phase, settings.workload.batch, settings.workload.context
+
+    def judged(model: str, phase: str, lengths: Mapping[str, float]) -> dict[str, Any]:
+        """Judge by the seconds of a step over the characters of a token."""
+        seconds = [[cell[phase] / lengths.get(name, 1.0) for cell in cells[name]] for name in (model, settings.dense)]
         return asdict(judge(seconds[0], seconds[1], unit="round"))
 
-    phase = settings.workload.phase
-    return [
-        {"pruned": pruned, **judged(pruned, phase), "prefill": judged(pruned, "prefill")} for pruned in settings.pruned
+    def speeds(model: str) -> dict[str, float]:
+        tokens = (
+            batch * (context if phase == "prefill" else 1) / statistics.median(cell[phase] for cell in cells[model])
+        )
+        return {"tokens_per_second": tokens, "characters_per_second": tokens * lengths[model]}
+
+    verdicts = [
+        {"pruned": pruned, **judged(pruned, phase, {}), "prefill": judged(pruned, "prefill", {})}
+        for pruned in settings.pruned
     ]
+    for verdict in verdicts if lengths else ():
+        pruned = verdict["pruned"]
+        by_model = {"dense": speeds(settings.dense), "pruned": speeds(pruned)}
+        verdict["characters"] = judged(pruned, phase, lengths) | by_model
+    return verdicts

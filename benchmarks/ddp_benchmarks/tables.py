@@ -15,6 +15,7 @@ from ddp_vllm.results import Bench
 _METRICS = (  # metric, heading, decimals
     ("requests_per_second", "requests/s", 2),
     ("output_tokens_per_second", "tokens/s, output", 0),
+    ("output_characters_per_second", "characters/s, output", 0),
     ("p50_ttft_ms", "time to first token, median ms", 1),
     ("p99_ttft_ms", "time to first token, p99 ms", 1),
     ("p50_tpot_ms", "time per output token, median ms", 2),

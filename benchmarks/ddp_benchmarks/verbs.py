@@ -1,7 +1,7 @@
 """The verbs profile, bench, bench_steps and evaluate, and what their commands print. Each imports
 what draws or prints when it is called."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +17,10 @@ from ddp_benchmarks.side_by_side import StepSettings, compare_steps
 from ddp_vllm import evaluate_text
 from ddp_vllm.errors import LimitError, SettingError, echo, line_printer
 from ddp_vllm.evaluations import (
+    UNDEFINED,
     Evaluation,
     against_output,
+    bits_ratio,
     check_min_retained,
     default_output,
     judge_retained,
@@ -34,6 +36,7 @@ from ddp_vllm.pages.summary import MIN_AGREEMENT, fidelity, lowest_agreement, to
 from ddp_vllm.results import BEGINS, write_results
 from ddp_vllm.settings import Option, command, typed
 
+UNITS = ("tokens", "characters")
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
 Pruned = Annotated[str | Path | Iterable[str | Path], Option("Pruned checkpoints.", metavar="DIR,…", join=tuple)]
 Overwrite = Annotated[bool, Option("Replace the output file.")]
@@ -113,6 +116,10 @@ def _print_verdicts(results: Mapping[str, Any], values: Mapping[str, Any]) -> No
     for verdict in results["verdicts"]:
         name = f"{Path(verdict['pruned']).name}: " if len(results["verdicts"]) > 1 else ""
         echo(f"{name}{verdict['sentence']}")
+        if by_text := verdict.get("characters"):
+            pairs = {unit: [by_text[who][f"{unit}_per_second"] for who in ("dense", "pruned")] for unit in UNITS}
+            speeds = (f"{before:,.0f} → {after:,.0f} {unit}/s" for unit, (before, after) in pairs.items())
+            echo(f"{name}by characters {by_text['sentence']} ({', '.join(speeds)})")
         if "predicted" in verdict:
             echo(f"{name}predicted {verdict['predicted']:.2f}×")
         if values["phase"] == "decode":
@@ -203,22 +210,8 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
     """Raises: LimitError if the model misses --max-ratio or --min-retained."""
     from ddp_benchmarks.tables import print_quality
 
-    missed, folder, limit = list[str](), values["output"] or default_output(values["model"]), values["max_ratio"]
-    least = lowest_agreement(limit, values["min_agreement"])
-    for name, quality in results["text"].get("texts", {}).items():
-        ratio = perplexity_ratio(quality)
-        assert ratio
-        if limit is not None and not ratio[0] <= limit:
-            missed.append(
-                f"perplexity on {name} is {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
-            )
-        if (top1 := top1_of(quality)) is not None and top1 < least:
-            missed.append(f"top-1 agreement on {name} is {top1:.1%}, below --min-agreement {least:g}")
-        echo(
-            f"{name}: perplexity {quality['dense']:.2f} → {quality['pruned']:.2f}, {with_interval(*ratio)} the dense "
-            f"model's; {fidelity(quality)} ({quality['tokens']:,} tokens)"
-        )
-    echo(f"results are in {folder}")
+    missed = [*_print_perplexities(results["text"], values), *_print_bits(results["text"], values)]
+    echo(f"results are in {values['output'] or default_output(values['model'])}")
     typed = [convert(one, Evaluation) for one in results["tasks"]]
     if typed:
         print_quality(typed[-1], typed[0] if values["against"] else None)
@@ -226,6 +219,37 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
         raise LimitError(f"{' and '.join(missed)}; train for longer with ddp-vllm recover, or remove less")
     if typed:
         judge_retained(typed[-1], typed[0], values["min_retained"])
+
+
+def _print_perplexities(results: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    """Print a line for each text; yield the limits that were missed."""
+    limit, least = values["max_ratio"], lowest_agreement(values["max_ratio"], values["min_agreement"])
+    for name, quality in results.get("texts", {}).items():
+        ratio = perplexity_ratio(quality)
+        assert ratio
+        if limit is not None and not ratio[0] <= limit:
+            yield f"perplexity on {name} is {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
+        if (top1 := top1_of(quality)) is not None and top1 < least:
+            yield f"top-1 agreement on {name} is {top1:.1%}, below --min-agreement {least:g}"
+        echo(
+            f"{name}: perplexity {quality['dense']:.2f} → {quality['pruned']:.2f}, {with_interval(*ratio)} the dense "
+            f"model's; {fidelity(quality)} ({quality['tokens']:,} tokens)"
+        )
+
+
+def _print_bits(results: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    """Print a line for each text of models with different tokens; yield the limits that were missed."""
+    limit, texts = values["max_ratio"], results.get("bits", {})
+    for name, bits in texts.items():
+        ratio, per_byte = bits_ratio(bits), {key: bits[f"{key}_per_byte"] for key in ("bits", "tokens")}
+        if limit is not None and not ratio[0] <= limit:
+            yield f"bits per byte of {name} are {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
+        changes = {key: f"{key} per byte {of['dense']:.4f} → {of['pruned']:.4f}" for key, of in per_byte.items()}
+        echo(f"{name}: {changes['bits']}, {with_interval(*ratio)} the dense model's; {changes['tokens']}")
+    if texts:
+        echo(UNDEFINED)
+    if texts and values["min_agreement"] is not None:
+        yield "top-1 agreement is not defined (omit --min-agreement)"
 
 
 def _as_json(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,7 +270,8 @@ def _eval(
     text: Annotated[tuple[str, ...], Option("Compare with the dense model on these texts.")] = (),
     tokens: Annotated[int | None, Option("Tokens of each --text, at least 8 blocks.", shown="16,384", least=1)] = None,
     max_ratio: Annotated[
-        float | None, Option("With --text: exit with 9 if perplexity is above this × the dense one.", least=0.01)
+        float | None,
+        Option("With --text: exit with 9 if perplexity (or bits per byte) is above this × the dense one.", least=0.01),
     ] = None,
     min_agreement: Annotated[float | None, MIN_AGREEMENT] = None,
     min_retained: Annotated[
@@ -273,7 +298,8 @@ def _eval(
         ddp-vllm eval ./pruned --text test.jsonl --max-ratio 1.1
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
-    model or --against. Give it text that pruning did not read, and run tasks by another command.
+    model or --against. Give it text that pruning did not read, and run tasks by another command. If
+    the models have different tokens, as after trim, bits per byte are compared instead.
     An interrupted evaluation resumes from lm-eval's cache of responses.
     """
     given = settings | {"tasks": tasks, "tokens": tokens, "max_ratio": max_ratio, "min_agreement": min_agreement}

@@ -1,5 +1,5 @@
-"""The model card of a pruned checkpoint: the removed units, the cost in quality, and how to serve
-it."""
+"""The model card of a pruned or trimmed checkpoint: what was removed, the cost in quality, and how to
+serve it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,11 +8,14 @@ from shlex import quote
 
 from huggingface_hub import ModelCardData
 
+from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.gguf.graphs import missing_parts
+from ddp_vllm.masks import Trimmed
 from ddp_vllm.names import bare_name, is_hub_name
-from ddp_vllm.pages.page import Page, to_markdown
-from ddp_vllm.pages.summary import dense_name, lead, sections
+from ddp_vllm.output import write_text
+from ddp_vllm.pages.page import REPORT_FILE, Page, to_html, to_markdown
+from ddp_vllm.pages.summary import dense_name, lead, sections, trimming
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import states_widths
 
@@ -25,6 +28,19 @@ TEXT = """# {name}
 {loading}
 
 ## What was removed, and what it cost
+
+{statements}"""
+
+TRIMMED = """# {name}
+
+{source} with fewer tokens, a stock model that ddp-vllm made. Every program that runs {source} also runs it, without
+ddp-vllm:
+
+```bash
+vllm serve ./{quoted}
+```
+
+## What was trimmed, and what it cost
 
 {statements}"""
 
@@ -96,6 +112,17 @@ def model_card(
         statements=to_markdown(page),
     )
     return f"---\n{data.to_yaml()}\n---\n\n{text}"
+
+
+def write_trimmed_pages(folder: Path, name: str, trimmed: Trimmed) -> None:
+    """Write the model card and the report of a model with a smaller vocabulary into `folder`, which will
+    have this name."""
+    title = f"{trimmed['name']}, trimmed: {name}"
+    page = Page(title=title, lead=[*trimming(trimmed)], sections=[], footer=[f"ddp-vllm {__version__} measured it."])
+    data = ModelCardData(library_name="transformers", tags=["ddp", "vllm"], pipeline_tag="text-generation")
+    text = TRIMMED.format(name=name, source=trimmed["name"], quoted=quote(name), statements=to_markdown(page))
+    (folder / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n{text}", encoding="utf-8")
+    write_text(to_html(page), folder / REPORT_FILE)
 
 
 def write_card(folder: Path, output: Path) -> Checkpoint:

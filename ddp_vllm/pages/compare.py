@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, perplexity_ratio, points
+from ddp_vllm.evaluations import TASKS, Evaluation, Score, bits_ratio, in_points, perplexity_ratio, points
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table
@@ -17,7 +17,8 @@ REMARK = (
     "Speeds and latencies: how many times better than dense, pair by pair, with 95 % intervals; above 1 the pruned "
     "model is better. Tasks: percent ± standard error, and perplexity per word as lm-eval defines it (lower is "
     "better). Texts: perplexity over the dense model's with its 95 % interval, KL from the dense model in nats per "
-    "token, and the share of tokens for which both predict the same next token."
+    "token, and the share of tokens for which both predict the same next token. These are not defined for a model "
+    "whose tokens differ from the dense model's; bits per byte compare both, with a 95 % interval over excerpts."
 )
 
 
@@ -78,7 +79,7 @@ def comparison_table(comparison: Comparison) -> Table:
     for load in dict.fromkeys(load for loads in by_model for load in loads):
         metrics = [loads.get(load, {}) for loads in by_model]
         for metric in dict.fromkeys(metric for of_model in metrics for metric in of_model):
-            if metric == main_metric(load) or metric.startswith("p"):  # a percentile of a latency
+            if metric == main_metric(load, metrics[0]) or metric.startswith("p"):  # a percentile of a latency
                 name = metric.removesuffix("_ms").replace("_", " ")
                 verdicts = (of_model.get(metric) for of_model in metrics)
                 add_ratios(f"{name}, {load}", (verdict and verdict.bounds for verdict in verdicts))
@@ -103,7 +104,20 @@ def comparison_table(comparison: Comparison) -> Table:
         unknown = ["–"] * bool(dense)
         add(f"KL on {text}, nats", lambda agreement: f"{agreement['kl']:.3f}", near, *unknown)
         add(f"top-1 agreement on {text}", lambda agreement: f"{agreement['top1']:.1%}", near, *unknown)
+    _add_bits(comparison, add, add_ratios)
     return Table(headings=["", *(model.name for model in models)], rows=rows)
+
+
+def _add_bits(comparison: Comparison, add: Callable[..., None], add_ratios: Callable[..., None]) -> None:
+    """Add what is known of models whose tokens differ from the dense model's."""
+    for text in dict.fromkeys(text for model in comparison.pruned for text in model.bits):
+        bits = [model.bits.get(text) for model in comparison.pruned]
+        add_ratios(f"bits per byte of {text}, × dense", (one and bits_ratio(one) for one in bits))
+        for heading, key in (("bits", "bits_per_byte"), ("tokens", "tokens_per_byte")):
+            known: list[Any] = [one and one[key] for one in bits]  # type: ignore[literal-required]
+            values = [one and one["pruned"] for one in known]
+            of_dense = [next(one["dense"] for one in known if one)] * bool(comparison.dense)
+            add(f"{heading} per byte of {text}", "{:.4f}".format, [*of_dense, *values])
 
 
 def _score(scale: int, score: Score) -> str:
@@ -168,11 +182,12 @@ def choice(comparison: Comparison, tolerance: float, min_agreement: float | None
 
 def _speed_measured(bench: Bench) -> str:
     settings, sample = bench.settings, bench.sample
+    tokens = f" {bench.tokens_differ}: all answer the same characters." if bench.tokens_differ else ""
     state = "" if bench.complete else f" INCOMPLETE: {bench.reason}."
     return (
         f"Speed, {settings.mode}: {sample.conversations} ShareGPT conversations ({sample.prompt_tokens} "
         f"prompt and {sample.output_tokens} output tokens), {settings.pairs} pairs, seed {settings.seed}, "
-        f"{bench.place}, {bench.started}.{state}"
+        f"{bench.place}, {bench.started}.{tokens}{state}"
     )
 
 

@@ -6,7 +6,8 @@ are only compared if they asked the same questions.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
 from ddp_vllm.evaluations import (
     FIDELITY_FORMAT,
+    Bits,
     Evaluation,
     Fidelity,
     default_output,
@@ -24,7 +26,7 @@ from ddp_vllm.evaluations import (
     perplexity_ratio,
 )
 from ddp_vllm.masks import MASKS_FILE, Latency, Quality
-from ddp_vllm.model_facts import ModelFacts, describe_model, identify, unrelated
+from ddp_vllm.model_facts import ModelFacts, describe_model, identify, known_folder, tokens_differ, unrelated
 from ddp_vllm.names import bare_name
 from ddp_vllm.provenance import dense_model, local_provenance
 from ddp_vllm.remote_code.files import read_json
@@ -59,6 +61,8 @@ class Model:
     evaluation: Evaluation | None = None
     texts: dict[str, Quality] = field(default_factory=dict)
     """The results of `eval --text`, by text."""
+    bits: dict[str, Bits] = field(default_factory=dict)
+    """The results of `eval --text`, by text, if its tokens differ from the dense model's."""
     speeds: tuple[Speed, ...] = ()
 
     @property
@@ -124,7 +128,7 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
         nearby.append(Path(dense) if Path(dense).is_dir() else default_output(dense))
     files = _read_files(nearby, results)
     notes: Notes = []
-    pruned = tuple(_pruned_model(checkpoint, files, notes) for checkpoint in checkpoints)
+    pruned = tuple(_as_compared(_pruned_model(checkpoint, files, notes), dense, notes) for checkpoint in checkpoints)
     return Comparison(dense=_dense_model(dense, files, pruned, notes), pruned=pruned, notes=[*dict.fromkeys(notes)])
 
 
@@ -184,12 +188,13 @@ def _pruned_model(checkpoint: Checkpoint, files: Sequence[Results], notes: Notes
         latest |= {verdict.load: Speed(verdict, bench) for verdict in bench.verdicts if verdict.label in labels}
     if not latest:
         notes.append(f"{facts.name} was not measured; ddp-vllm bench sharegpt does that")
-    texts: dict[str, Quality] = {}
+    texts, bits = dict[str, Quality](), dict[str, Bits]()
     for fidelity in sorted(_of(Fidelity, files), key=lambda fidelity: fidelity.started):
         if _is_same(fidelity.model, facts, notes):
             texts |= fidelity.texts
+            bits |= fidelity.bits
     if evaluation is None:
-        what = "evaluated on tasks" if texts else "evaluated"
+        what = "evaluated on tasks" if texts or bits else "evaluated"
         notes.append(f"{facts.name} was not {what}; ddp-vllm eval does that")
     latency = msgspec.convert(provenance.get("latency"), Latency | None)
     return Model(
@@ -198,8 +203,22 @@ def _pruned_model(checkpoint: Checkpoint, files: Sequence[Results], notes: Notes
         predicted=(latency.speedup, latency.low, latency.high) if latency else None,
         evaluation=evaluation,
         texts=texts,
+        bits=bits,
         speeds=tuple(latest.values()),
     )
+
+
+def _as_compared(model: Model, dense: str | None, notes: Notes) -> Model:
+    """Return a model with those results on text that compare it with this dense model, which may be
+    another one than it was pruned from, as before the vocabulary was trimmed."""
+    differing = ""
+    with suppress(ModelError):  # a folder of another machine
+        differing = tokens_differ(dense, model.facts.model) if dense and known_folder(dense) else ""
+    if not differing:
+        return replace(model, bits={})
+    missing = "" if model.bits else f"; ddp-vllm eval {model.name} --against {dense} --text FILE does that"
+    notes.append(f"{differing}, so {model.name} is compared by bits per byte, not by perplexity{missing}")
+    return replace(model, quality=None, predicted=None, texts={})
 
 
 def _of(kind: type[Kind], files: Iterable[Results]) -> list[Kind]:
@@ -245,7 +264,7 @@ def _dense_model(dense: str | None, files: Sequence[Results], pruned: Sequence[M
     questions = [model.evaluation.conditions for model in pruned if model.evaluation]
     same = [one for one in _of(Evaluation, files) if not questions or one.conditions == questions[0]]
     evaluation = _best_evaluation(same, facts, notes)
-    if evaluation is None and (questions or not any(model.texts for model in pruned)):
+    if evaluation is None and (questions or not any(model.texts or model.bits for model in pruned)):
         notes.append("the dense model was not evaluated on the same rows; ddp-vllm eval --against MODEL does that")
     if any(others != questions[0] for others in questions[1:]):
         notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")

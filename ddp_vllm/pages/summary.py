@@ -13,7 +13,7 @@ import msgspec
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import whole_model
 from ddp_vllm.intervals import mean_loss, with_interval
-from ddp_vllm.masks import Latency
+from ddp_vllm.masks import Latency, Trimmed
 from ddp_vllm.names import bare_name
 from ddp_vllm.pages.page import Section, Table
 from ddp_vllm.proof import statement
@@ -39,6 +39,7 @@ MIN_AGREEMENT = Option(
     "Lowest accepted top-1 agreement with the dense model. A model that adapted to a text may have a low perplexity "
     "and other answers.", is_fraction=True, shown="as the verdict",
 )  # fmt: skip
+LONGER = "text in languages or notations that were not counted becomes longer: it is cut into shorter tokens"
 CONTEXT_LENGTH = 2048  # for counting FLOPs if the recipe has none
 
 # module type -> kind of unit -> its number in a layer
@@ -103,6 +104,25 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
         speed = with_interval(latency.speedup, latency.low, latency.high)
         yield "predicted", f"{speed} the dense model's speed ({latency.workload}; {latency.place})"
     yield "weights", weight_training(provenance)
+    if trimmed := provenance.get("trimmed"):
+        before, after = trimmed["tokens"]
+        note = f"all figures compare with the dense model after its tokens were trimmed from {before:,} to {after:,}"
+        yield "vocabulary", f"{note}; what that cost is under Details"
+
+
+def trimming(trimmed: Trimmed) -> Iterator[Statement]:
+    """Yield what a smaller vocabulary saves and costs."""
+    (before, after), (read, rest) = trimmed["tokens"], trimmed["read"]
+    yield "tokens", f"{before:,} → {after:,} of {trimmed['name']}"
+    yield "numbers that a decode step reads", f"{read:,} → {rest:,} ({rest / read - 1:+.0%})"
+    for name, values in trimmed["texts"].items():
+        pairs = (("bits", values["bits"]), ("tokens", values["tokens"]))
+        changes = (f"{what} per byte {one:.4f} → {two:.4f} ({two / one:.3f}×)" for what, (one, two) in pairs)
+        yield f"held-out text of {name}", ", ".join(changes)
+    if trimmed["words"]:
+        words = (f"{word} ({one} → {two})" for word, (one, two) in trimmed["words"].items())
+        yield "words that became longest, in tokens", ", ".join(words)
+    yield "note", LONGER
 
 
 def verdict(quality: Mapping[str, Any]) -> str:
@@ -141,6 +161,8 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     on its quality."""
     provenance = checkpoint.provenance
     yield "read back", statement(provenance)
+    if trimmed := provenance.get("trimmed"):
+        yield from ((f"trimmed: {topic}", text) for topic, text in trimming(trimmed))
     if converted := provenance.get("converted"):
         sizes_of = "its config.json and its widest layers" if "applied_to" not in provenance else dense_name(checkpoint)
         yield "converted", f"widths from the {converted['format']} of {converted['from']}; dense sizes from {sizes_of}"

@@ -30,7 +30,7 @@ from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer, s
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Reference, prove
-from ddp_vllm.provenance import local_provenance, published, remember
+from ddp_vllm.provenance import local_provenance, published, remember, trimmed_entry
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 
@@ -79,7 +79,7 @@ def export(
     with atomic_folder(output, overwrite=overwrite) as folder:
         write_model(folder, source.folder, config, sliced_tensors(source, slicer, transform))
         state_tokenizer(source.tokenizer, folder, has_own_type="ddp_layers" in config)
-        proved = {**provenance, **prove(folder, reference)}
+        proved = {**trimmed_entry(source.folder), **provenance, **prove(folder, reference)}
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=proved, scores=scores)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")

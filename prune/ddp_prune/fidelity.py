@@ -1,20 +1,23 @@
 """Compares a model with the dense one on text of the user: perplexity, KL divergence and top-1
-agreement."""
+agreement, or bits per byte if the models have different tokens."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_prune.devices import describe_device, explained, make_accelerator
-from ddp_prune.models.evaluation import Evaluation
+from ddp_prune.models.evaluation import Evaluation, bits_of
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_pruned, open_source
 from ddp_prune.settings import FidelitySettings, check_length
 from ddp_prune.text.blocks import check_vocabulary, load_blocks
+from ddp_prune.text.documents import read_excerpts
+from ddp_prune.text.messages import Notes
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.cache import sha256
 from ddp_vllm.checkpoint import read_checkpoint, read_config
@@ -23,7 +26,7 @@ from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
+from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, tokens_differ
 from ddp_vllm.names import bare_name
 from ddp_vllm.output import make_folder
 from ddp_vllm.provenance import dense_model, local_provenance
@@ -31,6 +34,7 @@ from ddp_vllm.remote_code.widths import states_widths
 from ddp_vllm.results import write_new_results
 
 MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over blocks
+CHARACTERS_PER_TOKEN = 4  # of English, about
 
 
 def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Callable[[str], None]) -> dict[str, Any]:
@@ -43,21 +47,13 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
     dense = open_source(settings.against or dense_of(settings.model))
     source = open_model(settings.model, dense)
     check_length("max_length", settings.max_length, settings.model, source.text_config)
-    pruned_size, dense_size = (model.text_config.get("vocab_size") for model in (source, dense))
-    tokenizer = load_tokenizer(source.tokenizer)
-    if pruned_size != dense_size or tokenizer.get_vocab() != load_tokenizer(dense.tokenizer).get_vocab():
-        raise ModelError(
-            f"{settings.model} and {dense.folder} have different tokens ({pruned_size} and {dense_size}), so "
-            "perplexity per token, KL and agreement cannot be compared; pass the model that it was made from, after "
-            "ddp-vllm trim the trimmed one, which states bits per byte"
-        )
-    texts = {
-        name: _load_text(name, settings, tokenizer, int(dense_size or sys.maxsize), print_line)
-        for name in settings.texts
-    }
+    tokenizer, size = load_tokenizer(source.tokenizer), int(dense.text_config.get("vocab_size") or sys.maxsize)
+    if differing := tokens_differ(dense.tokenizer, settings.model):
+        print_line(f"{differing}, so bits per byte are compared")
+        excerpts = {name: _load_excerpts(name, settings, tokenizer, print_line) for name in settings.texts}
+    else:
+        blocks = {name: _load_blocks(name, settings, tokenizer, size, print_line) for name in settings.texts}
     make_folder(output)
-    blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
-    evaluation = Evaluation(blocks, tokenizer, loss_masks)
     accelerator = make_accelerator(output, None)
     device = accelerator.device
     print_line(describe_device(accelerator))
@@ -73,18 +69,53 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
         "versions": versions(),
         "model": describe_model(settings.model).to_json(),
         "against": describe_model(str(dense.folder)).to_json(),
-        "texts": {
-            bare_name(name): {"sha256": sha256(Path(name))[:32]} if Path(name).is_file() else {}
-            for name in settings.texts
-        },
+        "texts": {},
     }
+
+    def loaded() -> Iterator[tuple[str, Source, Any]]:
+        """Yield both models, one at a time in memory."""
+        for who, model in (("dense", dense), ("pruned", source)):
+            print_line(f"evaluating {model.folder.name} on {', '.join(map(bare_name, settings.texts))}")
+            yield who, model, load_model(model, settings.dtype, device)
+
     with explained(too_large):
-        for name, model in (("dense", dense), ("pruned", source)):
-            print_line(f"evaluating {model.folder.name} on {sum(map(len, blocks.values())):,} sequences")
-            evaluation.evaluate_texts(name, load_model(model, settings.dtype, device))
-    for name in settings.texts:
-        results["texts"][bare_name(name)] |= evaluation.perplexity(name)
+        measured = _bits(excerpts, loaded()) if differing else _perplexities(blocks, tokenizer, loaded())
+    results["bits" if differing else "texts"] = {
+        bare_name(name): ({"sha256": sha256(Path(name))[:32]} if Path(name).is_file() else {}) | values
+        for name, values in measured.items()
+    }
     write_new_results(results, output, "text")
+    return results
+
+
+def _perplexities(
+    texts: Mapping[str, tuple[torch.Tensor, torch.Tensor]], tokenizer: Any, models: Iterable[tuple[str, Source, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return the results of both models on each text, `Quality` as results files have it."""
+    blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
+    evaluation = Evaluation(blocks, tokenizer, loss_masks)
+    for who, _, model in models:
+        evaluation.evaluate_texts(who, model)
+        del model  # before the next one is loaded
+    return {name: evaluation.perplexity(name) for name in texts}
+
+
+def _bits(texts: Mapping[str, Sequence[str]], models: Iterable[tuple[str, Source, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the results of both models on each text, `Bits` as results files have it."""
+    results = {
+        name: {"excerpt_bytes": [len(text.encode()) for text in excerpts]}
+        | {key: {} for key in ("bits_per_byte", "tokens_per_byte", "excerpt_bits")}
+        for name, excerpts in texts.items()
+    }  # fmt: skip
+    for who, source, model in models:
+        tokenizer = load_tokenizer(source.tokenizer)
+        for name, result in results.items():
+            bits, num_tokens = bits_of(model, tokenizer, texts[name])
+            num_bytes = sum(result["excerpt_bytes"])
+            values = {"bits_per_byte": sum(bits) / num_bytes, "tokens_per_byte": num_tokens / num_bytes}
+            for key, value in (values | {"excerpt_bits": bits}).items():
+                result[key][who] = value
+        del model  # before the next one is loaded
     return results
 
 
@@ -125,7 +156,22 @@ def open_model(model: str, dense: Source) -> Source:
     return Source(folder=folder, config=config, sizes=dense.sizes, shapes=dense.shapes)
 
 
-def _load_text(
+def _load_excerpts(
+    name: str, settings: FidelitySettings, tokenizer: Any, print_line: Callable[[str], None]
+) -> list[str]:
+    """Return excerpts of a text, each of about `max_length` characters, so that no tokenizer makes more
+    tokens of them; of conversations all turns. Raises: TextError."""
+    notes = Notes()
+    count = max(MIN_BLOCKS, CHARACTERS_PER_TOKEN * settings.tokens // settings.max_length)
+    excerpts = filter(str.strip, read_excerpts(name, tokenizer, settings.max_length, notes))
+    if not (chosen := [*islice(excerpts, count)]):
+        raise TextError(f"{name} has no text to evaluate; give more text")
+    for note in notes.lines(name):
+        print_line(note)
+    return chosen
+
+
+def _load_blocks(
     name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int, print_line: Callable[[str], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the blocks of a text that have tokens to evaluate, int64 [num_blocks, max_length], and

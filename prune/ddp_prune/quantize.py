@@ -30,7 +30,7 @@ from ddp_vllm.model_files import has_tokenizer, stored_tensors, write_model
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Reference, prove
-from ddp_vllm.provenance import local_provenance, write_provenance
+from ddp_vllm.provenance import local_provenance, trimmed_entry, write_provenance
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 from ddp_vllm.remote_code.widths import states_widths
 
@@ -192,7 +192,7 @@ def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path, refer
     write_model(folder, source, config | quantized, stored_tensors(work))
     proved = prove(folder, reference)
     if not pruned or not (source / MASKS_FILE).exists():
-        write_provenance(folder / MASKS_FILE, proved)
+        write_provenance(folder / MASKS_FILE, trimmed_entry(source) | proved)
     else:
         copy_masks(source / MASKS_FILE, folder / MASKS_FILE, local_provenance(source / MASKS_FILE) | proved)
     if pruned:

@@ -199,11 +199,12 @@ class FidelitySettings(Settings):
     model: str
     texts: tuple[str, ...]
     """Files or hub datasets, as for `prune`. In conversations only the assistant's turns are
-    evaluated."""
+    evaluated; all turns if the models have different tokens."""
     against: str = ""
     """The model to compare with; "": the dense model that a pruned folder was made from."""
     max_length: int = setting(2048, least=16)
-    """Tokens per block, which is the longest context."""
+    """Tokens per block, which is the longest context; characters per excerpt if the models have
+    different tokens."""
     tokens: int = 16_384
     """Tokens of each text, of which `texts` may evaluate only some."""
     dtype: str = setting("auto", choices=DTYPES)

@@ -15,9 +15,9 @@ from commands import assert_refused, invoke
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.sharegpt import BenchSettings, results_file
 from ddp_vllm.errors import ModelError
+from ddp_vllm.model_facts import tokens_differ
 
 SHAREGPT = "bench sharegpt --dense {tiny} --pruned"
 PROFILE = "profile {tiny} -o new.json"
@@ -62,23 +62,25 @@ def test_a_word_is_no_number(tiny: Path) -> None:
     assert result.exit_code == 2 and "neither a number nor several" in result.stderr
 
 
-def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
-    def write_tokenizer(name: str, vocab: dict[str, int]) -> str:
+def test_models_with_different_tokens_are_told_apart(tmp_path: Path) -> None:
+    def write_tokenizer(name: str, vocab: dict[str, int], rows: int = 4) -> str:
         (tmp_path / name).mkdir()
         tokenizer = Tokenizer(WordLevel(vocab, unk_token="x"))
         tokenizer.add_special_tokens(["<s>"])
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": rows}))
         return str(tmp_path / name)
 
     first = write_tokenizer("a", {"x": 0, "y": 1})
-    check_vocabularies(first, write_tokenizer("b", {"y": 1, "x": 0}))
-    with pytest.raises(ModelError, match=r"different vocabularies \(3 and 4 tokens"):
-        check_vocabularies(first, write_tokenizer("c", {"x": 0, "y": 1, "z": 2}))
-    with pytest.raises(ModelError, match="'x' is 0 and 1"):
-        check_vocabularies(first, write_tokenizer("d", {"y": 0, "x": 1}))
+    assert not tokens_differ(first, write_tokenizer("b", {"y": 1, "x": 0}))
+    assert "different tokens (3 and 4; '<s>' is 2 and 3)" in tokens_differ(
+        first, write_tokenizer("c", {"x": 0, "y": 1, "z": 2})
+    )
+    assert "'x' is 0 and 1" in tokens_differ(first, write_tokenizer("d", {"y": 0, "x": 1}))
+    assert "have 4 and 8 rows" in tokens_differ(first, write_tokenizer("e", {"y": 1, "x": 0}, rows=8))
     (tmp_path / "b/tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
-        check_vocabularies(first, str(tmp_path / "b"))
+    with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be read"):
+        tokens_differ(first, str(tmp_path / "b"))
 
 
 def test_with_an_output_a_dense_model_is_compared_with_itself(tiny: Path, tmp_path: Path) -> None:

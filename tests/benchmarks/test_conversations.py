@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ddp_benchmarks.conversations import download_share_gpt, draw_sample, read_conversations
+from ddp_benchmarks.conversations import download_share_gpt, draw_sample, read_conversations, turns_of
+from ddp_benchmarks.sharegpt import Requests
 from ddp_vllm.errors import TextError
 
 
@@ -68,6 +69,20 @@ def test_sample_keeps_vllms_limits() -> None:
     assert [entry["id"] for entry in shorter.entries] == ["7"]
     with pytest.raises(TextError, match="none of 1 conversations"):
         draw_sample([talk(1, prompt=1)], count_words, num_prompts=1, seed=0)
+
+
+def test_a_sample_is_usable_for_each_tokenizer_and_counted_by_it() -> None:
+    talks, count_characters = [talk(number, prompt=4 + number) for number in range(300)], len
+    sample = draw_sample(talks, count_words, count_characters, num_prompts=300, seed=0)
+    prompts = [turns_of(entry)[0] for entry in sample.entries]
+    assert 100 < len(prompts) < 300 and max(map(len, prompts)) <= 1024
+    assert sample.counted(count_characters).prompt_tokens == sum(map(len, prompts)) > sample.prompt_tokens
+    requests = Requests("model", sample.counted(count_characters), True)
+    speeds = requests.speeds(2.0, 10.0)
+    assert speeds["output_characters_per_second"] == 2 * sample.output_characters / len(prompts)
+    assert requests._replace(is_by_characters=False).speeds(2.0, 10.0).keys() == speeds.keys() - {
+        "output_characters_per_second"
+    }
 
 
 def test_without_a_file_and_a_hub_the_option_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Profiles of a machine: models without weights are built and timed in turns, and each measurement is kept."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from commands import invoke
+from commands import invoke, passed
 
 import ddp_vllm
 from ddp_benchmarks import profile, side_by_side, verbs
@@ -134,6 +135,30 @@ def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: P
         ddp_vllm.bench_steps(tiny, halved, context_length=48, steps=60)
     with pytest.raises(SettingError, match="name each once"):
         ddp_vllm.bench_steps(tiny, tiny)
+
+
+@pytest.mark.usefixtures("known")
+def test_steps_of_models_with_different_tokens_are_compared_by_characters(
+    tiny: Path, halved: Path, talks: Path, tmp_path: Path
+) -> None:
+    """A step that is twice as fast, with tokens of half as many characters, is no faster."""
+    other = Path(shutil.copytree(halved, tmp_path / "other"))
+    document = json.loads((other / "tokenizer.json").read_text())
+    document["model"]["merges"] = []  # single bytes
+    document["model"]["vocab"] = {token: at for token, at in document["model"]["vocab"].items() if len(token) == 1}
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    words = ("--concurrency", 2, "--context-length", 48, "--rounds", 3, "--steps", 24)
+    command = ("bench", "steps", "--dense", tiny, "--pruned", other, *words, "--json")
+    assert "pass --text FILE to compare characters" in (plain := passed(invoke(*command)).stdout)
+    assert "characters" not in json.loads(plain.splitlines()[-1])["verdicts"][0]
+    printed = passed(invoke(*command, "--text", talks)).stdout
+    (verdict,) = json.loads(printed.splitlines()[-1])["verdicts"]
+    by_text, lengths = verdict["characters"], {}
+    for who in ("dense", "pruned"):
+        lengths[who] = by_text[who]["characters_per_second"] / by_text[who]["tokens_per_second"]
+    assert lengths["pruned"] < 1.01 < lengths["dense"] and by_text["dense"]["tokens_per_second"] == 1
+    assert by_text["ratio"] == pytest.approx(verdict["ratio"] * lengths["pruned"] / lengths["dense"])
+    assert f"by characters {by_text['sentence']}" in printed and "characters/s" in printed
 
 
 @pytest.mark.usefixtures("known")

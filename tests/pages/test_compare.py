@@ -206,6 +206,12 @@ def test_a_low_perplexity_alone_recommends_no_model(tmp_path: Path) -> None:
 
 
 RUN = {"round": 0, "label": "dense", "load": "4 requests/s", "engine": {}}
+RESULTS: dict[str, Any] = {
+    "complete": True, "reason": None, "started": "2026", **MACHINE,
+    "settings": {"mode": "serve", "pairs": 3, "seed": 0},
+    "sample": {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50},
+    "models": [{"label": name, "model": name, "name": name, "pruned": name != "dense"} for name in ("dense", "small")],
+}  # fmt: skip
 
 
 def judged(*runs: tuple[int, str, str, float, float, str]) -> dict[str, Any]:
@@ -213,14 +219,8 @@ def judged(*runs: tuple[int, str, str, float, float, str]) -> dict[str, Any]:
     names = ("round", "label", "load", "requests_per_second", "p50_tpot_ms", "incomplete")
     rows = [dict(zip(names, run, strict=True)) for run in runs]
     metrics = ("requests_per_second", "p50_tpot_ms")
-    results: dict[str, Any] = {"complete": True, "reason": None, "started": "2026", **MACHINE}
-    results |= {"settings": {"mode": "serve", "pairs": 3, "seed": 0}}
-    results |= {"sample": {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50}}
-    results["models"] = [
-        {"label": label, "model": label, "name": label, "pruned": label != "dense"} for label in ("dense", "small")
-    ]
-    results["runs"] = [RUN | row | {"metrics": {name: row[name] for name in metrics}} for row in rows]
-    (verdict,) = verdicts(results)
+    runs = [RUN | row | {"metrics": {name: row[name] for name in metrics}} for row in rows]
+    (verdict,) = verdicts({**RESULTS, "runs": runs})
     return verdict
 
 
@@ -248,6 +248,21 @@ def test_less_time_per_token_is_faster() -> None:
     assert verdict["metrics"]["p50_tpot_ms"]["ratio"] == pytest.approx(1.5, abs=1e-3)
     slower = judged(*((turn, label, load, rate, 600 / time, "") for turn, label, load, rate, time, _ in runs))
     assert ", slower" in slower["sentence"] and slower["metrics"]["p50_tpot_ms"]["ratio"] < 0.7
+
+
+def test_models_with_different_tokens_are_judged_by_characters_and_by_answers() -> None:
+    """Twice the tokens of half the length are the same speed; at a fixed rate the time of an answer decides."""
+    metrics = {"requests_per_second": 4.0, "output_characters_per_second": 900.0, "p50_e2el_ms": 50.0}
+    per_token = {"dense": {"output_tokens_per_second": 100.0, "p50_tpot_ms": 30.0}}
+    per_token["small"] = {"output_tokens_per_second": 200.0, "p50_tpot_ms": 15.0}
+    for load, main in (("offline", "requests_per_second"), ("4 requests/s", "p50_e2el_ms")):
+        runs = [
+            RUN | {"round": turn, "label": label, "load": load, "metrics": metrics | per_token[label]}
+            for turn in range(3) for label in per_token
+        ]  # fmt: skip
+        (verdict,) = verdicts({**RESULTS, "runs": runs})
+        assert verdict["metrics"].keys() == metrics.keys() and verdict["metrics"][main]["ratio"] == 1
+        assert ("time per answer: " in verdict["sentence"]) == (main == "p50_e2el_ms")
 
 
 def test_what_cannot_be_told_names_both_ends() -> None:

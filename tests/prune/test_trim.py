@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from commands import assert_refused, invoke, passed
-from seams import trim_module
+from seams import cut, open_source, trim_module, vocabulary_module
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from ddp_vllm.api import read
+from ddp_vllm.evaluations import bits_ratio
 from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.pages.compare import comparison_table
+from ddp_vllm.pages.measurements import collect
+from ddp_vllm.pages.report import write_report
 from random_models import SENTENCES, train_tokenizer
 
 CHINESE, EMOJI = "你好，世界", "naïve \U0001f469\u200d\U0001f680 é"
@@ -90,6 +95,10 @@ def test_the_result_is_a_stock_model_with_fewer_rows(dense: Path, trimmed: tuple
     assert [tokenizer.eos_token_id] == config["eos_token_id"] == generation["eos_token_id"]
     assert config["bos_token_id"] == generation["bos_token_id"] == tokenizer.bos_token_id
     assert "514 → 384" in printed and "becomes longer" in printed
+    costs = read_provenance(folder / MASKS_FILE)["trimmed"]["texts"]["text.jsonl"]
+    shown = f"{costs['bits'][0]:.4f} → {costs['bits'][1]:.4f}"
+    for page in ("README.md", "report.html"):
+        assert "514 → 384 of model" in (content := (folder / page).read_text()) and shown in content, page
 
 
 def test_text_of_kept_tokens_has_the_same_tokens_and_logits(dense: Path, trimmed: tuple[Path, str]) -> None:
@@ -124,6 +133,44 @@ def test_the_written_folder_is_proved(
 
     monkeypatch.setattr(trim_module, "trimmed_document", without_a_merge)
     assert_refused(invoke(*command, tmp_path / "bad"), 7, "other tokens")
+
+
+def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
+    trimmed: tuple[Path, str], dense: Path, text: Path, tmp_path: Path
+) -> None:
+    """A model that was pruned from the trimmed one states what trimming cost, and compares with both."""
+    source = open_source(str(trimmed[0]))
+    gates = {"attn": torch.tensor([[1.0, 0.0], [1.0, 1.0]]), "mlp": torch.ones(2, 48)}
+    half = cut(source, gates, tmp_path / "half", "kv-group").folder
+    assert "trimmed from 514 to 384" in (half / "README.md").read_text()
+    assert "trimmed: held-out text of text.jsonl" in write_report(read(half), tmp_path / "report.html").read_text()
+
+    words = ("eval", half, "--against", dense, "--text", text, "--max-length", 64, "--tokens", 64, "--dtype", "float32")
+    printed = passed(invoke(*words)).stdout
+    assert "KL and top-1 agreement are not defined" in printed and "perplexity " not in printed.split("per token")[0]
+    (file,) = (half / "eval").glob("text_*.json")
+    bits = json.loads(file.read_text())["bits"]["text.jsonl"]
+    ratio = bits["bits_per_byte"]["pruned"] / bits["bits_per_byte"]["dense"]
+    assert bits_ratio(bits)[0] == pytest.approx(ratio) and bits_ratio(bits)[1] < ratio < bits_ratio(bits)[2]
+    assert bits["tokens_per_byte"]["dense"] < bits["tokens_per_byte"]["pruned"]
+    missed = invoke(*words, "--max-ratio", 0.5, "-o", tmp_path / "new")
+    assert_refused(missed, 9, "bits per byte", "above --max-ratio 0.5")
+
+    comparison = collect([half], dense=str(dense))
+    rows = {row[0]: row[1:] for row in comparison_table(comparison).rows}
+    assert rows["bits per byte of text.jsonl, × dense"][0] == "1"
+    stated = [f"{bits['tokens_per_byte'][who]:.4f}" for who in ("dense", "pruned")]
+    assert rows["tokens per byte of text.jsonl"] == stated
+    assert not any("perplexity" in name or "KL" in name for name in rows)
+    assert "is compared by bits per byte, not by perplexity" in " ".join(comparison.notes)
+    assert not any("bits" in row[0] for row in comparison_table(collect([half], dense=str(trimmed[0]))).rows)
+
+
+def test_a_source_of_one_excerpt_has_no_cost(dense: Path, text: Path, tmp_path: Path) -> None:
+    (short := tmp_path / "short.txt").write_text("The quick brown fox")
+    words = ("trim", dense, "--tokens", 400, "--data", f"{text},{short}", "-o", tmp_path / "new", "--no-proof")
+    assert "short.txt has one excerpt, which is counted, so its cost is not measured" in passed(invoke(*words)).stdout
+    assert [*read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["texts"]] == ["text.jsonl"]
 
 
 @pytest.mark.parametrize("content", [CHINESE, EMOJI, "\0\t\r\n  ", "zzqx"])
@@ -190,10 +237,10 @@ def test_byte_fallback_writes_removed_characters_as_bytes() -> None:
     document = json.loads(dense.to_str())
     document["added_tokens"] = document["added_tokens"][:1]  # the trainer made the bytes special too
     dense = Tokenizer.from_str(json.dumps(document))
-    ids = trim_module.ids_of(document)
+    ids = vocabulary_module.ids_of(document)
     required = {number for token, number in ids.items() if token.startswith("<")}
     order = dense.encode(SENTENCES[0], add_special_tokens=False).ids
-    kept = trim_module.choose(document, ids, required, [order], 384, len(ids))
+    kept = vocabulary_module.choose(document, required, [order], 384, len(ids))
     new_ids = {old: new for new, old in enumerate(kept)}
     small = Tokenizer.from_str(json.dumps(trim_module.trimmed_document(document, new_ids)))
     assert small.get_vocab_size() == 384 and ids["你"] not in new_ids

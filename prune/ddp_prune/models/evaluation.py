@@ -166,17 +166,18 @@ def reference_of(model: Any, tokenizer: Any, blocks: torch.Tensor | None = None,
 
 
 @torch.no_grad()
-def bits_per_byte(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
-    """Return the bits that a model requires for a byte of texts, by which models with different
-    tokenizers compare. A text begins after BOS, or EOS if there is none."""
+def bits_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> tuple[list[float], int]:
+    """Return the bits that a model requires for each text, by which models with different tokens
+    compare, and the number of its tokens. A text begins after BOS, or EOS if there is none."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    nats, num_bytes = 0.0, 0
+    head, bits, num_tokens = OutputHead.of(model), list[float](), 0
     for text in texts:
-        tokens = torch.tensor([[first or 0, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]])
-        hidden_NH, head = final_hidden(model, tokens), OutputHead.of(model)
-        nats += negative_log_likelihood(hidden_NH, head, tokens[0, 1:])
-        num_bytes += len(text.encode())
-    return nats / math.log(2.0) / num_bytes
+        ids = [first or 0, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        tokens = torch.tensor([ids], device=head.weight.device)
+        nats = negative_log_likelihood(final_hidden(model, tokens), head, tokens[0, 1:])
+        bits.append(math.inf if math.isnan(nats) else nats / math.log(2.0))
+        num_tokens += len(ids) - 1
+    return bits, num_tokens
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ddp_prune.text.documents import Document, DocumentReader, hash_of
+from ddp_prune.text.documents import Document, DocumentReader, cut, hash_of
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import Rows, open_rows, reading_text, sources_of
 from ddp_prune.text.templates import ChatTemplate, leading_bos
@@ -244,16 +244,6 @@ def _not_empty(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
         )
     yield first
     yield from excerpts
-
-
-def cut(document: Document, size: int) -> list[Document]:
-    """Cut a document at blanks into equal excerpts of about `size` characters; an empty one has none."""
-    text = document.text
-    count = max(1, round(len(text) / size))
-    starts = (len(text) * number // count for number in range(1, count))
-    blanks = ((start, text.find(" ", start, start + size // 5)) for start in starts)
-    borders = [0, *(start if blank < 0 else blank for start, blank in blanks), len(text)]
-    return [document[start:stop] for start, stop in itertools.pairwise(borders) if start < stop]
 
 
 def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:

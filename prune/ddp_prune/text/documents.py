@@ -4,13 +4,15 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 
 from ddp_prune.text.conversations import Conversation, RowParser
 from ddp_prune.text.messages import Message, Notes, at
-from ddp_prune.text.rows import Row, reading_text
+from ddp_prune.text.rows import Row, open_rows, reading_text
 from ddp_prune.text.templates import ChatTemplate, Rendered, texts_of, words_of
 
 
@@ -60,6 +62,28 @@ class DocumentReader:
                     else:
                         document = Document(content)
                 yield document
+
+
+def cut(document: Document, size: int) -> list[Document]:
+    """Cut a document at blanks into equal excerpts of about `size` characters; an empty one has none."""
+    text = document.text
+    count = max(1, round(len(text) / size))
+    starts = (len(text) * number // count for number in range(1, count))
+    blanks = ((start, text.find(" ", start, start + size // 5)) for start in starts)
+    borders = [0, *(start if blank < 0 else blank for start, blank in blanks), len(text)]
+    return [document[start:stop] for start, stop in itertools.pairwise(borders) if start < stop]
+
+
+def read_excerpts(name: str, tokenizer: Any, size: int, notes: Notes) -> Iterator[str]:
+    """Yield the text of a source in excerpts of about `size` characters, its rows in a random order
+    that is always the same.
+
+    tokenizer: its chat template writes conversations. notes: as in `DocumentReader`. Raises: TextError.
+    """
+    with reading_text(name):
+        rows = partial(open_rows(name).shuffled, 0)
+        for document in DocumentReader(name, ChatTemplate(tokenizer), notes).read(rows):
+            yield from (excerpt.text for excerpt in cut(document, size))
 
 
 def _render(conversation: Conversation, template: ChatTemplate, notes: Notes) -> Document:

@@ -1,0 +1,199 @@
+"""Which tokens of a BPE tokenizer stay, and tokenizer.json without the others.
+
+The kept set is closed under merges: a token stays only with every token that BPE makes on the way to
+it. So text whose tokens are all kept is tokenized as before. Other text is cut into shorter tokens,
+down to single bytes.
+"""
+
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_prune.text.templates import ChatTemplate
+from ddp_vllm.errors import ModelError, SettingError, reading
+
+MULTIPLE = 128  # of rows in the table, which kernels of heads and a split over devices prefer
+TOKEN_ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens|bad_words_ids|pad_id")
+TOKENIZER_ID = re.compile(r"pad_id|ids|sep|cls")  # of padding and post-processors in tokenizer.json
+OTHER_VOCABULARIES = ("vision_config", "audio_config")
+
+Json = dict[str, Any]
+Renumber = Callable[[int, str], int]
+"""Takes a token id and the setting that names it, returns the new id."""
+
+
+def read_document(folder: Path) -> Json:
+    """Return tokenizer.json. Raises: ModelError if it is missing, or no BPE that writes any text in
+    single bytes."""
+    path, remedy = folder / "tokenizer.json", "choose a model with byte-level BPE or byte fallback, or prune this one"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json, and trim reads no other tokenizer; {remedy}")
+    if (folder / "tokenizer_config.json").is_file() and "auto_map" in read_settings(folder / "tokenizer_config.json"):
+        raise ModelError(f"the tokenizer of {folder} requires code of its own (auto_map); {remedy}")
+    document: Json = read_settings(path)
+    bpe = document["model"]
+    if bpe.get("type") != "BPE":
+        raise ModelError(f"the tokenizer of {folder} is {bpe.get('type')}, but trim supports BPE only; {remedy}")
+    if affix := bpe.get("continuing_subword_prefix") or bpe.get("end_of_word_suffix"):
+        raise ModelError(f"the tokenizer of {folder} marks parts of words by {affix!r}; {remedy}")
+    if not (bpe.get("byte_fallback") or _is_byte_level(document)):
+        raise ModelError(f"the tokenizer of {folder} has no tokens for single bytes; {remedy}")
+    return document
+
+
+def read_settings(path: Path) -> Any:
+    """Return a JSON file, whose numbers may be of any size. Raises: ModelError."""
+    with reading(path, ModelError, "download the model again"):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _is_byte_level(document: Json) -> bool:
+    return '"type": "ByteLevel"' in json.dumps([document.get("pre_tokenizer"), document.get("normalizer")])
+
+
+def ids_of(document: Json) -> dict[str, int]:
+    """Return all tokens of tokenizer.json with their ids, added tokens included."""
+    return document["model"]["vocab"] | {token["content"]: token["id"] for token in document["added_tokens"]}
+
+
+def required_ids(folder: Path, document: Json, tokenizer: Any) -> set[int]:
+    """Return the ids that always stay: added tokens, single bytes, the alphabet, ids in files of
+    settings, and the tokens of what the chat template writes. Raises: ModelError for an id that the
+    tokenizer lacks."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    ids = ids_of(document)
+    alphabet = ByteLevel.alphabet() if _is_byte_level(document) else [*map(chr, range(0x20, 0x7F)), "▁"]
+    tokens = [*alphabet, *(f"<0x{byte:02X}>" for byte in range(256)), document["model"].get("unk_token")]
+    required = {ids[token] for token in tokens if token in ids} | {token["id"] for token in document["added_tokens"]}
+    known = set(ids.values())
+
+    def note(number: int, place: str) -> int:
+        if number not in known:
+            raise ModelError(f"{place} is {number}, but the tokenizer of {folder} has no such token; correct it there")
+        required.add(number)
+        return number
+
+    for path in folder.glob("*config.json"):
+        renumber(read_settings(path), note, path.name)
+    renumber([document.get("post_processor"), document.get("padding")], note, "tokenizer.json", TOKENIZER_ID)
+    for text in template_texts(tokenizer):
+        required.update(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return required
+
+
+def renumber(content: Any, new_id: Renumber, place: str, names: re.Pattern[str] = TOKEN_ID) -> Any:
+    """Return settings with new token ids. place: names the setting in errors. names: of settings that
+    hold ids; a negative id stands for none."""
+
+    def moved(value: Any, place: str) -> Any:
+        if isinstance(value, list):
+            return [moved(part, place) for part in value]
+        return new_id(value, place) if type(value) is int and value >= 0 else value
+
+    if isinstance(content, list):
+        return [renumber(part, new_id, place, names) for part in content]
+    if not isinstance(content, dict):
+        return content
+    return {
+        key: moved(value, f"{place}: {key}")
+        if names.fullmatch(key)
+        else value
+        if key in OTHER_VOCABULARIES
+        else renumber(value, new_id, place, names)
+        for key, value in content.items()
+    }
+
+
+def template_texts(tokenizer: Any) -> Iterator[str]:
+    """Yield what the chat template writes: its constants, and conversations."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    template, roles = ChatTemplate(tokenizer), ("system", "user", "assistant", "user")
+    sources = tokenizer.chat_template or {}
+    for source in sources.values() if isinstance(sources, dict) else [sources]:
+        try:
+            tokens = [*Environment().lexer.tokenize(source)]
+        except TemplateSyntaxError:  # of another dialect; its conversations follow
+            continue
+        yield from (token.value for token in tokens if token.type in ("data", "string"))
+    for first in (0, 1):
+        rendered = template.render([{"role": role, "content": "."} for role in roles[first:]])
+        yield "" if isinstance(rendered, Exception) else rendered.text
+    yield template.prompt
+
+
+def by_count(excerpts: Iterable[str], tokenizer: Any) -> list[int]:
+    """Return the ids that occur in text, most frequent first."""
+    counts, rest = Counter[int](), iter(excerpts)
+    while batch := [*itertools.islice(rest, 1000)]:
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            counts.update(ids)
+    return sorted(counts, key=lambda number: (-counts[number], number))
+
+
+def _pairs(document: Json) -> list[tuple[str, str]]:
+    """Return the merges, lowest rank first, in either form of tokenizer.json."""
+    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in document["model"]["merges"])
+    return [(first, second) for first, second in merges]
+
+
+def _parts(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
+    """Return every token that BPE makes on the way to `token`; none if merges do not lead to it."""
+    symbols, parts = [*token], {*token}
+    while len(symbols) > 1:
+        pairs = enumerate(itertools.pairwise(symbols))
+        rank, index = min((ranks.get(pair, math.inf), index) for index, pair in pairs)
+        if rank == math.inf:
+            return set()
+        symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
+        parts.add(symbols[index])
+    return parts
+
+
+def choose(document: Json, required: set[int], orders: Iterable[list[int]], size: int, num_rows: int) -> list[int]:
+    """Return the kept ids, ascending: required ones, those of each order, then by rank of the merges.
+
+    size: kept ids below `num_rows`, at most; an added token above it has no row.
+    Raises: SettingError if the required ones are more.
+    """
+    ids, pairs = ids_of(document), _pairs(document)
+    tokens, ranks = {number: token for token, number in ids.items()}, dict[tuple[str, str], int]()
+    for rank, pair in enumerate(pairs):
+        ranks.setdefault(pair, rank)
+    added = {token["id"] for token in document["added_tokens"]}
+
+    def closure(number: int) -> set[int]:
+        parts = set() if number in added else _parts(tokens[number], ranks)
+        return {number, *(ids[part] for part in parts if part in ids)}
+
+    kept = set[int]().union(*map(closure, required))
+    unkept, free = set(tokens) - kept, size - sum(number < num_rows for number in kept)
+    if free < 0:
+        least = math.ceil((size - free) / MULTIPLE) * MULTIPLE
+        raise SettingError("tokens", f"is {size:,}; special tokens, bytes and the chat template require {least:,}")
+    by_rank = (ids[first + second] for first, second in pairs if first + second in ids)
+    for number in itertools.chain(*orders, by_rank, sorted(unkept)):
+        if free and number in unkept and len(further := closure(number) & unkept) <= free:
+            unkept -= further
+            free -= len(further)
+    return sorted(set(tokens) - unkept)
+
+
+def trimmed_document(document: Json, new_ids: Mapping[int, int]) -> Json:
+    """Return tokenizer.json with the kept tokens and the merges among them."""
+    bpe = document["model"]
+    vocab = {token: new_ids[number] for token, number in bpe["vocab"].items() if number in new_ids}
+    pairs = zip(bpe["merges"], _pairs(document), strict=True)
+    merges = [merge for merge, (one, two) in pairs if {one, two, one + two} <= vocab.keys()]
+    moved = {
+        key: renumber(document.get(key), lambda number, _: new_ids[number], key, TOKENIZER_ID)
+        for key in ("post_processor", "padding")
+    }
+    added = [token | {"id": new_ids[token["id"]]} for token in document["added_tokens"]]
+    return document | moved | {"added_tokens": added, "model": bpe | {"vocab": vocab, "merges": merges}}
