@@ -23,8 +23,6 @@ from typing import Any, Self
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, number_format, runs_on_cpu, vllm_command
 from ddp_benchmarks.models import max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
-from ddp_prune.text.documents import read_excerpts
-from ddp_prune.text.messages import Notes
 from ddp_vllm.errors import ModelError, ServingError, SettingError
 from ddp_vllm.intervals import judge
 from ddp_vllm.machine import PHASES, Workload
@@ -252,6 +250,9 @@ def characters_per_token(settings: StepSettings, print_line: Callable[[str], Non
         print_line(f"note: {differing}, so a token is not the same text in both; {remedy}")
     if not (differing and settings.text):
         return {}
+    from ddp_prune.text.documents import read_excerpts
+    from ddp_prune.text.messages import Notes
+
     excerpts = read_excerpts(settings.text, None, EXCERPT, Notes())
     texts = [*itertools.islice(excerpts, EXCERPTS)]
     counters = {model: token_counter(model) for model in (settings.dense, *settings.pruned)}

@@ -135,8 +135,8 @@ def verdict(quality: Mapping[str, Any]) -> str:
     ratio = quality[last] / quality["dense"]
     top1 = top1_of(quality)
     meaning = next(words for most, least, words in LOSSES if ratio <= most and (top1 is None or top1 >= least))
-    agreement = "" if top1 is None else f", {top1:.0%} top-1 agreement"
-    return f"{ratio:.2f} times the dense model's perplexity{agreement}: {meaning}"
+    agreement = "" if top1 is None else f", {top1:.1%} top-1 agreement"
+    return f"{ratio:.3f} times the dense model's perplexity{agreement}: {meaning}"
 
 
 def lowest_agreement(ratio: float | None, passed: float | None) -> float:

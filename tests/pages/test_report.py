@@ -150,6 +150,7 @@ def test_the_report_shows_the_three_models_side_by_side(trained: Path, tmp_path:
 
 @pytest.mark.parametrize(("ratio", "top1", "meaning"), [
     (0.9, 0.15, "a large loss"),  # adapted to the text, and another model
+    (1.0, 0.747, "a large loss"),  # and no 75%, which would be enough
     (0.9, 0.95, "no loss on this kind of text"),
     (1.15, None, "answers may change"),
     (1.3, 0.95, "a large loss"),
@@ -157,8 +158,8 @@ def test_the_report_shows_the_three_models_side_by_side(trained: Path, tmp_path:
 def test_the_verdict_is_the_worse_of_perplexity_and_agreement(ratio: float, top1: float | None, meaning: str) -> None:
     agreement = {} if top1 is None else {"agreement": {"pruned": {"kl": 0.1, "top1": top1}}}
     stated, _, words = verdict({"dense": 20.0, "pruned": 20.0 * ratio, "tokens": 1000, **agreement}).partition(": ")
-    assert words.startswith(meaning) and f"{ratio:.2f} times" in stated
-    assert top1 is None or f"{top1:.0%} top-1 agreement" in stated
+    assert words.startswith(meaning) and f"{ratio:.3f} times" in stated
+    assert top1 is None or f"{top1:.1%} top-1 agreement" in stated
 
 
 @pytest.mark.parametrize(("model", "there", "named"), [
