@@ -208,9 +208,10 @@ def _naming(model: str) -> Iterator[None]:
         raise ModelError(f"{model}: {error}") from None
 
 
-def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
+def open_pruned(checkpoint: Checkpoint, dense: Source, *, same_tokens: bool = True) -> Source:
     """Return a pruned checkpoint as a source, which transformers will load by our own classes.
 
+    same_tokens: whether it must have the tokens of `dense`; they may have been trimmed before pruning.
     Raises: CheckpointError if it is quantized; ModelError if it was not pruned from a model like
         `dense`.
     """
@@ -225,7 +226,7 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     pairs = {"model_type": (dense_type(config), dense.config.get("model_type")), "vocab_size": (*vocabularies,)}
     pairs |= {name: (value, vars(stated)[name]) for name, value in vars(before).items()}
     for name, (one, other) in pairs.items():
-        if one != other:
+        if one != other and (same_tokens or name != "vocab_size"):
             fault = f"{name} {other} instead of {one}, unlike" if isinstance(one, int | str) else f"other {name} than"
             raise ModelError(f"{dense.folder} has {fault} the model that {folder} was pruned from; pass that model")
     if checkpoint.is_stock:
