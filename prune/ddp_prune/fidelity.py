@@ -103,7 +103,7 @@ def _perplexities(
 
 def _bits(texts: Mapping[str, Sequence[str]], models: Iterable[tuple[str, Source, Any]]) -> dict[str, dict[str, Any]]:
     """Return the results of both models on each text, `Bits` as results files have it."""
-    results = {
+    results: dict[str, dict[str, Any]] = {
         name: {"excerpt_bytes": [len(text.encode()) for text in excerpts]}
         | {key: {} for key in ("bits_per_byte", "tokens_per_byte", "excerpt_bits")}
         for name, excerpts in texts.items()

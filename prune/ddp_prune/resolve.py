@@ -221,7 +221,8 @@ def choose_in_minutes(
     print_line(TIMING)
     modes = allowed_modes(recipe)
     shapes: dict[Mode, Shape] = {}
-    simpler = [other for other in modes[modes.index(mode) + 1 :] if other.train != mode.train]
+    simpler: list[Mode] = [other for other in modes[modes.index(mode) + 1 :] if other.train != mode.train]
+    chosen: Mode
     for chosen in (mode, *simpler):
         shape = shapes[chosen] = fit_minutes(recipe, chosen, open_mode(chosen), num_processes, num_sizes)
         if shape.steps >= FEWEST_STEPS:

@@ -53,6 +53,7 @@ from ddp_vllm.remote_code.files import checked_tensors, file_tensors, weight_fil
 COUNTED = 30_000_000  # characters of all sources together
 EXCERPT, HELD_OUT_EVERY, MOST_HELD_OUT = 3000, 16, 64  # characters; excerpts; excerpts of each source
 READ, SHOWN = 8, 10  # excerpts of each source that both models read; words
+LONGEST_WORD = 30  # characters: what is longer is an address, which grows most and tells least
 RANDOM_TEXTS, SAMPLED_TOKENS = 1000, 2000  # texts of the proof
 PLANES = ((0x20, 0x2FF), (0x20, 0x2FFF), (0x20, 0xD7FF), (0xE000, 0x10FFFF))  # of Unicode, in equal shares
 SAME = {"float32": 1e-5, "bfloat16": 1e-3}
@@ -112,7 +113,8 @@ def trim(
         _write_settings(writing, trimmed_document(document, new_ids), new_ids)
         write_weights(_trimmed_tensors(folder, table, rows), writing)
         proved = _prove(writing, folder, texts, new_ids, num_rows) if proof else {}
-        trimmed = Trimmed(name=folder.resolve().name, tokens=(len(ids), len(rows)), **_costs((folder, writing), texts))
+        costs = _costs((folder, writing), texts)
+        trimmed = Trimmed(name=folder.resolve().name, tokens=(len(ids), len(rows)), **costs)  # type: ignore[typeddict-item]
         write_provenance(writing / MASKS_FILE, {"trimmed": trimmed, "proof": proved})
         write_trimmed_pages(writing, output.name, trimmed)
     for topic, statement in trimming(trimmed):
@@ -263,6 +265,6 @@ def _costs(folders: tuple[Path, Path], texts: Texts) -> Json:
         known = bare_name(name) if bare_name(name) not in costs["texts"] else name  # of another folder
         costs["texts"][known] = {"tokens": [sum(count) / num_bytes for count in counts], "bits": bits[name]}
     words = sorted({word for excerpts in held_out.values() for text in excerpts for word in text.split()})
-    sizes = {word: lengths(f" {word}") for word in words}
+    sizes = {word: lengths(f" {word}") for word in words if len(word) <= LONGEST_WORD}
     longest = sorted(sizes, key=lambda word: sizes[word][0] - sizes[word][1])[:SHOWN]
     return costs | {"words": {word: sizes[word] for word in longest if sizes[word][0] < sizes[word][1]}}
