@@ -221,14 +221,14 @@ def choose_in_minutes(
     print_line(TIMING)
     modes = allowed_modes(recipe)
     shapes: dict[Mode, Shape] = {}
+    shape = shapes[mode] = fit_minutes(recipe, mode, open_mode(mode), num_processes, num_sizes)
     simpler = [other for other in modes[modes.index(mode) + 1 :] if other.train != mode.train]
-    for chosen in (mode, *simpler):
-        shape = shapes[chosen] = fit_minutes(recipe, chosen, open_mode(chosen), num_processes, num_sizes)
-        if shape.steps >= FEWEST_STEPS:
-            break
+    while shape.steps < FEWEST_STEPS and simpler:
+        mode = simpler.pop(0)
+        shape = shapes[mode] = fit_minutes(recipe, mode, open_mode(mode), num_processes, num_sizes)
     better = [*shapes][:-1]
     others = "".join(f"; {name_of(other, recipe)} requires --minutes {shapes[other].minutes}" for other in better)
-    steps, tokens, trained = shape.steps, f"{shape.batch_size} × {shape.seq_len:,} tokens", name_of(chosen, recipe)
+    steps, tokens, trained = shape.steps, f"{shape.batch_size} × {shape.seq_len:,} tokens", name_of(mode, recipe)
     if steps < FEWEST_STEPS:
         remedy = ", or leave out --train" * (recipe.train not in ("auto", "masks"))
         remedy += ", or a lower --seq-len" * (shape.seq_len > FEWEST_TOKENS // 2)
@@ -241,7 +241,7 @@ def choose_in_minutes(
     if steps < WANTED_STEPS // 2:
         enough = math.ceil((recipe.minutes or 0.0) * WANTED_STEPS / steps)
         print_line(f"so few steps are a demonstration; --minutes {enough} allows {WANTED_STEPS}, a better model")
-    return chosen, shape
+    return mode, shape
 
 
 def fit_minutes(
