@@ -162,7 +162,7 @@ def run_benchmark(settings: BenchSettings, output: Path, *, verbose: bool) -> di
     labels = _labels([model.name for model in described])
     facts = [model.to_json() | {"label": label} for model, label in zip(described, labels, strict=True)]
     settings = _fit(settings)
-    differing = {model: reason for model in settings.pruned if (reason := tokens_differ(settings.dense, model))}
+    differing = {model: words for model in settings.pruned if (words := tokens_differ(settings.dense, model))}
     sample, *others = _draw(settings, [*differing])
     requests = {model: Requests(settings.dense, sample, bool(differing)) for model in models}
     requests |= {model: Requests(model, other, True) for model, other in zip(differing, others, strict=True)}
