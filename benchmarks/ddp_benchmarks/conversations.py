@@ -141,9 +141,8 @@ def draw_sample(
     for entry in candidates:
         if len(entries) == num_prompts:
             break
-        turns = turns_of(entry)
-        prompt, answer = map(count_tokens, turns)
-        if _is_usable(prompt, answer, limit) and all(_is_usable(*map(count, turns), limit) for count in others):
+        (prompt, answer), *further = ([*map(count, turns_of(entry))] for count in (count_tokens, *others))
+        if all(_is_usable(one, other, limit) for one, other in ((prompt, answer), *further)):
             entries.append({"id": str(entry.get("id", "")), "conversations": entry["conversations"][:2]})
             prompt_tokens, output_tokens = prompt_tokens + prompt, output_tokens + answer
     if not entries:

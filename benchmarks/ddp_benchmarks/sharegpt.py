@@ -166,8 +166,8 @@ def run_benchmark(settings: BenchSettings, output: Path, *, verbose: bool) -> di
     sample, *others = _draw(settings, [*differing])
     requests = {model: Requests(settings.dense, sample, bool(differing)) for model in models}
     requests |= {model: Requests(model, other, True) for model, other in zip(differing, others, strict=True)}
-    for reason in differing.values():
-        print_line(f"note: {reason}, so requests and characters per second compare, but not tokens per second")
+    for different in differing.values():
+        print_line(f"note: {different}, so requests and characters per second compare, but not tokens per second")
     print_line(sample.describe())
     results = new_results(FORMAT, settings.to_dict()) | {
         "complete": False,

@@ -45,10 +45,11 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
         TextError; TrainingError if a device runs out of memory.
     """
     dense = open_source(settings.against or dense_of(settings.model))
-    source = open_model(settings.model, dense)
+    differing = tokens_differ(dense.tokenizer, settings.model)
+    source = open_model(settings.model, dense, same_tokens=not differing)
     check_length("max_length", settings.max_length, settings.model, source.text_config)
     tokenizer, size = load_tokenizer(source.tokenizer), int(dense.text_config.get("vocab_size") or sys.maxsize)
-    if differing := tokens_differ(dense.tokenizer, settings.model):
+    if differing:
         print_line(f"{differing}, so bits per byte are compared")
         excerpts = {name: _load_excerpts(name, settings, tokenizer, print_line) for name in settings.texts}
     else:
@@ -102,7 +103,7 @@ def _perplexities(
 
 def _bits(texts: Mapping[str, Sequence[str]], models: Iterable[tuple[str, Source, Any]]) -> dict[str, dict[str, Any]]:
     """Return the results of both models on each text, `Bits` as results files have it."""
-    results = {
+    results: dict[str, dict[str, Any]] = {
         name: {"excerpt_bytes": [len(text.encode()) for text in excerpts]}
         | {key: {} for key in ("bits_per_byte", "tokens_per_byte", "excerpt_bits")}
         for name, excerpts in texts.items()
@@ -135,7 +136,7 @@ def dense_of(model: str) -> str:
     return dense
 
 
-def open_model(model: str, dense: Source) -> Source:
+def open_model(model: str, dense: Source, *, same_tokens: bool = True) -> Source:
     """Return a dense, pruned or quantized model as a source. Raises: ModelError,
     CheckpointError."""
     folder = local_folder(model)
@@ -146,7 +147,7 @@ def open_model(model: str, dense: Source) -> Source:
     if is_pruned(folder):
         checkpoint = read_checkpoint(folder)
         if not quantization or states_widths(config):
-            return open_pruned(checkpoint, dense)
+            return open_pruned(checkpoint, dense, same_tokens=same_tokens)
         register_pruned(config)
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if method != "compressed-tensors":

@@ -8,6 +8,7 @@ tokens.
 import itertools
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ PLANES = ((0x20, 0x2FF), (0x20, 0x2FFF), (0x20, 0xD7FF), (0xE000, 0x10FFFF))  # 
 SAME = {"float32": 1e-5, "bfloat16": 1e-3}
 """Number format -> the largest distance of logits. The rows are the same to the bit, but a matrix product
 with fewer rows may add in another order: 3e-8 of a small model in float32, 8e-7 of SmolLM2-135M in bfloat16."""
+WORD = re.compile(r"[^\W\d_]+")
 ROW_COUNTS = ("vocab_size", "vocab_size_per_layer_input")
 
 
@@ -112,7 +114,8 @@ def trim(
         _write_settings(writing, trimmed_document(document, new_ids), new_ids)
         write_weights(_trimmed_tensors(folder, table, rows), writing)
         proved = _prove(writing, folder, texts, new_ids, num_rows) if proof else {}
-        trimmed = Trimmed(name=folder.resolve().name, tokens=(len(ids), len(rows)), **_costs((folder, writing), texts))
+        costs = _costs((folder, writing), texts)
+        trimmed = Trimmed(name=folder.resolve().name, tokens=(len(ids), len(rows)), **costs)  # type: ignore[typeddict-item]
         write_provenance(writing / MASKS_FILE, {"trimmed": trimmed, "proof": proved})
         write_trimmed_pages(writing, output.name, trimmed)
     for topic, statement in trimming(trimmed):
@@ -262,7 +265,7 @@ def _costs(folders: tuple[Path, Path], texts: Texts) -> Json:
         counts = zip(*map(lengths, excerpts), strict=True)
         known = bare_name(name) if bare_name(name) not in costs["texts"] else name  # of another folder
         costs["texts"][known] = {"tokens": [sum(count) / num_bytes for count in counts], "bits": bits[name]}
-    words = sorted({word for excerpts in held_out.values() for text in excerpts for word in text.split()})
+    words = sorted({word for excerpts in held_out.values() for text in excerpts for word in WORD.findall(text)})
     sizes = {word: lengths(f" {word}") for word in words}
     longest = sorted(sizes, key=lambda word: sizes[word][0] - sizes[word][1])[:SHOWN]
     return costs | {"words": {word: sizes[word] for word in longest if sizes[word][0] < sizes[word][1]}}

@@ -202,9 +202,10 @@ def _naming(model: str) -> Iterator[None]:
         raise ModelError(f"{model}: {error}") from None
 
 
-def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
+def open_pruned(checkpoint: Checkpoint, dense: Source, *, same_tokens: bool = True) -> Source:
     """Return a pruned checkpoint as a source, which transformers will load by our own classes.
 
+    same_tokens: whether it must have the tokens of `dense`; they may have been trimmed before pruning.
     Raises: CheckpointError if it is quantized; ModelError if it was not pruned from a model like
         `dense`.
     """
@@ -217,6 +218,8 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     before = replace(widths, layers=widths.dense_layers, is_renumbered=False, biased=stated.biased)
     vocabularies = (text_config(model).get("vocab_size") for model in (config, dense.config))
     pairs = {"model_type": (dense_type(config), dense.config.get("model_type")), "vocab_size": (*vocabularies,)}
+    if not same_tokens:
+        del pairs["vocab_size"]
     pairs |= {name: (value, vars(stated)[name]) for name, value in vars(before).items()}
     for name, (one, other) in pairs.items():
         if one != other:
