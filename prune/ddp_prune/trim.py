@@ -8,6 +8,7 @@ tokens.
 import itertools
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ PLANES = ((0x20, 0x2FF), (0x20, 0x2FFF), (0x20, 0xD7FF), (0xE000, 0x10FFFF))  # 
 SAME = {"float32": 1e-5, "bfloat16": 1e-3}
 """Number format -> the largest distance of logits. The rows are the same to the bit, but a matrix product
 with fewer rows may add in another order: 3e-8 of a small model in float32, 8e-7 of SmolLM2-135M in bfloat16."""
+WORD = re.compile(r"[^\W\d_]+")
 ROW_COUNTS = ("vocab_size", "vocab_size_per_layer_input")
 
 
