@@ -54,13 +54,12 @@ from ddp_vllm.remote_code.files import checked_tensors, file_tensors, weight_fil
 COUNTED = 30_000_000  # characters of all sources together
 EXCERPT, HELD_OUT_EVERY, MOST_HELD_OUT = 3000, 16, 64  # characters; excerpts; excerpts of each source
 READ, SHOWN = 8, 10  # excerpts of each source that both models read; words
-LONGEST_WORD = 30  # characters: what is longer is an address, which grows most and tells least
 RANDOM_TEXTS, SAMPLED_TOKENS = 1000, 2000  # texts of the proof
 PLANES = ((0x20, 0x2FF), (0x20, 0x2FFF), (0x20, 0xD7FF), (0xE000, 0x10FFFF))  # of Unicode, in equal shares
 SAME = {"float32": 1e-5, "bfloat16": 1e-3}
 """Number format -> the largest distance of logits. The rows are the same to the bit, but a matrix product
 with fewer rows may add in another order: 3e-8 of a small model in float32, 8e-7 of SmolLM2-135M in bfloat16."""
-WORD = re.compile(r"[^\W\d_]+")
+WORD = re.compile(r"[^\W\d_]+")  # no addresses, which grow most and tell least
 ROW_COUNTS = ("vocab_size", "vocab_size_per_layer_input")
 
 
@@ -266,7 +265,7 @@ def _costs(folders: tuple[Path, Path], texts: Texts) -> Json:
         counts = zip(*map(lengths, excerpts), strict=True)
         known = bare_name(name) if bare_name(name) not in costs["texts"] else name  # of another folder
         costs["texts"][known] = {"tokens": [sum(count) / num_bytes for count in counts], "bits": bits[name]}
-    words = sorted({word for excerpts in held_out.values() for text in excerpts for word in text.split()})
-    sizes = {word: lengths(f" {word}") for word in words if len(word) <= LONGEST_WORD}
+    words = sorted({word for excerpts in held_out.values() for text in excerpts for word in WORD.findall(text)})
+    sizes = {word: lengths(f" {word}") for word in words}
     longest = sorted(sizes, key=lambda word: sizes[word][0] - sizes[word][1])[:SHOWN]
     return costs | {"words": {word: sizes[word] for word in longest if sizes[word][0] < sizes[word][1]}}

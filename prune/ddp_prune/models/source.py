@@ -224,8 +224,6 @@ def open_pruned(checkpoint: Checkpoint, dense: Source, *, same_tokens: bool = Tr
     before = replace(widths, layers=widths.dense_layers, is_renumbered=False, biased=stated.biased)
     vocabularies = (text_config(model).get("vocab_size") for model in (config, dense.config))
     pairs = {"model_type": (dense_type(config), dense.config.get("model_type")), "vocab_size": (*vocabularies,)}
-    if not same_tokens:
-        del pairs["vocab_size"]
     pairs |= {name: (value, vars(stated)[name]) for name, value in vars(before).items()}
     for name, (one, other) in pairs.items():
         if one != other and (same_tokens or name != "vocab_size"):
