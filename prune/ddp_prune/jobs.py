@@ -36,6 +36,7 @@ from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.costs import table_note
 from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.model_files import tokenizer_and_config_files
@@ -298,14 +299,14 @@ def _learn_size(
             gated, text.blocks.train, size.schedule, pools, accelerator, run, report, training, loss_mask=text.loss_mask
         )
     gates = {kind: values.to(accelerator.device) for kind, values in learned.gates.items()}
-    untrained, transform = dict[str, float](), None
+    untrained, transform = dict[str, list[float]](), None
     if weights:
         if recipe.distillation > 0:
             dense = gated
             if teacher is not None:
                 dense = GatedModel(teacher, source.widths, source.sizes, gated.head_unit)
             with dense.masks(gates), weights.adapters_disabled():
-                untrained = evaluation.divergences(dense.model)
+                untrained = evaluation.divergences_of(dense.model)
         transform = weights.finish()
     with gated.masks(gates):
         evaluation.evaluate("pruned", gated.model)
@@ -319,16 +320,22 @@ def _learn_size(
     return Result(learned, metrics, transform, reference)
 
 
-def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], print_line: Callable[[str], None]) -> None:
-    """Print where the trained weights diverge further from the dense model than its own weights
-    under these gates.
+def warn_of_harm(
+    evaluation: Evaluation, untrained: Mapping[str, Sequence[float]], print_line: Callable[[str], None]
+) -> None:
+    """Print where the trained weights diverge further from the dense model than its own weights under
+    these gates: noticeably, and in more blocks than chance allows (95 %).
 
-    untrained: the divergences of the latter.
+    untrained: the divergences of the latter, by block.
     """
     for name, before in untrained.items():
-        if (trained := evaluation.agreements[name]["pruned"]["kl"]) > NOTICEABLE * before:
+        after, tokens = evaluation.divergences[name]["pruned"], evaluation.block_tokens[name]
+        mean, _ = mean_loss(before, tokens)
+        rise, error = mean_loss([one - other for one, other in zip(after, before, strict=True)], tokens)
+        chance = 0.0 if error is None else t_quantile(len(before) - 1) * error
+        if not rise <= max(chance, (NOTICEABLE - 1.0) * mean):  # not a number is no agreement either
             print_line(
-                f"on {name} training the weights did harm: KL {trained:.3f} from the dense model, {before:.3f} with "
+                f"on {name} training the weights did harm: KL {mean + rise:.3f} from the dense model, {mean:.3f} with "
                 "its own weights under the same masks; ddp-vllm apply makes that model from the masks file, and "
                 "--train masks trains masks only"
             )

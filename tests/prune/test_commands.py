@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -194,6 +195,19 @@ def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, ti
     assert re.search(f"perplexity on held-out text of {other}: dense [0-9.]+ → pruned [0-9.]+", sound)
     assert f"on {other} training the weights did harm" in harmed and "did harm" not in sound
     assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0
+
+
+@pytest.mark.parametrize(("after", "is_harm"), [
+    ([0.5, 0.52, 0.51, 0.5], True),
+    ([0.4, 0.2, 0.5, 0.19], False),  # 0.02 higher on average, which four blocks cannot tell from chance
+    ([0.3005, 0.3005, 0.3005, 0.3005], False),  # certain, and too little to speak of
+    ([math.nan, 0.3, 0.3, 0.3], True),
+])  # fmt: skip
+def test_harm_is_claimed_where_blocks_agree_on_it(after: list[float], is_harm: bool) -> None:
+    lines = list[str]()
+    evaluated = SimpleNamespace(divergences={"text": {"pruned": after}}, block_tokens={"text": [9] * 4})
+    seams.jobs.warn_of_harm(evaluated, {"text": [0.3] * 4}, lines.append)
+    assert ("training the weights did harm" in "".join(lines)) is is_harm
 
 
 def test_two_watched_texts_have_two_names(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
