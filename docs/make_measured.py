@@ -1,4 +1,4 @@
-"""Fills the tables of measured.md and paper.md, and draws the README's chart, from
+"""Fills the tables of measured.md and paper.md, and draws the charts of README.md and measured.md, from
 benchmarks/results alone.
 
 `python docs/make_pages.py` calls this. A table stands between `<!-- results TABLE MODEL -->` and
