@@ -108,8 +108,8 @@ class Evaluation:
         """Return the KL divergence of a model from the first one in each block of each text, in nats
         per token; nothing is kept."""
         self.evaluate_texts("tried", model)
-        for kept in (*self.losses.values(), *self.agreements.values()):
-            del kept["tried"]
+        for name in self.texts:
+            del self.losses[name]["tried"], self.agreements[name]["tried"]
         return {name: divergences.pop("tried") for name, divergences in self.divergences.items()}
 
     def perplexity(self, text: str) -> dict[str, Any]:
