@@ -13,7 +13,8 @@ model. An interrupted call resumes. Once all models of a table with `speed` exis
 model, and of the dense one, to the questions of lm-eval.
 
 FOLDER has sharegpt.jsonl, openstax.jsonl, c4_sample.jsonl and wiki.test.raw; conversations are held
-out by hash, and the text of Python is the standard library of the running interpreter.
+out by hash, and the text of Python is the standard library of the running interpreter: its modules to
+evaluate on, its packages to train on.
 """
 
 import hashlib
@@ -199,7 +200,7 @@ def run(cell: Cell, models: Mapping[str, str], ddp_vllm: Command, work: Path, ta
         "weights_mb": round(sum(path.stat().st_size for path in evaluated.glob("model*.safetensors")) / 1e6, 1),
         "kv_bytes_per_token": describe_model(str(evaluated)).kv_bytes_per_token,
         **(training_facts(evaluated) if (evaluated / MASKS_FILE).exists() else {}),
-        "texts": evaluate(evaluated, model, ddp_vllm, work / "eval" / cell.name, table),
+        **evaluate(evaluated, model, ddp_vllm, work / "eval" / cell.name, table),
     }
     write_result(result, cell.file)
     if "speed" not in table:
@@ -218,12 +219,13 @@ def training_facts(folder: Path) -> dict[str, Any]:
 
 
 def evaluate(folder: Path, model: str, ddp_vllm: Command, output: Path, table: dict[str, Any]) -> dict[str, Any]:
-    """Return perplexity, KL divergence and top-1 agreement on each text of the table."""
+    """Return `texts`, perplexity, KL divergence and top-1 agreement on each text of the table, or `bits`, where the
+    tokens are not the dense model's."""
     texts, options = ",".join(table["texts"]), shlex.split(table["eval"])
     ddp_vllm(["eval", str(folder), "--against", model, "--text", texts, *options, "-o", str(output)])
     *_, path = sorted(output.glob("text*.json"))
-    quality: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["texts"]
-    return quality
+    quality: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return {kind: quality[kind] for kind in ("texts", "bits") if quality.get(kind)}
 
 
 def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Path, options: str) -> None:
@@ -294,7 +296,11 @@ def prepare(folder: Path, data: Path) -> None:
     write(data / "c4.jsonl", (folder / "c4_sample.jsonl").read_text(encoding="utf-8").split("\n")[:DOCUMENTS])
     shutil.copyfile(folder / "openstax.jsonl", data / "openstax.jsonl")
     shutil.copyfile(folder / "wiki.test.raw", data / "wikitext2.txt")
-    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    library = Path(sysconfig.get_path("stdlib"))
+    packages = [path for path in sorted(library.glob("*/**/*.py")) if "site-packages" not in path.parts]
+    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in packages)
+    write(data / "code.jsonl", [json.dumps({"text": text}) for text in texts if text.strip()])
+    modules = sorted(library.glob("*.py"))
     code = "\n\n".join(path.read_text(encoding="utf-8", errors="ignore") for path in modules)
     (data / "python.txt").write_text(code[:PYTHON_CHARACTERS], encoding="utf-8")
 

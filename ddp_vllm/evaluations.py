@@ -239,6 +239,20 @@ def bits_ratio(bits: Bits) -> tuple[float, float, float]:
     return middle, max(0.0, middle - reach), middle + reach
 
 
+def perplexity_ratio_of_bits(bits: Bits) -> tuple[float, float, float]:
+    """Return perplexity over the dense model's, both per token of the dense model, with a 95 % interval
+    by Student t over excerpts.
+
+    It is what `perplexity_ratio` is where tokens are the same, so one limit serves both.
+    """
+    excerpts = zip(bits["excerpt_bits"]["dense"], bits["excerpt_bits"]["pruned"], bits["excerpt_bytes"], strict=True)
+    middle, error = mean_loss([(after - before) / size for before, after, size in excerpts], bits["excerpt_bytes"])
+    reach = inf if error is None else t_quantile(len(bits["excerpt_bytes"]) - 1) * error
+    exponents = (each / bits["tokens_per_byte"]["dense"] for each in (middle, middle - reach, middle + reach))
+    ratio, low, high = (2.0**each if each < 1000 else inf for each in exponents)
+    return ratio, low, high
+
+
 def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:
     """Return the fraction of the dense model's accuracy that a model retains: of the paper's mean,
     and of every other task, as those in which it writes, whose loss the mean would hide.

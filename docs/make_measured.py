@@ -19,7 +19,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ddp_vllm.evaluations import Answers, mean_difference, perplexity_ratio, points
+from ddp_vllm.evaluations import Answers, mean_difference, perplexity_ratio, perplexity_ratio_of_bits, points
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.pictures import STYLE
 
@@ -90,8 +90,8 @@ def interval(verdict: Result) -> str:
 def table(name: str, model: str) -> Iterator[str]:
     """Yield the lines of a table, a line per row over its seeds."""
     rows = read(name, model)
-    first = next(iter(rows.values()))
-    texts = list(first[0]["texts"])
+    texts = TABLES[name]["texts"]
+    first = next((results for results in rows.values() if "texts" in results[0]), None)
     speeds = read_speeds(name, model)
     shares = {} if speeds else recovered(rows)  # with other units, `masks` is no measure
     columns: dict[str, Callable[[str, Sequence[Result]], str]] = {}
@@ -115,7 +115,10 @@ def table(name: str, model: str) -> Iterator[str]:
         columns["KV cache, kB/token"] = lambda _, cells: f"{cells[0]['kv_bytes_per_token'] / 1e3:.1f}"
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
-    dense = [*(["1", "1"] if speeds else []), *(f"{first[0]['texts'][text]['dense']:.2f}" for text in texts)]
+    dense = [
+        *(["1", "1"] if speeds else []),
+        *(f"{first[0]['texts'][text]['dense']:.2f}" if first else "" for text in texts),
+    ]
     if "dense" in answers:
         dense.append(f"{statistics.fmean(map(statistics.fmean, answers['dense'].values())):.1%}")
     yield f"| dense | {' | '.join(dense)} |{' |' * (len(columns) - 1 - len(dense))}"
@@ -124,7 +127,10 @@ def table(name: str, model: str) -> Iterator[str]:
 
 
 def perplexity(text: str, with_ratio: bool, _: str, results: Sequence[Result]) -> str:
-    """Return perplexity on a text, with its ratio to the dense model's where no other column has one."""
+    """Return perplexity on a text, with its ratio to the dense model's where no other column has one; the ratio alone
+    where the tokens are not the dense model's."""
+    if "bits" in results[0]:
+        return "{:.2f}×".format(perplexity_ratio_of_bits(results[0]["bits"][text])[0])
     of_text = [each["texts"][text] for each in results]
     ratio = statistics.fmean(quality["pruned"] / quality["dense"] for quality in of_text)
     return spread([quality["pruned"] for quality in of_text], ".2f") + (f" ({ratio:.2f}×)" if with_ratio else "")
@@ -169,6 +175,8 @@ def over_base(base: Sequence[Result], row: str, results: Sequence[Result]) -> st
 
 def top_1(_: str, results: Sequence[Result]) -> str:
     """Return the agreement with the dense model on the likeliest next token, the mean over all texts."""
+    if "bits" in results[0]:
+        return ""  # not defined
     of_texts = [[text["agreement"]["pruned"]["top1"] for text in each["texts"].values()] for each in results]
     return spread(list(map(statistics.fmean, of_texts)), ".1%")
 

@@ -25,6 +25,7 @@ from ddp_vllm.evaluations import (
     default_output,
     judge_retained,
     perplexity_ratio,
+    perplexity_ratio_of_bits,
 )
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.latency import Profile, read_profile
@@ -241,11 +242,15 @@ def _print_bits(results: Mapping[str, Any], values: Mapping[str, Any]) -> Iterat
     """Print a line for each text of models with different tokens; yield the limits that were missed."""
     limit, texts = values["max_ratio"], results.get("bits", {})
     for name, bits in texts.items():
-        ratio, per_byte = bits_ratio(bits), {key: bits[f"{key}_per_byte"] for key in ("bits", "tokens")}
+        ratio = perplexity_ratio_of_bits(bits)
         if limit is not None and not ratio[0] <= limit:
-            yield f"bits per byte of {name} are {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
+            yield f"perplexity on {name} is {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
+        per_byte = {key: bits[f"{key}_per_byte"] for key in ("bits", "tokens")}
         changes = {key: f"{key} per byte {of['dense']:.4f} → {of['pruned']:.4f}" for key, of in per_byte.items()}
-        echo(f"{name}: {changes['bits']}, {with_interval(*ratio)} the dense model's; {changes['tokens']}")
+        echo(
+            f"{name}: {changes['bits']}, {with_interval(*bits_ratio(bits))} the dense model's; {changes['tokens']}; "
+            f"perplexity per token of the dense model, {with_interval(*ratio)}"
+        )
     if texts:
         echo(UNDEFINED)
     if texts and values["min_agreement"] is not None:
@@ -271,7 +276,7 @@ def _eval(
     tokens: Annotated[int | None, Option("Tokens of each --text, at least 8 blocks.", shown="16,384", least=1)] = None,
     max_ratio: Annotated[
         float | None,
-        Option("With --text: exit with 9 if perplexity (or bits per byte) is above this × the dense one.", least=0.01),
+        Option("With --text: exit with 9 if perplexity is above this × the dense one.", least=0.01),
     ] = None,
     min_agreement: Annotated[float | None, MIN_AGREEMENT] = None,
     min_retained: Annotated[
@@ -299,7 +304,8 @@ def _eval(
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense
     model or --against. Give it text that pruning did not read, and run tasks by another command. If
-    the models have different tokens, as after trim, bits per byte are compared instead.
+    the models have different tokens, as after trim, bits per byte are compared instead, and perplexity
+    is per token of the dense model.
     An interrupted evaluation resumes from lm-eval's cache of responses.
     """
     given = settings | {"tasks": tasks, "tokens": tokens, "max_ratio": max_ratio, "min_agreement": min_agreement}

@@ -5,7 +5,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from ddp_vllm.evaluations import TASKS, Evaluation, Score, bits_ratio, in_points, perplexity_ratio, points
+from ddp_vllm.evaluations import (
+    TASKS,
+    Evaluation,
+    Score,
+    bits_ratio,
+    in_points,
+    perplexity_ratio,
+    perplexity_ratio_of_bits,
+    points,
+)
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table
@@ -17,8 +26,8 @@ REMARK = (
     "Speeds and latencies: how many times better than dense, pair by pair, with 95 % intervals; above 1 the pruned "
     "model is better. Tasks: percent ± standard error, and perplexity per word as lm-eval defines it (lower is "
     "better). Texts: perplexity over the dense model's with its 95 % interval, KL from the dense model in nats per "
-    "token, and the share of tokens for which both predict the same next token. These are not defined for a model "
-    "whose tokens differ from the dense model's; bits per byte compare both, with a 95 % interval over excerpts."
+    "token, and the share of tokens for which both predict the same next token. KL and that share are not defined for "
+    "a model whose tokens differ from the dense model's; its perplexity is per token of the dense model."
 )
 
 
@@ -112,6 +121,7 @@ def _add_bits(comparison: Comparison, add: Callable[..., None], add_ratios: Call
     """Add what is known of models whose tokens differ from the dense model's."""
     for text in dict.fromkeys(text for model in comparison.pruned for text in model.bits):
         bits = [model.bits.get(text) for model in comparison.pruned]
+        add_ratios(f"perplexity on {text}, × dense", (one and perplexity_ratio_of_bits(one) for one in bits))
         add_ratios(f"bits per byte of {text}, × dense", (one and bits_ratio(one) for one in bits))
         for heading, key in (("bits", "bits_per_byte"), ("tokens", "tokens_per_byte")):
             known: list[Any] = [one and one[key] for one in bits]  # type: ignore[literal-required]

@@ -217,7 +217,7 @@ def _as_compared(model: Model, dense: str | None, notes: Notes) -> Model:
     if not differing:
         return replace(model, bits={})
     missing = "" if model.bits else f"; ddp-vllm eval {model.name} --against {dense} --text FILE does that"
-    notes.append(f"{differing}, so {model.name} is compared by bits per byte, not by perplexity{missing}")
+    notes.append(f"{differing}, so {model.name} is compared by bits per byte{missing}")
     return replace(model, quality=None, predicted=None, texts={})
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors, tra
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_vllm.api import read
-from ddp_vllm.evaluations import bits_ratio
+from ddp_vllm.evaluations import bits_ratio, perplexity_ratio_of_bits
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.pages.compare import comparison_table
 from ddp_vllm.pages.measurements import collect
@@ -147,22 +147,29 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
 
     words = ("eval", half, "--against", dense, "--text", text, "--max-length", 64, "--tokens", 64, "--dtype", "float32")
     printed = passed(invoke(*words)).stdout
-    assert "KL and top-1 agreement are not defined" in printed and "perplexity " not in printed.split("per token")[0]
+    assert "KL and top-1 agreement are not defined" in printed and "perplexity per token of the dense model" in printed
     (file,) = (half / "eval").glob("text_*.json")
     bits = json.loads(file.read_text())["bits"]["text.jsonl"]
     ratio = bits["bits_per_byte"]["pruned"] / bits["bits_per_byte"]["dense"]
     assert bits_ratio(bits)[0] == pytest.approx(ratio) and bits_ratio(bits)[1] < ratio < bits_ratio(bits)[2]
     assert bits["tokens_per_byte"]["dense"] < bits["tokens_per_byte"]["pruned"]
-    missed = invoke(*words, "--max-ratio", 0.5, "-o", tmp_path / "new")
-    assert_refused(missed, 9, "bits per byte", "above --max-ratio 0.5")
+    # the same limit as for models whose tokens are the same: of all nats, per token of the dense model
+    nats = {who: math.log(2.0) * sum(bits["excerpt_bits"][who]) for who in ("dense", "pruned")}
+    tokens = bits["tokens_per_byte"]["dense"] * sum(bits["excerpt_bytes"])
+    perplexity = math.exp((nats["pruned"] - nats["dense"]) / tokens)
+    found, low, high = perplexity_ratio_of_bits(bits)
+    assert found == pytest.approx(perplexity) and low < found < high
+    missed = invoke(*words, "--max-ratio", perplexity - 0.001, "-o", tmp_path / "new")
+    assert_refused(missed, 9, "perplexity on text.jsonl", "above --max-ratio")
 
     comparison = collect([half], dense=str(dense))
     rows = {row[0]: row[1:] for row in comparison_table(comparison).rows}
     assert rows["bits per byte of text.jsonl, × dense"][0] == "1"
     stated = [f"{bits['tokens_per_byte'][who]:.4f}" for who in ("dense", "pruned")]
     assert rows["tokens per byte of text.jsonl"] == stated
-    assert not any("perplexity" in name or "KL" in name for name in rows)
-    assert "is compared by bits per byte, not by perplexity" in " ".join(comparison.notes)
+    assert rows["perplexity on text.jsonl, × dense"][1].startswith(f"{perplexity:.2f}×")
+    assert not any("held-out" in name or "KL" in name for name in rows)
+    assert "is compared by bits per byte" in " ".join(comparison.notes)
     assert not any("bits" in row[0] for row in comparison_table(collect([half], dense=str(trimmed[0]))).rows)
 
 
