@@ -109,11 +109,16 @@ def trim(
     orders = [by_count(itertools.chain(*part.counted.values()), tokenizer) for part in (further, texts)]
     kept = choose(document, required, orders, target, num_rows)
     new_ids, rows = {old: new for new, old in enumerate(kept)}, [old for old in kept if old < num_rows]
+    counted = sum(map(len, itertools.chain(*texts.counted.values(), *further.counted.values())))
+    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {counted:,} characters were counted")
     with atomic_folder(output, overwrite=overwrite) as writing:
         write_model_files(writing, folder, trimmed_config(config, new_ids))
         _write_settings(writing, trimmed_document(document, new_ids), new_ids)
         write_weights(_trimmed_tensors(folder, table, rows), writing)
+        if proof:
+            print_line("comparing tokens and logits with the dense model's, in fresh processes")
         proved = _prove(writing, folder, texts, new_ids, num_rows) if proof else {}
+        print_line("evaluating both models on held-out text")
         costs = _costs((folder, writing), texts)
         trimmed = Trimmed(name=folder.resolve().name, tokens=(len(ids), len(rows)), **costs)  # type: ignore[typeddict-item]
         write_provenance(writing / MASKS_FILE, {"trimmed": trimmed, "proof": proved})
