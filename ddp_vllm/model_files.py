@@ -7,7 +7,7 @@ Importing it does not import torch.
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,19 @@ def _settings(path: Path) -> dict[str, Any]:
     return {}
 
 
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Let transformers log no warnings, where our own lines state what matters."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def state_tokenizer(model: str | Path, target: Path, *, has_own_type: bool) -> None:
     """Let transformers load from `target` the tokenizer that it loads for the dense model.
 
@@ -160,7 +173,7 @@ def state_tokenizer(model: str | Path, target: Path, *, has_own_type: bool) -> N
 
     def is_same() -> bool:
         """Compare normalization, splitting, vocabulary and decoding."""
-        with suppress(Exception):
+        with suppress(Exception), errors_only():  # it does not know our model types
             own = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
             return bool(own.backend_tokenizer.to_str() == dense.backend_tokenizer.to_str())
         return False

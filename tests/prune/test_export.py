@@ -23,6 +23,7 @@ from transformers import (
     MistralConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging as transformers_logging
 
 from ddp_vllm.masks import MASKS_FILE
 
@@ -203,12 +204,19 @@ def become(folder: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "stated"), [("llama", "LlamaTokenizerFast"), ("qwen2", "Qwen2Tokenizer")])
-def test_a_folder_tokenizes_as_its_dense_model(model_type: str, stated: str, tiny_model: Path, tmp_path: Path) -> None:
-    """transformers sets some stated classes aside for model types it knows; it does not know ours."""
+def test_a_folder_tokenizes_as_its_dense_model(
+    model_type: str, stated: str, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers sets some stated classes aside for model types it knows; it does not know ours, about which
+    it warns, and no user shall read that."""
     dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
     become(dense, model_type)
     edit_json(dense / "tokenizer_config.json", tokenizer_class=stated)
+    caplog.clear()
+    transformers_logging.add_handler(caplog.handler)
     export_whole(open_source(str(dense)), tmp_path / "pruned")
+    transformers_logging.remove_handler(caplog.handler)
+    assert "instantiate a model of type" not in caplog.text
     expected = AutoTokenizer.from_pretrained(dense)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "pruned", trust_remote_code=True)
     assert type(tokenizer) is type(expected)

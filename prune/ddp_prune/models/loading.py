@@ -21,6 +21,7 @@ from ddp_prune.core.loss import OutputHead, final_hidden
 from ddp_prune.models.source import AGAIN, Source, loading_options, stock_config
 from ddp_prune.settings import TrainingSettings
 from ddp_vllm.errors import ModelError, SettingError, reading
+from ddp_vllm.model_files import errors_only
 from ddp_vllm.remote_code.files import weight_files
 
 
@@ -84,24 +85,18 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     Raises: ModelError if weights are missing or have another shape; transformers would initialize
         them at random.
     """
-    from transformers.utils import logging
-
     options = loading_options(source, dtype, device)
     if device is not None and device.type != "cpu":
         options["device_map"] = {"": device}
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # our own error reports missing weights
-    try:
-        with reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
-            model, loaded = auto_class(stock_config(source.folder)).from_pretrained(
-                source.folder,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                trust_remote_code=False,
-                **options,
-            )
-    finally:
-        logging.set_verbosity(verbosity)
+    # our own error reports missing weights
+    with errors_only(), reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
+        model, loaded = auto_class(stock_config(source.folder)).from_pretrained(
+            source.folder,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            **options,
+        )
     check_complete(source, {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
     model.requires_grad_(False)
     return model.eval()
