@@ -106,6 +106,7 @@ def trim(
     required = required_ids(folder, document, tokenizer)
     texts = read_texts(data, tokenizer, print_line)
     further = read_texts(keep, tokenizer, print_line, held_out=0) if keep else Texts({}, {})
+    open_source(model)  # which `_costs` loads
     orders = [by_count(itertools.chain(*part.counted.values()), tokenizer) for part in (further, texts)]
     kept = choose(document, required, orders, target, num_rows)
     new_ids, rows = {old: new for new, old in enumerate(kept)}, [old for old in kept if old < num_rows]
