@@ -164,9 +164,7 @@ def _load_excerpts(
     tokens of them; of conversations all turns. Raises: TextError."""
     notes = Notes()
     count = max(MIN_BLOCKS, CHARACTERS_PER_TOKEN * settings.tokens // settings.max_length)
-    excerpts = filter(str.strip, read_excerpts(name, tokenizer, settings.max_length, notes))
-    if not (chosen := [*islice(excerpts, count)]):
-        raise TextError(f"{name} has no text to evaluate; give more text")
+    chosen = [*islice(read_excerpts(name, tokenizer, settings.max_length, notes), count)]
     for note in notes.lines(name):
         print_line(note)
     return chosen

@@ -173,6 +173,17 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
     assert not any("bits" in row[0] for row in comparison_table(collect([half], dense=str(trimmed[0]))).rows)
 
 
+def test_blank_text_is_no_text(dense: Path, tmp_path: Path) -> None:
+    """Neither counted nor held out, as it would tell nothing of the cost."""
+    (blank := tmp_path / "blank.jsonl").write_text((json.dumps({"text": " \n"}) + "\n") * 3)
+    refused = invoke("trim", dense, "--tokens", 400, "--data", blank, "-o", tmp_path / "new")
+    assert_refused(refused, 4, "blank.jsonl has no text")
+    with blank.open("a") as file:
+        file.writelines(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES[:2])
+    texts = trim_module.read_texts(str(blank), AutoTokenizer.from_pretrained(dense), print)
+    assert sorted([*texts.counted[str(blank)], *texts.held_out[str(blank)]]) == sorted(SENTENCES[:2])
+
+
 def test_a_source_of_one_excerpt_has_no_cost(dense: Path, text: Path, tmp_path: Path) -> None:
     (short := tmp_path / "short.txt").write_text("The quick brown fox")
     words = ("trim", dense, "--tokens", 400, "--data", f"{text},{short}", "-o", tmp_path / "new", "--no-proof")
