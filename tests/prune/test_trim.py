@@ -184,6 +184,18 @@ def test_blank_text_is_no_text(dense: Path, tmp_path: Path) -> None:
     assert sorted([*texts.counted[str(blank)], *texts.held_out[str(blank)]]) == sorted(SENTENCES[:2])
 
 
+def test_masks_of_a_trimmed_model_state_nothing_of_another_one(
+    trimmed: tuple[Path, str], dense: Path, tmp_path: Path
+) -> None:
+    source = open_source(str(trimmed[0]))
+    gates = {"attn": torch.tensor([[1.0, 0.0], [1.0, 1.0]]), "mlp": torch.ones(2, 48)}
+    masks = cut(source, gates, tmp_path / "half", "kv-group").folder / MASKS_FILE
+    for model, states in ((dense, False), (trimmed[0], True)):
+        passed(invoke("apply", model, "--masks", masks, "-o", tmp_path / "new", "--overwrite", "--no-proof"))
+        assert ("trimmed" in read_provenance(tmp_path / "new" / MASKS_FILE)) == states, model
+        assert ("trimmed from 514" in (tmp_path / "new" / "README.md").read_text()) == states, model
+
+
 def test_a_source_of_one_excerpt_has_no_cost(dense: Path, text: Path, tmp_path: Path) -> None:
     (short := tmp_path / "short.txt").write_text("The quick brown fox")
     words = ("trim", dense, "--tokens", 400, "--data", f"{text},{short}", "-o", tmp_path / "new", "--no-proof")
