@@ -46,6 +46,19 @@ def read_document(folder: Path) -> Json:
     return document
 
 
+def loaded_document(tokenizer: Any) -> Json:
+    """Return tokenizer.json as transformers reads it: with the added tokens of other files, such as
+    tokenizer_config.json, and with repairs, which depend on names and on the number of tokens. Raises:
+    ModelError."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        raise ModelError(
+            f"transformers reads the tokenizer of {tokenizer.name_or_path} by {type(tokenizer).__name__} and not from "
+            "tokenizer.json; remove its other files, such as tekken.json, or prune this model instead"
+        )
+    document: Json = json.loads(backend.to_str())
+    return document
+
+
 def read_settings(path: Path) -> Any:
     """Return a JSON file, whose numbers may be of any size. Raises: ModelError."""
     with reading(path, ModelError, "download the model again"):
