@@ -310,6 +310,11 @@ def test_a_trimmed_model_can_be_trimmed_again_and_a_pruned_one_cannot(
     [
         ("tokenizer.json", {"model": {"type": "Unigram", "vocab": []}}, ("Unigram", "BPE")),
         ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, ("single bytes",)),
+        (  # byte fallback without the tokens that it falls back to
+            "tokenizer.json",
+            {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"<0x00>": 0}}, "pre_tokenizer": None},
+            ("single bytes",),
+        ),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, ("code of its own",)),
         ("config.json", {"pad_token_id": 600}, ("pad_token_id is 600", "no such token")),
         ("config.json", {"vocab_size": 700}, ("rows", "700")),
