@@ -76,6 +76,9 @@ def test_text_of_ones_own(folder: Path, tiny_model: Path, tiny_text: Path, text:
     assert near["top1"] == 1 and near["kl"] == pytest.approx(0, abs=1e-5)
     more = api.evaluate_text(tiny_model, tiny_text, against=str(tiny_model), output=tmp_path, max_length=16, tokens=320)
     assert more["texts"][tiny_text.name]["tokens"] == 20 * 15  # the first of a block is not predicted
+    shutil.copy(text, comma := tmp_path / "a text, with a comma.jsonl")
+    named = passed(invoke("eval", folder, "--max-length", "16", "--text", comma, "-o", tmp_path / "comma"))
+    assert f"{comma.name}: perplexity" in named.output
 
 
 def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
