@@ -64,7 +64,8 @@ class Several(click.ParamType):  # type: ignore[type-arg]  # not generic before 
         self.of, self.name = of, f"{click.types.convert_type(of).name},…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        parts = str(value).split(",")
+        path = os.path.expanduser(value)
+        parts = [path] if os.path.exists(path) else str(value).split(",")  # an existing name may have commas
         if not all(map(str.strip, parts)):
             self.fail(f"{value!r} has an empty part; leave out the comma", param, ctx)
         try:

@@ -148,6 +148,12 @@ def errors_only() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+def tokenizer_class(tokenizer: Any) -> str:
+    """Return the name of a tokenizer's class as tokenizer_config.json states it."""
+    name = type(tokenizer).__name__
+    return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name  # the name in transformers 4
+
+
 def state_tokenizer(model: str | Path, target: Path, *, has_own_type: bool) -> None:
     """Let transformers load from `target` the tokenizer that it loads for the dense model.
 
@@ -166,9 +172,6 @@ def state_tokenizer(model: str | Path, target: Path, *, has_own_type: bool) -> N
         dense = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception:  # a tokenizer that does not load for the dense model need not load for the pruned one
         return
-    # the name in transformers 4
-    name = type(dense).__name__
-    name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
     path = target / "tokenizer_config.json"
 
     def is_same() -> bool:
@@ -184,7 +187,7 @@ def state_tokenizer(model: str | Path, target: Path, *, has_own_type: bool) -> N
 
     is_fast = getattr(dense, "is_fast", False)
     if has_own_type or (is_fast and not is_same()):
-        state(name)
+        state(tokenizer_class(dense))
     if is_fast and not is_same():
         dense.save_pretrained(target)
         state("PreTrainedTokenizerFast")

@@ -225,7 +225,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
         made_for = provenance.get("recipe", {}).get("model", "another model")
         warn(f"{masks} was made for other weights ({made_for}) than those of {model}; evaluate the result")
     # entries that describe other weights
-    outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id")
+    outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id", "trimmed")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
     scores = read_scores(masks)
     reference = Reference() if proof else None

@@ -76,11 +76,13 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
     def loaded() -> Iterator[tuple[str, Source, Any]]:
         """Yield both models, one at a time in memory."""
         for who, model in (("dense", dense), ("pruned", source)):
-            print_line(f"evaluating {model.folder.name} on {', '.join(map(bare_name, settings.texts))}")
+            print_line(f"evaluating {bare_name(model.tokenizer)} on {', '.join(map(bare_name, settings.texts))}")
             yield who, model, load_model(model, settings.dtype, device)
 
     with explained(too_large):
-        measured = _bits(excerpts, loaded()) if differing else _perplexities(blocks, tokenizer, loaded())
+        measured = (
+            _bits(excerpts, loaded(), settings.max_length) if differing else _perplexities(blocks, tokenizer, loaded())
+        )
     results["bits" if differing else "texts"] = {
         bare_name(name): ({"sha256": sha256(Path(name))[:32]} if Path(name).is_file() else {}) | values
         for name, values in measured.items()
@@ -101,7 +103,9 @@ def _perplexities(
     return {name: evaluation.perplexity(name) for name in texts}
 
 
-def _bits(texts: Mapping[str, Sequence[str]], models: Iterable[tuple[str, Source, Any]]) -> dict[str, dict[str, Any]]:
+def _bits(
+    texts: Mapping[str, Sequence[str]], models: Iterable[tuple[str, Source, Any]], max_length: int
+) -> dict[str, dict[str, Any]]:
     """Return the results of both models on each text, `Bits` as results files have it."""
     results: dict[str, dict[str, Any]] = {
         name: {"excerpt_bytes": [len(text.encode()) for text in excerpts]}
@@ -111,7 +115,7 @@ def _bits(texts: Mapping[str, Sequence[str]], models: Iterable[tuple[str, Source
     for who, source, model in models:
         tokenizer = load_tokenizer(source.tokenizer)
         for name, result in results.items():
-            bits, num_tokens = bits_of(model, tokenizer, texts[name])
+            bits, num_tokens = bits_of(model, tokenizer, texts[name], max_length)
             num_bytes = sum(result["excerpt_bytes"])
             values = {"bits_per_byte": sum(bits) / num_bytes, "tokens_per_byte": num_tokens / num_bytes}
             for key, value in (values | {"excerpt_bits": bits}).items():
@@ -160,13 +164,11 @@ def open_model(model: str, dense: Source, *, same_tokens: bool = True) -> Source
 def _load_excerpts(
     name: str, settings: FidelitySettings, tokenizer: Any, print_line: Callable[[str], None]
 ) -> list[str]:
-    """Return excerpts of a text, each of about `max_length` characters, so that no tokenizer makes more
-    tokens of them; of conversations all turns. Raises: TextError."""
+    """Return excerpts of a text, each of about `max_length` characters; of conversations all turns.
+    Raises: TextError."""
     notes = Notes()
     count = max(MIN_BLOCKS, CHARACTERS_PER_TOKEN * settings.tokens // settings.max_length)
-    excerpts = filter(str.strip, read_excerpts(name, tokenizer, settings.max_length, notes))
-    if not (chosen := [*islice(excerpts, count)]):
-        raise TextError(f"{name} has no text to evaluate; give more text")
+    chosen = [*islice(read_excerpts(name, tokenizer, settings.max_length, notes), count)]
     for note in notes.lines(name):
         print_line(note)
     return chosen

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddp_prune.core.schedule import Schedule, Steps
 from ddp_vllm.errors import SettingError
-from ddp_vllm.names import bare_name, identity_of, split_sources
+from ddp_vllm.names import bare_name, identity_of, is_hub_name, split_sources
 from ddp_vllm.settings import DTYPES, Settings, read_settings, setting
 
 # settings that do not change the result, or whose resolved values are compared instead
@@ -273,7 +273,7 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Map
     values = inherited | read_settings(path, settings, RecoveryRecipe, (("tokens", "minutes"),))
     if "teacher" not in values and "model" in pruned_by:
         values["teacher"] = known = pruned_by["model"]
-        if "/" not in known and not Path(known).exists():  # a folder of another machine
+        if not is_hub_name(known) and not Path(known).exists():  # of another machine, or moved
             raise SettingError(
                 f"the dense model was {known}, which is not a folder here; pass its folder or Hub name with --teacher"
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoTokenizer
 
 from ddp_prune.models.evaluation import bits_of
 from ddp_prune.models.loading import load_model
@@ -29,12 +30,14 @@ from ddp_prune.text.vocabulary import (
     by_count,
     choose,
     ids_of,
+    loaded_document,
     read_document,
     read_settings,
     renumber,
     required_ids,
     trimmed_document,
 )
+from ddp_vllm import read_back as reading
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.costs import TABLE, numbers_read
 from ddp_vllm.dimensions import text_config
@@ -42,7 +45,14 @@ from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.families import check_dense
 from ddp_vllm.masks import MASKS_FILE, Trimmed
 from ddp_vllm.model_facts import is_pruned, local_folder
-from ddp_vllm.model_files import TOKENIZERS, stored_tensors, write_json, write_model_files, write_weights
+from ddp_vllm.model_files import (
+    TOKENIZERS,
+    stored_tensors,
+    tokenizer_class,
+    write_json,
+    write_model_files,
+    write_weights,
+)
 from ddp_vllm.names import bare_name
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_trimmed_pages
@@ -93,9 +103,12 @@ def trim(
     folder = local_folder(model)
     if folder is None:
         raise ModelError(f"{model} is not on this machine; run: hf download {model}")
-    config, document = _checked(folder), read_document(folder)
+    config = _checked(folder)
+    read_document(folder)  # which refuses other tokenizers
     table = table_of(folder, config)
+    open_source(model)  # which `_costs` loads
     tokenizer, num_rows = load_tokenizer(model), text_config(config)["vocab_size"]
+    document = loaded_document(tokenizer)
     ids = ids_of(document)
     target = num_tokens // MULTIPLE * MULTIPLE
     if not target or target >= sum(number < num_rows for number in ids.values()):
@@ -113,14 +126,15 @@ def trim(
     print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {counted:,} characters were counted")
     with atomic_folder(output, overwrite=overwrite) as writing:
         write_model_files(writing, folder, trimmed_config(config, new_ids))
-        _write_settings(writing, trimmed_document(document, new_ids), new_ids)
+        _write_settings(writing, trimmed_document(document, new_ids), new_ids, tokenizer_class(tokenizer))
         write_weights(_trimmed_tensors(folder, table, rows), writing)
         if proof:
             print_line("comparing tokens and logits with the dense model's, in fresh processes")
-        proved = _prove(writing, folder, texts, new_ids, num_rows) if proof else {}
+        proved = _prove(writing, (model, folder), texts, new_ids, num_rows) if proof else {}
         print_line("evaluating both models on held-out text")
-        costs = _costs((folder, writing), texts)
-        trimmed = Trimmed(name=folder.resolve().name, tokens=(len(ids), len(rows)), **costs)  # type: ignore[typeddict-item]
+        costs = _costs({model: folder, str(writing): writing}, texts)
+        name = folder.resolve().name if Path(model).is_dir() else model  # not the hash of a snapshot
+        trimmed = Trimmed(name=name, tokens=(len(ids), len(rows)), **costs)  # type: ignore[typeddict-item]
         write_provenance(writing / MASKS_FILE, {"trimmed": trimmed, "proof": proved})
         write_trimmed_pages(writing, output.name, trimmed)
     for topic, statement in trimming(trimmed):
@@ -197,19 +211,24 @@ def trimmed_config(config: Json, new_ids: Mapping[int, int]) -> Json:
     return config
 
 
-def _write_settings(folder: Path, document: Json, new_ids: Mapping[int, int]) -> None:
-    """Write the tokenizer, renumber files of settings, and delete other copies of the vocabulary."""
+def _write_settings(folder: Path, document: Json, new_ids: Mapping[int, int], class_name: str) -> None:
+    """Write the tokenizer, with the class that transformers reads the dense one by, renumber files of
+    settings, and delete other copies of the vocabulary."""
     for path in itertools.chain(*map(folder.glob, TOKENIZERS)):
         path.unlink()
-    text = json.dumps(document, ensure_ascii=False, indent=2)
+    ids, text = ids_of(document), json.dumps(document, ensure_ascii=False, indent=2)
     (folder / "tokenizer.json").write_text(text + "\n", encoding="utf-8")
     for path in {*folder.glob("*config.json")} - {folder / "config.json"}:
         settings = renumber(read_settings(path), lambda number, _: new_ids[number], path.name)
         if added := settings.get("added_tokens_decoder"):
-            settings["added_tokens_decoder"] = {str(new_ids[int(old)]): token for old, token in added.items()}
+            settings["added_tokens_decoder"] = {
+                str(ids[token["content"]]): token for token in added.values() if token["content"] in ids
+            }
         write_json(settings, path)
+    path = folder / "tokenizer_config.json"
+    write_json((read_settings(path) if path.is_file() else {}) | {"tokenizer_class": class_name}, path)
     if (path := folder / "added_tokens.json").is_file():
-        write_json({token: new_ids[old] for token, old in read_settings(path).items()}, path)
+        write_json({token: ids[token] for token in read_settings(path) if token in ids}, path)
 
 
 def _trimmed_tensors(folder: Path, table: Sequence[str], rows: Sequence[int]) -> Iterator[tuple[str, Any]]:
@@ -218,11 +237,12 @@ def _trimmed_tensors(folder: Path, table: Sequence[str], rows: Sequence[int]) ->
         yield name, tensor[[row for row in rows if row < len(tensor)]] if name in table else tensor
 
 
-def _prove(written: Path, dense: Path, texts: Texts, new_ids: Mapping[int, int], num_rows: int) -> Json:
+def _prove(written: Path, dense: tuple[str, Path], texts: Texts, new_ids: Mapping[int, int], num_rows: int) -> Json:
     """Return the proof of a written folder, as `proof.prove` does. Fresh processes read both models:
     text of kept tokens has the same tokens and, but for rounding, the same logits of kept tokens, and
-    any text is decoded as by the dense model."""
-    tokenizer, chance = load_tokenizer(str(dense)), random.Random(0)
+    any text is decoded as by the dense model. dense: its name, by which transformers may choose the class
+    of its tokenizer, and its folder."""
+    tokenizer, chance = AutoTokenizer.from_pretrained(dense[0], trust_remote_code=False), random.Random(0)
     held_out = [*itertools.chain(*texts.held_out.values())]
     lines = itertools.chain(*(text.splitlines(keepends=True) for text in held_out))
     sample = chance.sample(sorted(new_ids), min(len(new_ids), SAMPLED_TOKENS))
@@ -230,13 +250,13 @@ def _prove(written: Path, dense: Path, texts: Texts, new_ids: Mapping[int, int],
     candidates = [*lines, PROSE, *map(tokenizer.decode, sample), ODD, *odd, *held_out]
     natural = itertools.chain(*(tokenizer(text, verbose=False)["input_ids"] for text in (PROSE, ODD, *held_out[:READ])))
     block = [number for number in natural if number in new_ids and number < num_rows][:MOST_TOKENS]
-    before, logits = read_back(dense, candidates, block)
+    before, logits = read_back(dense[1], (), block)
     if error := before.get("error"):
-        raise ModelError(f"{dense} cannot be loaded by transformers ({error}); download it again")
+        raise ModelError(f"{dense[0]} cannot be loaded by transformers ({error}); download it again")
     after, new_logits = read_back(written, candidates, [new_ids[number] for number in block])
     if error := after.get("error"):
         return {"fault": f"transformers cannot load it ({error})"}
-    read, again = before["texts"], after["texts"]
+    read, again = reading.read_texts(tokenizer, candidates), after["texts"]
     same = [index for index, ids in enumerate(read["tokens"]) if new_ids.keys() >= set(ids)]
     wanted = read | {"tokens": [[new_ids[number] for number in read["tokens"][index]] for index in same]}
     found = again | {"tokens": [again["tokens"][index] for index in same]}
@@ -248,15 +268,18 @@ def _prove(written: Path, dense: Path, texts: Texts, new_ids: Mapping[int, int],
     return {"tokens": sum(map(len, found["tokens"])), "logits": far, "tolerance": limit, "fault": fault}
 
 
-def _costs(folders: tuple[Path, Path], texts: Texts) -> Json:
-    """Return what the smaller vocabulary saves and costs, before and after (`Trimmed` in masks.py)."""
-    tokenizers = [load_tokenizer(str(folder)) for folder in folders]
+def _costs(models: Mapping[str, Path], texts: Texts) -> Json:
+    """Return what the smaller vocabulary saves and costs, before and after (`Trimmed` in masks.py).
+
+    models: the dense one and the trimmed one, with their folders.
+    """
+    tokenizers = [*map(load_tokenizer, models)]
     held_out = {name: excerpts for name, excerpts in texts.held_out.items() if excerpts}
-    costs: Json = {"read": [numbers_read(_shapes(folder))[0] for folder in folders], "texts": {}}
+    costs: Json = {"read": [numbers_read(_shapes(folder))[0] for folder in models.values()], "texts": {}}
     bits = {name: list[float]() for name in held_out}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without it, "auto" may emulate bfloat16
-    for folder, tokenizer in zip(folders, tokenizers, strict=True):  # one model in memory at a time
-        model = load_model(open_source(str(folder)), "auto", device)
+    for source, tokenizer in zip(models, tokenizers, strict=True):  # one model in memory at a time
+        model = load_model(open_source(source), "auto", device)
         for name, excerpts in held_out.items():
             num_bytes = sum(len(text.encode()) for text in excerpts[:READ])
             bits[name].append(sum(bits_of(model, tokenizer, excerpts[:READ])[0]) / num_bytes)

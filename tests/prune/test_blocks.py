@@ -311,6 +311,19 @@ def test_a_hub_dataset_is_streamed_with_a_file(
     assert torch.equal(blocks[0].heldout, blocks[2].heldout) and not torch.equal(blocks[0].train, blocks[2].train)
 
 
+def test_a_stream_whose_rows_hold_more_than_the_text_is_no_short_one(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As descriptions of tools, which the template leaves out: as much is trained on as of a file of these rows."""
+    description = json.dumps([{"type": "function", "function": {"name": "f", "description": "x" * 9000}}])
+    turns = [[{"from": "human", "value": f"{text}?"}, {"from": "gpt", "value": text}] for text in texts_of("h", 300, 1)]
+    table = datasets.Dataset.from_dict({"conversations": turns, "tools": [description] * 300})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table.to_iterable_dataset())
+    table.to_json(file := tmp_path / "rows.jsonl")
+    streamed, stored = (load(str(name), train_blocks=10_000, heldout_blocks=4) for name in ("owner/name", file))
+    assert len(streamed.train) == pytest.approx(len(stored.train), rel=0.02)
+
+
 def test_a_hub_dataset_that_breaks_off_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise ConnectionError("no hub\nin this test")

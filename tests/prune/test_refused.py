@@ -22,7 +22,7 @@ from huggingface_hub.utils import filter_repo_objects
 from runs import edit_json, edit_weights, prune, weights
 from safetensors.torch import load_file, save_file
 from seams import check_head, load_model, open_source
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, HyperCLOVAXConfig, LlamaForCausalLM
 
 from ddp_vllm.errors import ModelError, TrainingError
 from ddp_vllm.masks import MASKS_FILE
@@ -162,6 +162,18 @@ def test_an_output_head_that_is_unknown(dense: Callable[[str], Path]) -> None:
     model.config.logit_scale, model.logit_scale = 1.0, 0.5
     with pytest.raises(ModelError, match="Cohere2ForCausalLM computes its logits"):
         check_head(source, model)
+
+
+def test_an_output_head_that_is_unknown_is_not_measured_either(model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """HyperCLOVAX multiplies its logits by what Granite divides them by."""
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = HyperCLOVAXConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, logits_scaling=0.25)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    for words in (
+        ("eval", model, "--against", model, "--text", tiny_text, "--max-length", 16),
+        ("prune", model, "--sparsity", 0.3, "--data", tiny_text, "--steps", 2, "--seq-len", 16, "--batch-size", 2),
+    ):
+        assert_refused(invoke(*words, "-o", tmp_path / words[0]), 3, "HyperCLOVAXForCausalLM computes its logits")
 
 
 def test_a_trained_weight_that_is_not_written() -> None:

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, edit_json, invoke, passed
 from seams import cut, open_source, trim_module, vocabulary_module
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HyperCLOVAXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+)
 
 from ddp_vllm.api import read
 from ddp_vllm.evaluations import bits_ratio, perplexity_ratio_of_bits
@@ -81,7 +88,7 @@ def edited(dense: Path, folder: Path, name: str, **changes: Any) -> Path:
     folder.mkdir()
     for path in dense.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+    edit_json(folder / name, **changes)
     return folder
 
 
@@ -173,6 +180,95 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
     assert not any("bits" in row[0] for row in comparison_table(collect([half], dense=str(trimmed[0]))).rows)
 
 
+PAD = {"content": "<pad>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"514": PAD}}),
+        ("tokenizer_config.json", {"pad_token": "<pad>"}),
+        ("added_tokens.json", {"<pad>": 514}),
+    ],
+)
+def test_a_token_that_transformers_adds_from_another_file_stays(
+    name: str, changes: dict[str, Any], dense: Path, text: Path, tmp_path: Path
+) -> None:
+    """As the padding token of many fine-tunes of Llama."""
+    folder = edited(dense, tmp_path / "model", name, **changes)
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    before, after = (
+        AutoTokenizer.from_pretrained(one).convert_tokens_to_ids("<pad>") for one in (folder, tmp_path / "new")
+    )
+    rows = [AutoModelForCausalLM.from_pretrained(one).model.embed_tokens.weight for one in (folder, tmp_path / "new")]
+    assert (before, after, len(rows[1])) == (514, 383, 384) and torch.equal(rows[0][before], rows[1][after])
+
+
+def test_a_tokenizer_that_transformers_chooses_by_the_name_on_the_hub(
+    proving_here: None, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not believe the class that these models state, which loses blanks. The cost names the model, not the
+    hash of its snapshot."""
+    name = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+    cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+    (cached / "snapshots").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    edited(dense, cached / "snapshots" / "abc", "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    for setting, value in (("HF_HUB_CACHE", str(tmp_path / "hub")), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(f"huggingface_hub.constants.{setting}", value)
+    passed(invoke("trim", name, "--tokens", 400, "--data", text, "-o", tmp_path / "new"))
+    before, after = (AutoTokenizer.from_pretrained(one) for one in (name, tmp_path / "new"))
+    equal = [one for one in SENTENCES if set(before.tokenize(one)) <= after.get_vocab().keys()]
+    assert equal and all(before.tokenize(one) == after.tokenize(one) for one in equal)
+    assert after.decode(after(CHINESE + " b c").input_ids) == CHINESE + " b c"
+    assert read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["name"] == name
+
+
+def test_a_tokenizer_that_transformers_repairs_only_if_it_is_large(dense: Path, text: Path, tmp_path: Path) -> None:
+    """Above 100,000 tokens; the trimmed one stays repaired below."""
+    document = json.loads((dense / "tokenizer.json").read_text())
+    more = {f"<{number}>": number for number in range(512, 100_512)}
+    added = [token | {"id": token["id"] + 100_000} for token in document["added_tokens"]]
+    vocabulary = document["model"] | {"vocab": document["model"]["vocab"] | more}
+    folder = edited(dense, tmp_path / "model", "tokenizer.json", model=vocabulary, added_tokens=added)
+    edit_json(folder / "tokenizer_config.json", fix_mistral_regex=True, tokenizer_class="PreTrainedTokenizerFast")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral", "vocab_size": 100_608}
+    config |= {"bos_token_id": 100_513, "eos_token_id": 100_512, "pad_token_id": None, "architectures": None}
+    torch.manual_seed(0)
+    (folder / "generation_config.json").unlink()
+    AutoModelForCausalLM.from_config(MistralConfig(**config)).save_pretrained(folder)
+    edit_json(folder / "config.json", transformers_version="4.50.0")  # whose files are repaired
+    passed(invoke("trim", folder, "--tokens", 1024, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    before, after = (AutoTokenizer.from_pretrained(one) for one in (folder, tmp_path / "new"))
+    odd = "HelloWorld isn't 12345 THEend"
+    assert len(after) == 1024 and before.tokenize(odd) == after.tokenize(odd)
+    assert before.tokenize(odd) != AutoTokenizer.from_pretrained(dense).tokenize(odd)
+
+
+def test_masks_of_a_trimmed_model_state_nothing_of_another_one(
+    trimmed: tuple[Path, str], dense: Path, tmp_path: Path
+) -> None:
+    source = open_source(str(trimmed[0]))
+    gates = {"attn": torch.tensor([[1.0, 0.0], [1.0, 1.0]]), "mlp": torch.ones(2, 48)}
+    masks = cut(source, gates, tmp_path / "half", "kv-group").folder / MASKS_FILE
+    for model, states in ((dense, False), (trimmed[0], True)):
+        passed(invoke("apply", model, "--masks", masks, "-o", tmp_path / "new", "--overwrite", "--no-proof"))
+        assert ("trimmed" in read_provenance(tmp_path / "new" / MASKS_FILE)) == states, model
+        assert ("trimmed from 514" in (tmp_path / "new" / "README.md").read_text()) == states, model
+
+
+def test_blank_text_is_no_text(dense: Path, tmp_path: Path) -> None:
+    """Neither counted nor held out, as it would tell nothing of the cost."""
+    (blank := tmp_path / "blank.jsonl").write_text((json.dumps({"text": " \n"}) + "\n") * 3)
+    refused = invoke("trim", dense, "--tokens", 400, "--data", blank, "-o", tmp_path / "new")
+    assert_refused(refused, 4, "blank.jsonl has no text")
+    with blank.open("a") as file:
+        file.writelines(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES[:2])
+    texts = trim_module.read_texts(str(blank), AutoTokenizer.from_pretrained(dense), print)
+    assert sorted([*texts.counted[str(blank)], *texts.held_out[str(blank)]]) == sorted(SENTENCES[:2])
+
+
 def test_a_source_of_one_excerpt_has_no_cost(dense: Path, text: Path, tmp_path: Path) -> None:
     (short := tmp_path / "short.txt").write_text("The quick brown fox")
     words = ("trim", dense, "--tokens", 400, "--data", f"{text},{short}", "-o", tmp_path / "new", "--no-proof")
@@ -214,6 +310,11 @@ def test_a_trimmed_model_can_be_trimmed_again_and_a_pruned_one_cannot(
     [
         ("tokenizer.json", {"model": {"type": "Unigram", "vocab": []}}, ("Unigram", "BPE")),
         ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, ("single bytes",)),
+        (  # byte fallback without the tokens that it falls back to
+            "tokenizer.json",
+            {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"<0x00>": 0}}, "pre_tokenizer": None},
+            ("single bytes",),
+        ),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, ("code of its own",)),
         ("config.json", {"pad_token_id": 600}, ("pad_token_id is 600", "no such token")),
         ("config.json", {"vocab_size": 700}, ("rows", "700")),
@@ -225,6 +326,16 @@ def test_refused(
 ) -> None:
     folder = edited(dense, tmp_path / "model", name, **changes)
     assert_refused(invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new"), 3, *words)
+
+
+def test_an_output_head_that_is_unknown(dense: Path, text: Path, tmp_path: Path) -> None:
+    """HyperCLOVAX multiplies its logits by what Granite divides them by; the stated bits per byte would be others."""
+    stated = json.loads((dense / "config.json").read_text())
+    folder = edited(dense, tmp_path / "model", "config.json")
+    config = HyperCLOVAXConfig(**stated | {"model_type": "hyperclovax", "logits_scaling": 0.25})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    refused = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new", "--no-proof")
+    assert_refused(refused, 3, "HyperCLOVAXForCausalLM computes its logits")
 
 
 @pytest.mark.parametrize("tokens", [100, 128, 640])

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from commands import assert_refused, invoke, passed
 
 from ddp_prune.core.loss import OutputHead, agreement, perplexity_of
-from ddp_prune.models.evaluation import Evaluation
+from ddp_prune.models.evaluation import Evaluation, bits_of
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import open_source
+from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm import api
 from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.compare import comparison_table
@@ -75,6 +76,9 @@ def test_text_of_ones_own(folder: Path, tiny_model: Path, tiny_text: Path, text:
     assert near["top1"] == 1 and near["kl"] == pytest.approx(0, abs=1e-5)
     more = api.evaluate_text(tiny_model, tiny_text, against=str(tiny_model), output=tmp_path, max_length=16, tokens=320)
     assert more["texts"][tiny_text.name]["tokens"] == 20 * 15  # the first of a block is not predicted
+    shutil.copy(text, comma := tmp_path / "a text, with a comma.jsonl")
+    named = passed(invoke("eval", folder, "--max-length", "16", "--text", comma, "-o", tmp_path / "comma"))
+    assert f"{comma.name}: perplexity" in named.output
 
 
 def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
@@ -99,6 +103,21 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
     assert perplexity_of([1e4]) == perplexity_of([math.nan]) == math.inf  # of a broken model
     ratio = perplexity_ratio(quality)
     assert ratio and ratio[0] == pytest.approx(quality["pruned"] / quality["dense"], rel=1e-6)
+
+
+def test_a_text_that_is_longer_than_the_context_is_read_in_parts(tiny_model: Path) -> None:
+    """A trimmed tokenizer makes up to four tokens of a character."""
+    model, tokenizer = load_model(open_source(str(tiny_model)), "float32"), load_tokenizer(str(tiny_model))
+    text = "the sun melts ice 你好，世界 " * 20
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    model.config.max_position_embeddings = longest = 100
+    assert len(ids) > longest
+    for max_length, width in ((16, 16), (None, longest)):
+        parts = [torch.tensor([[first, *ids[start : start + width - 1]]]) for start in range(0, len(ids), width - 1)]
+        nats = sum(model(part, labels=part).loss.item() * (part.shape[1] - 1) for part in parts)
+        (bits,), num_tokens = bits_of(model, tokenizer, [text], max_length)
+        assert bits == pytest.approx(nats / math.log(2), rel=1e-4) and num_tokens == len(ids)
 
 
 def test_what_is_not_compared(folder: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import assert_refused, passed
+from commands import assert_refused, invoke, passed
 from runs import recover
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -45,6 +45,15 @@ def test_what_cannot_be_recovered_is_refused(case: str, pruned: Path, tiny_model
     folder, *more = arguments(pruned, tiny_model, tmp_path)
     assert_refused(recover(Path(folder), tmp_path / "out", *more), code, *words)
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.run").exists()
+
+
+def test_a_dense_model_that_was_moved(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
+    masks = pruned / MASKS_FILE
+    passed(invoke("apply", dense, "--masks", masks, "-o", tmp_path / "pruned", "--no-proof"))
+    dense.rename(tmp_path / "moved")
+    words = (str(dense), "pass its folder or Hub name with --teacher")
+    assert_refused(recover(tmp_path / "pruned", tmp_path / "out", "--data", str(masks)), 2, *words)
 
 
 def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:

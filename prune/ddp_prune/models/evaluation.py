@@ -2,6 +2,7 @@
 fixed prompts."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import shorten
 from typing import Any
@@ -170,17 +171,23 @@ def reference_of(model: Any, tokenizer: Any, blocks: torch.Tensor | None = None,
 
 
 @torch.no_grad()
-def bits_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> tuple[list[float], int]:
+def bits_of(model: Any, tokenizer: Any, texts: Sequence[str], max_length: int | None = None) -> tuple[list[float], int]:
     """Return the bits that a model requires for each text, by which models with different tokens
-    compare, and the number of its tokens. A text begins after BOS, or EOS if there is none."""
+    compare, and the number of its tokens. A text begins after BOS, or EOS if there is none.
+
+    max_length: tokens that the model reads at once, by default as many as its config states. Each
+        further part of a longer text begins after BOS too.
+    """
+    width = (max_length or getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - 1
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     head, bits, num_tokens = OutputHead.of(model), list[float](), 0
     for text in texts:
-        ids = [first or 0, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-        tokens = torch.tensor([ids], device=head.weight.device)
-        nats = negative_log_likelihood(final_hidden(model, tokens), head, tokens[0, 1:])
+        ids, nats = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 0.0
+        for start in range(0, len(ids), width):
+            tokens = torch.tensor([[first or 0, *ids[start : start + width]]], device=head.weight.device)
+            nats += negative_log_likelihood(final_hidden(model, tokens), head, tokens[0, 1:])
         bits.append(math.inf if math.isnan(nats) else nats / math.log(2.0))
-        num_tokens += len(ids) - 1
+        num_tokens += len(ids)
     return bits, num_tokens
 
 

@@ -50,7 +50,7 @@ def load(source: Source, recipe: TrainingSettings, accelerator: Accelerator) -> 
     if recipe.shard:
         model = load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
     else:
-        model = load_model(source, recipe.dtype, accelerator.device)
+        return load_model(source, recipe.dtype, accelerator.device)
     if source.structure:
         check_head(source, model)
     return model
@@ -66,7 +66,7 @@ def check_head(source: Source, model: Any) -> None:
     if not torch.allclose(computed, stock, atol=0.02 * float(stock.abs().max()), rtol=0.02):
         raise ModelError(
             f"{source.folder}: {type(model).__name__} computes its logits in a way that ddp-vllm does not know; "
-            "the loss would be another one, so it cannot be pruned"
+            "its loss would be another one, so it can neither be pruned nor evaluated"
         )
 
 
@@ -82,8 +82,8 @@ def load_teacher(source: Source, recipe: TrainingSettings, accelerator: Accelera
 def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:
     """Load the stock transformers model, frozen and in eval mode, straight to `device`.
 
-    Raises: ModelError if weights are missing or have another shape; transformers would initialize
-        them at random.
+    Raises: ModelError if weights are missing or have another shape, which transformers would initialize
+        at random, and as `check_head`.
     """
     options = loading_options(source, dtype, device)
     if device is not None and device.type != "cpu":
@@ -98,8 +98,10 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
             **options,
         )
     check_complete(source, {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
-    model.requires_grad_(False)
-    return model.eval()
+    model.requires_grad_(False).eval()
+    if source.structure:
+        check_head(source, model)
+    return model
 
 
 def check_complete(source: Source, lacking: Collection[str]) -> None:

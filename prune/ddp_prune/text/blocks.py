@@ -35,7 +35,7 @@ from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
 
 ARRAYS = ("train", "loss_mask", "heldout", "train_hashes", "heldout_hashes")  # of cached blocks
-VERSION = 10  # of cached blocks; raised when the same text gives other blocks
+VERSION = 11  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 RUN = 32  # tokens; the longest that two texts may have in common by chance or quotation
 MOST_SHARED = 0.01  # of the runs of a watched text that training text may hold
@@ -159,7 +159,12 @@ def _read_blocks(
 
 
 def _open(
-    rows: Rows, reader: DocumentReader, seed: int, excerpt_size: int, heldout_size: int
+    rows: Rows,
+    reader: DocumentReader,
+    seed: int,
+    excerpt_size: int,
+    heldout_size: int,
+    read: tuple[int, int] = (STREAMED_CANDIDATES, 0),
 ) -> tuple[Iterable[Document], Iterable[Document]]:
     """Return the documents of a source that may be held out, lowest hash first, and all documents,
     shuffled.
@@ -167,12 +172,16 @@ def _open(
     A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is
     split into its excerpts, which are then treated as documents. Of a stream, only the first
     documents may be held out.
-    excerpt_size, heldout_size: characters per excerpt, and characters to hold out.
+    excerpt_size, heldout_size: characters per excerpt, and characters to hold out. read: of a stream, in
+        multiples of heldout_size; with the documents that a shorter part gave.
     """
-    limits = STREAMED_CANDIDATES * heldout_size, excerpt_size
+    multiple, num_before = read
+    limits = multiple * heldout_size, excerpt_size
     rest, first, size = reader.read(partial(rows.by_hash, reader.notes, *limits)), list[Document](), 0
     while heldout_size and (size < SHORT_SOURCE * heldout_size or len(first) < SHORT_SOURCE):
         if (document := next(rest, None)) is None:
+            if rows.is_stream and len(first) > num_before:  # its rows may hold more than the text, as tools
+                return _open(rows, reader, seed, excerpt_size, heldout_size, (4 * multiple, len(first)))
             excerpts = {hash_of(excerpt.text): excerpt for document in first for excerpt in cut(document, excerpt_size)}
             candidates = [excerpts[number] for number in sorted(excerpts)]
             return candidates, map(candidates.__getitem__, np.random.default_rng(seed).permutation(len(candidates)))

@@ -14,6 +14,7 @@ from ddp_prune.text.conversations import Conversation, RowParser
 from ddp_prune.text.messages import Message, Notes, at
 from ddp_prune.text.rows import Row, open_rows, reading_text
 from ddp_prune.text.templates import ChatTemplate, Rendered, texts_of, words_of
+from ddp_vllm.errors import TextError
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,22 @@ def cut(document: Document, size: int) -> list[Document]:
 
 
 def read_excerpts(name: str, tokenizer: Any, size: int, notes: Notes) -> Iterator[str]:
-    """Yield the text of a source in excerpts of about `size` characters, its rows in a random order
-    that is always the same.
+    """Yield the text of a source in excerpts of about `size` characters, none of them blank, its rows in
+    a random order that is always the same.
 
-    tokenizer: its chat template writes conversations. notes: as in `DocumentReader`. Raises: TextError.
+    tokenizer: its chat template writes conversations. notes: as in `DocumentReader`. Raises: TextError,
+        also for a source without text.
     """
+    has_text = False
     with reading_text(name):
         rows = partial(open_rows(name).shuffled, 0)
         for document in DocumentReader(name, ChatTemplate(tokenizer), notes).read(rows):
-            yield from (excerpt.text for excerpt in cut(document, size))
+            for excerpt in cut(document, size):
+                if excerpt.text.strip():
+                    has_text = True
+                    yield excerpt.text
+    if not has_text:
+        raise TextError(f"{name} has no text; give more text")
 
 
 def _render(conversation: Conversation, template: ChatTemplate, notes: Notes) -> Document:

@@ -53,6 +53,7 @@ class Rows:
     by_hash: Callable[[Notes, int, int], Iterator[Row]]
     """Yields different rows, lowest `hash_of_row` first: of a file all, of a stream the first ones
     that hold `size` characters, of which each row counts at most `most`. Notes count the copies."""
+    is_stream: bool = False
 
 
 def hash_of_row(row: Any, column: str = "") -> int:
@@ -290,7 +291,7 @@ def _hub_rows(name: str, column: str) -> Rows:
                 break
         return (candidates[number] for number in sorted(candidates))
 
-    return Rows(name=name, read=read, shuffled=read, by_hash=by_hash)
+    return Rows(name=name, read=read, shuffled=read, by_hash=by_hash, is_stream=True)
 
 
 def _used_columns(columns: Sequence[str], column: str) -> list[str]:

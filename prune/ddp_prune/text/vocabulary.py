@@ -20,6 +20,7 @@ from ddp_vllm.errors import ModelError, SettingError, reading
 MULTIPLE = 128  # of rows in the table, which kernels of heads and a split over devices prefer
 TOKEN_ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens|bad_words_ids|pad_id")
 TOKENIZER_ID = re.compile(r"pad_id|ids|sep|cls")  # of padding and post-processors in tokenizer.json
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))  # tokens of byte fallback
 OTHER_VOCABULARIES = ("vision_config", "audio_config")
 
 Json = dict[str, Any]
@@ -41,8 +42,22 @@ def read_document(folder: Path) -> Json:
         raise ModelError(f"the tokenizer of {folder} is {bpe.get('type')}, but trim supports BPE only; {remedy}")
     if affix := bpe.get("continuing_subword_prefix") or bpe.get("end_of_word_suffix"):
         raise ModelError(f"the tokenizer of {folder} marks parts of words by {affix!r}; {remedy}")
-    if not (bpe.get("byte_fallback") or _is_byte_level(document)):
+    has_bytes = bpe.get("byte_fallback") and bpe["vocab"].keys() >= {*BYTES}
+    if not (has_bytes or _is_byte_level(document)):
         raise ModelError(f"the tokenizer of {folder} has no tokens for single bytes; {remedy}")
+    return document
+
+
+def loaded_document(tokenizer: Any) -> Json:
+    """Return tokenizer.json as transformers reads it: with the added tokens of other files, such as
+    tokenizer_config.json, and with repairs, which depend on names and on the number of tokens. Raises:
+    ModelError."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        raise ModelError(
+            f"transformers reads the tokenizer of {tokenizer.name_or_path} by {type(tokenizer).__name__} and not from "
+            "tokenizer.json; remove its other files, such as tekken.json, or prune this model instead"
+        )
+    document: Json = json.loads(backend.to_str())
     return document
 
 
@@ -69,7 +84,7 @@ def required_ids(folder: Path, document: Json, tokenizer: Any) -> set[int]:
 
     ids = ids_of(document)
     alphabet = ByteLevel.alphabet() if _is_byte_level(document) else [*map(chr, range(0x20, 0x7F)), "▁"]
-    tokens = [*alphabet, *(f"<0x{byte:02X}>" for byte in range(256)), document["model"].get("unk_token")]
+    tokens = [*alphabet, *BYTES, document["model"].get("unk_token")]
     required = {ids[token] for token in tokens if token in ids} | {token["id"] for token in document["added_tokens"]}
     known = set(ids.values())
 
