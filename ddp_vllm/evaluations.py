@@ -21,7 +21,7 @@ Score = tuple[float, float | None]
 Answers = Mapping[str, Sequence[float]]
 """Task -> what each row scored."""
 FIDELITY_FORMAT = "ddp-vllm eval text 1"
-UNDEFINED = "per token, perplexity, KL and top-1 agreement are not defined, because the models have different tokens"
+UNDEFINED = "KL and top-1 agreement are not defined, because the models have different tokens"
 # of accuracy: an interval within this distance of 0 is reported as no measurable difference
 LEVEL = 0.02
 
