@@ -2,12 +2,13 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, edit_json, invoke, passed
 from seams import cut, open_source, trim_module, vocabulary_module
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -78,11 +79,7 @@ def test_what_it_costs_is_stated(trimmed: tuple[Path, str], dense: Path, text: P
 
 def edited(dense: Path, folder: Path, name: str, **changes: Any) -> Path:
     """Copy a model and change one of its files."""
-    folder.mkdir()
-    for path in dense.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
-    return folder
+    return edit_json(shutil.copytree(dense, folder) / name, **changes).parent
 
 
 def test_the_result_is_a_stock_model_with_fewer_rows(dense: Path, trimmed: tuple[Path, str]) -> None:
