@@ -22,6 +22,8 @@ from ddp_benchmarks import engine, sharegpt
 from ddp_vllm import proof
 from fetch import fetch_model
 
+# transformers would import it, for a kind of generation that nothing here uses, and with it SciPy and pandas: 3 s
+sys.modules["sklearn"] = None  # type: ignore[assignment]
 settings.register_profile("patient", deadline=None)  # an example that is slow on a busy machine is not wrong
 settings.load_profile("patient")
 
