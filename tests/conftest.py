@@ -1,5 +1,6 @@
 """Fixtures of several test folders: the real model from the package registry, a cache, and vLLM."""
 
+import gc
 import json
 import os
 import runpy
@@ -21,6 +22,8 @@ from ddp_benchmarks import engine, sharegpt
 from ddp_vllm import proof
 from fetch import fetch_model
 
+# transformers would import it, for a kind of generation that nothing here uses, and with it SciPy and pandas: 3 s
+sys.modules["sklearn"] = None  # type: ignore[assignment]
 settings.register_profile("patient", deadline=None)  # an example that is slow on a busy machine is not wrong
 settings.load_profile("patient")
 
@@ -51,6 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
     assert all(path.exists() for path in place)
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # to be collected at the end, as libraries ask for
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What was imported before a file's tests is no garbage, which each load of a model looks for among all objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ import sys
 import torch
 from vllm import ModelRegistry
 from vllm.model_executor.models import llama, mixtral, olmoe, qwen3_moe, transformers
+from vllm.platforms import current_platform
 from vllm.v1.engine import core
 from vllm.v1.engine import utils as engine_processes
 from vllm.v1.executor import multiproc_executor
@@ -42,6 +43,9 @@ def save_time() -> None:
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
     # the sampler compiles its count of likelier tokens, for longer than it takes to compile a tiny model
     sampler.batched_count_greater_than = inspect.unwrap(sampler.batched_count_greater_than)
+    # each engine would look for Triton's kernels in all modules, to replace them by those of a CPU
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     # an engine collects garbage eight times, and vLLM's modules each time: they stay frozen, the engine does not
     gc.freeze()
     gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None

@@ -23,11 +23,15 @@ def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
         return moe_kernel.ragged_moe(problem.x, *experts, *batch, tiles)
 
 
-EVERY_TIME = ("one token", "ids of -1", "products that are clamped")  # the last two of all widths; another rank's below
+BY_DAY = (  # the last two of all widths; another rank's below
+    ("one token", ""), ("one token", "channel"), ("ids of -1", ""), ("products that are clamped", ""),
+)  # fmt: skip
+PAIRS = [(name, fp8) for name in CASES for fp8 in ("", "channel")]
 
 
-@pytest.mark.parametrize("fp8", cases(["", "channel"], [""]))  # by day FP8 has its own tiles below
-@pytest.mark.parametrize("name", cases(CASES, EVERY_TIME))
+@pytest.mark.parametrize(
+    ("name", "fp8"), [pytest.param(*p, marks=[pytest.mark.nightly] * (p not in BY_DAY)) for p in PAIRS]
+)
 def test_every_case(name: str, fp8: str) -> None:
     problem = draw(CASES[name], torch.float32, fp8=fp8)
     problem.check(run(problem, SMALL))
@@ -42,7 +46,7 @@ SIZES = {  # tiles, format of the weights
 }
 
 
-@pytest.mark.parametrize("name", cases(SIZES, ("chosen", "FP8")))
+@pytest.mark.parametrize("name", cases(SIZES, ["chosen"]))
 def test_every_tile_size(name: str) -> None:
     tiles, fp8 = SIZES[name]
     problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16, fp8=fp8)

@@ -4,6 +4,7 @@ Several ranks are processes forked from it.
 Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`.
 """
 
+import gc
 import json
 import pkgutil
 import sys
@@ -160,6 +161,7 @@ def run_jobs(jobs: list[dict[str, Any]], serve: Callable[..., dict[str, Any]]) -
     """Write what `serve` returns of each job, or its error."""
     results: dict[int, Any] = {}
     for number in sorted(range(len(jobs)), key=lambda number: -num_ranks(jobs[number])):  # threads survive no fork
+        gc.freeze()  # what earlier jobs imported, which each of an engine's collections would look at
         start = time.perf_counter()
         try:
             results[number] = serve(**jobs[number])

@@ -53,34 +53,18 @@ def test_a_fresh_process_finds_the_measured_model(
         assert read_checkpoint(tmp_path / "more").provenance["proof"] == {}
 
 
-def spoil_tokenizer(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    edit_json(path, normalizer={"type": "Lowercase"})
-
-
-def spoil_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-
-
-def spoil_config(folder: Path) -> None:
-    edit_json(folder / "config.json", rms_norm_eps=1.0)
-
-
-def spoil_code(folder: Path) -> None:
-    (folder / "modeling_ddp.py").write_text("raise RuntimeError('no such model')")
-
-
-def spoil_weights(folder: Path) -> None:
-    edit_weights(folder, lambda weights: weights["model.norm.weight"].fill_(float("nan")))
-
-
 SPOILED: dict[str, tuple[Edit, str]] = {
-    "tokenizer": (spoil_tokenizer, "its tokenizer has other tokens than the dense model's"),
-    "template": (spoil_template, "its tokenizer has other templates than the dense model's"),
-    "config": (spoil_config, "away from those of the model that was measured, of which rounding explains 0.002"),
-    "code": (spoil_code, "transformers cannot load it (RuntimeError: no such model)"),
-    "weights": (spoil_weights, "its logits are inf away"),
-}
+    "tokenizer": (lambda folder: edit_json(folder / "tokenizer.json", normalizer={"type": "Lowercase"}),
+                  "its tokenizer has other tokens than the dense model's"),
+    "template": (lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+                 "its tokenizer has other templates than the dense model's"),
+    "config": (lambda folder: edit_json(folder / "config.json", rms_norm_eps=1.0),
+               "away from those of the model that was measured, of which rounding explains 0.002"),
+    "code": (lambda folder: (folder / "modeling_ddp.py").write_text("raise RuntimeError('no such model')"),
+             "transformers cannot load it (RuntimeError: no such model)"),
+    "weights": (lambda folder: edit_weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(float("nan"))),
+                "its logits are inf away"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("part", cases(SPOILED, BY_DAY))

@@ -84,8 +84,8 @@ def test_the_highest_rate_below_a_harmful_one_is_taken(losses: list[float], chos
 def test_minutes_become_steps_that_a_resumed_run_keeps(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine whose clock tells 0.05 seconds per step; a resumed run does not look at it again."""
-    monkeypatch.setattr(resolve, "seconds_a_step", lambda *_: 0.05)
+    """On a machine whose clock tells 0.1 seconds per step; a resumed run does not look at it again."""
+    monkeypatch.setattr(resolve, "seconds_a_step", lambda *_: 0.1)
     options = [*of(tiny_model, tiny_text), "--train", "masks", "--minutes", "0.05", "--save-every", "1"]
     run = partial(invoke, "prune", *options, "-o", tmp_path / "out")
     die_at(4, run)
@@ -94,7 +94,7 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
     assert "resuming after step 4" in result.output, result.output
     recipe = read_checkpoint(tmp_path / "out").provenance["recipe"]
     line = f"0.05 minutes: {recipe['steps']:,} steps of {recipe['batch_size']} × {recipe['seq_len']} tokens"
-    assert recipe["steps"] == 60 and "minutes" not in recipe and line in result.output.replace("\n", " ")
+    assert recipe["steps"] == 30 and "minutes" not in recipe and line in result.output.replace("\n", " ")
     anew = run("--overwrite")  # nothing is resumed
     assert anew.exit_code == 2 and "minutes is 0.05, enough for 0 steps" in anew.output
     both = run("--overwrite", "--steps", "9")
@@ -221,7 +221,8 @@ def test_a_model_is_loaded_once_to_be_timed_and_trained(
     mode: str, num_loaded: int, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Model and teacher; the result is that of the same steps without minutes, and of the stored recipe."""
-    loaded, load = list[object](), resolve.load
+    loaded, load, timed = list[object](), resolve.load, resolve.seconds_a_step
+    monkeypatch.setattr(resolve, "seconds_a_step", lambda *given: timed(*given) and 0.3)  # on a machine that slow
     monkeypatch.setattr(resolve, "load", lambda *given: loaded.append(given) or load(*given))
     monkeypatch.setattr(seams.loading_module, "load", lambda *given: loaded.append(given) or load(*given))
     options = [*of(tiny_model, tiny_text), "--learning-rate", "1e-3", "--minutes", "0.2", "--train", mode]

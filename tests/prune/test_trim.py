@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,7 @@ def test_what_it_costs_is_stated(trimmed: tuple[Path, str], dense: Path, text: P
 
 def edited(dense: Path, folder: Path, name: str, **changes: Any) -> Path:
     """Copy a model and change one of its files."""
-    folder.mkdir()
-    for path in dense.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    edit_json(folder / name, **changes)
-    return folder
+    return edit_json(shutil.copytree(dense, folder) / name, **changes).parent
 
 
 def test_the_result_is_a_stock_model_with_fewer_rows(dense: Path, trimmed: tuple[Path, str]) -> None:

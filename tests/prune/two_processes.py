@@ -3,6 +3,8 @@
 They are forked from a process that has imported what is slow to import; it does so once for all tests.
 """
 
+# ruff: noqa: E402
+
 import json
 import multiprocessing.forkserver
 import os
@@ -16,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+sys.modules["sklearn"] = None  # type: ignore[assignment]  # as in conftest.py
 
 import seams
 import torch
