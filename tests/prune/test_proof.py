@@ -1,5 +1,6 @@
 """A written folder is read in a fresh process, as its users read it; one that differs is not announced."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,19 @@ def test_a_fresh_process_finds_the_measured_model(
     if verb == "prune":
         passed(recover(output, tmp_path / "more", "--no-proof"))
         assert read_checkpoint(tmp_path / "more").provenance["proof"] == {}
+
+
+@pytest.mark.parametrize("own", [None, "{{ messages }}"])
+@pytest.mark.usefixtures("proving_here")
+def test_the_chat_template_of_a_processor_is_no_fault(
+    own: str | None, pruned: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Text is rendered by it, and the tokenizer of the written folder has its own, as that of the dense model."""
+    dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
+    edit_json(dense / "chat_template.json", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    edit_json(dense / "tokenizer_config.json", **({"chat_template": own} if own else {}))
+    passed(invoke("apply", dense, "--masks", pruned / MASKS_FILE, "-o", tmp_path / "out"))
+    assert proof_of(tmp_path / "out")["fault"] == ""
 
 
 SPOILED: dict[str, tuple[Edit, str]] = {

@@ -160,9 +160,12 @@ def reference_of(model: Any, tokenizer: Any, blocks: torch.Tensor | None = None,
         tokens = tokenizer(PROSE)["input_ids"]
     elif blocks is not None:
         texts, tokens = [tokenizer.decode(blocks.flatten()[:MOST_TEXT]), ODD], blocks[0, :MOST_TOKENS].tolist()
+    read = tokenizer and read_texts(tokenizer, texts)
+    if hasattr(tokenizer, "stored_chat_template"):  # of `load_tokenizer`, which may take a processor's instead
+        read["templates"] = [str(tokenizer.stored_chat_template)]
     return Reference(
         texts=texts,
-        read=tokenizer and read_texts(tokenizer, texts),
+        read=read,
         tokens=tokens,
         logits=logits_of(model, tokens, positions_in(tokens)).numpy(),
         dtype=str(model.dtype).removeprefix("torch."),

@@ -27,14 +27,15 @@ class Tokens(NamedTuple):
 
 
 def load_tokenizer(model: str) -> Any:
-    """Return a model's tokenizer. Raises: ModelError if it has none."""
+    """Return a model's tokenizer, with the chat template that vLLM takes; `stored_chat_template` is its
+    own. Raises: ModelError if it has none."""
     from transformers import AutoTokenizer
 
     with reading(f"the tokenizer of {model}", ModelError, "put tokenizer.json into the model's folder"):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         tokenizer("A word, and another.", verbose=False)  # some settings are read only then
+        tokenizer.stored_chat_template = own = tokenizer.chat_template
         if template := _processor_template(Path(model)):
-            own = tokenizer.chat_template
             tokenizer.chat_template = {"default": template} | ({"tool_use": own} if isinstance(own, str) else {})
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {model} has no EOS token, which separates documents; set eos_token in it")
