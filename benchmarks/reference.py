@@ -238,10 +238,8 @@ def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Pa
     first = row_cells[0]
     file = RESULTS / first.table / f"{first.model}-steps.json"
     measured = json.loads(file.read_text(encoding="utf-8"))["speedups"] if file.exists() else {}
-    if not all(cell.file.exists() for cell in row_cells):
-        return
     if missing := [row for row in folders if row not in measured and not folders[row].exists()]:
-        print(f"no speeds of {first.model}: the folders of {', '.join(missing)} are gone")
+        print(f"no speeds of {first.model}: there are no folders of {', '.join(missing)}")
         return
     measurement = work / f"{first.model}-steps.json"
     before, separator, engine = options.partition(" -- ")

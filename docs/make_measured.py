@@ -98,6 +98,8 @@ def table(name: str, model: str) -> Iterator[str]:
     columns["row"] = lambda row, results: row + (f", {len(results)} seeds" if len(results) > 1 else "")
     if speeds:
         columns["decode step"] = lambda row, _: interval(speeds[row]) if row in speeds else ""
+        if any("characters" in verdict for verdict in speeds.values()):
+            columns["characters"] = lambda row, _: interval({**speeds[row], **speeds[row].get("characters", {})})
         columns["prefill"] = lambda row, _: interval(speeds[row]["prefill"]) if row in speeds else ""
     columns |= {TEXTS[text]: partial(perplexity, text, BASE not in rows) for text in texts}
     if answers := read_answers(name, model):
@@ -115,10 +117,8 @@ def table(name: str, model: str) -> Iterator[str]:
         columns["KV cache, kB/token"] = lambda _, cells: f"{cells[0]['kv_bytes_per_token'] / 1e3:.1f}"
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
-    dense = [
-        *(["1", "1"] if speeds else []),
-        *(f"{first[0]['texts'][text]['dense']:.2f}" if first else "" for text in texts),
-    ]
+    dense = ["1"] * (list(columns).index(TEXTS[texts[0]]) - 1)
+    dense += [f"{first[0]['texts'][text]['dense']:.2f}" if first else "" for text in texts]
     if "dense" in answers:
         dense.append(f"{statistics.fmean(map(statistics.fmean, answers['dense'].values())):.1%}")
     yield f"| dense | {' | '.join(dense)} |{' |' * (len(columns) - 1 - len(dense))}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from ddp_prune.text.documents import Document, hash_of
 from ddp_vllm.errors import ModelError, reading
+from ddp_vllm.model_files import errors_only
 from ddp_vllm.remote_code.files import read_json
 
 TEXTS_PER_BATCH = 64  # texts that are tokenized at a time
@@ -32,7 +33,8 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     with reading(f"the tokenizer of {model}", ModelError, "put tokenizer.json into the model's folder"):
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        with errors_only():  # transformers does not know the type of a pruned model
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         tokenizer("A word, and another.", verbose=False)  # some settings are read only then
         tokenizer.stored_chat_template = own = tokenizer.chat_template
         if template := _processor_template(Path(model)):
