@@ -1,7 +1,7 @@
 """The paper's tasks, and the results of lm-eval on them, which `eval` writes and `compare`
 reads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp, inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -121,6 +121,23 @@ class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
         return sorted(self.results), settings.limit, settings.max_length, self.ddp_vllm.data
 
 
+class ScoreRow(NamedTuple):
+    """A row of a table of models: one task, or the mean accuracy."""
+
+    heading: str
+    is_accuracy: bool
+    scores: list[Score | None]
+    """Of each model."""
+
+    def cells(self) -> list[str]:
+        """Return each value with its standard error, accuracies in percent; "" where a model has none."""
+        scale, cells = 100 if self.is_accuracy else 1, []
+        for value, error in (score or (None, None) for score in self.scores):
+            cell = "" if value is None else f"{scale * value:.2f}"
+            cells.append(cell if error is None else f"{cell} ± {scale * error:.2f}")
+        return cells
+
+
 class Bits(TypedDict):
     """What two models with different tokens require for the same excerpts of a text; the keys `dense`
     and `pruned` of each entry are the models."""
@@ -169,6 +186,24 @@ def _score(scores: Mapping[str, Any], task: Task) -> Score | None:
     numbers = (scores.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
     value, error = (float(number) if isinstance(number, int | float) else nan for number in numbers)
     return None if isnan(value) else (value, error if isfinite(error) else None)
+
+
+def score_rows(evaluations: Sequence[Evaluation | None]) -> Iterator[ScoreRow]:
+    """Yield a row per task that a model answered, then their mean accuracy.
+
+    Models whose task of one name has different metrics get a row per metric, and so do means over
+    different tasks.
+    """
+    known = [evaluation for evaluation in evaluations if evaluation]
+    for name in dict.fromkeys([*TASKS, *(name for evaluation in known for name in evaluation.results)]):
+        for task in dict.fromkeys(evaluation.task(name) for evaluation in known):
+            scores = [one.score(name) if one and one.task(name) == task else None for one in evaluations]
+            if any(scores):
+                yield ScoreRow(f"{task.heading} ({task.metric.replace('_', ' ')})", task.higher_is_better, scores)
+    means = [mean_accuracy(evaluation.results) if evaluation else None for evaluation in evaluations]
+    for tasks in dict.fromkeys(tuple(mean["tasks"]) for mean in means if mean):
+        scores = [(one["value"], one["stderr"]) if one and tuple(one["tasks"]) == tasks else None for one in means]
+        yield ScoreRow(f"mean accuracy ({len(tasks)} tasks)", True, scores)
 
 
 def mean_difference(answers: Answers, dense_answers: Answers) -> tuple[float, float] | None:
