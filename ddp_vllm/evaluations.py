@@ -243,19 +243,25 @@ def in_points(difference: float, half_width: float) -> str:
     return f"cannot tell: between {100 * worse:.1f} points worse and {100 * better:.1f} better; use more rows"
 
 
-def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of
-    text; None if unknown.
-
-    quality: what `prune` and `eval --text` store of a text. Both models read the same blocks, so
-    `mean_loss` is taken of the blocks' differences.
-    """
-    losses, tokens = quality.get("block_losses") or {}, quality.get("block_tokens")
-    dense, last = losses.get("dense"), losses.get("recovered") or losses.get("pruned")
-    if not dense or not last or {len(last), len(tokens or last)} != {len(dense)}:
+def perplexity_ratio(quality: Quality) -> tuple[float, float, float] | None:
+    """Return the last model's perplexity over the dense one's, as `ratio_of_losses`; None if the
+    losses of their blocks are unknown."""
+    losses = quality.block_losses or {}
+    if "dense" not in losses or quality.last not in losses:
         return None
-    middle, error = mean_loss([after - before for before, after in zip(dense, last, strict=True)], tokens)
-    reach = inf if error is None else t_quantile(len(last) - 1) * error
+    return ratio_of_losses(losses["dense"], losses[quality.last], quality.block_tokens)
+
+
+def ratio_of_losses(
+    dense: Sequence[float], pruned: Sequence[float], block_tokens: Sequence[int] | None
+) -> tuple[float, float, float]:
+    """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of text.
+
+    dense, pruned: nats per token of each block. Both models read the same blocks, so `mean_loss` is
+    taken of the blocks' differences.
+    """
+    middle, error = mean_loss([after - before for before, after in zip(dense, pruned, strict=True)], block_tokens)
+    reach = inf if error is None else t_quantile(len(dense) - 1) * error
     ratio, low, high = (
         exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle, middle - reach, middle + reach)
     )

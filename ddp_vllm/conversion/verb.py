@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
 
 def _announce(made: Checkpoint, _: Mapping[str, Any]) -> None:
-    echo(f"read back: {statement(made.provenance)}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
+    echo(f"read back: {statement(made.history)}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
 
 
 @command("convert", show=_announce)

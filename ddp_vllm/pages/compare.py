@@ -89,12 +89,12 @@ def comparison_table(comparison: Comparison) -> Table:
     changes = (difference(model, dense) for model in models)
     add("points, same questions, 95 %", lambda change: points(*change), changes)
     for text in dict.fromkeys(text for model in models for text in model.texts):
-        qualities: list[Any] = [model.texts.get(text) or {} for model in pruned]
-        add_ratios(f"perplexity on {text}, × dense", map(perplexity_ratio, qualities))
-        near = [quality.get("agreement", {}).get("pruned") for quality in qualities]
+        qualities = [model.texts.get(text) for model in pruned]
+        add_ratios(f"perplexity on {text}, × dense", (quality and perplexity_ratio(quality) for quality in qualities))
+        near = [quality and quality.last_agreement for quality in qualities]
         unknown = ["–"] * bool(dense)
-        add(f"KL on {text}, nats", lambda agreement: f"{agreement['kl']:.3f}", near, *unknown)
-        add(f"top-1 agreement on {text}", lambda agreement: f"{agreement['top1']:.1%}", near, *unknown)
+        add(f"KL on {text}, nats", lambda agreement: f"{agreement.kl:.3f}", near, *unknown)
+        add(f"top-1 agreement on {text}", lambda agreement: f"{agreement.top1:.1%}", near, *unknown)
     _add_bits(comparison, add, add_ratios)
     return Table(headings=["", *(model.name for model in models)], rows=rows)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import convert
 
 from ddp_prune.models.evaluation import bits_of
 from ddp_prune.models.loading import load_model
@@ -115,8 +116,9 @@ def trim(
         write_weights(_trimmed_tensors(folder, table, rows), writing)
         proved = _prove(writing, folder, texts, new_ids, num_rows) if proof else {}
         costs = _costs((folder, writing), texts)
-        trimmed = Trimmed(name=folder.resolve().name, tokens=(len(ids), len(rows)), **costs)  # type: ignore[typeddict-item]
-        write_provenance(writing / MASKS_FILE, {"trimmed": trimmed, "proof": proved})
+        entry = {"name": folder.resolve().name, "tokens": (len(ids), len(rows)), **costs}
+        write_provenance(writing / MASKS_FILE, {"trimmed": entry, "proof": proved})
+        trimmed = convert(entry, Trimmed)
         write_trimmed_pages(writing, output.name, trimmed)
     for topic, statement in trimming(trimmed):
         print_line(f"{topic}: {statement}")
