@@ -32,7 +32,6 @@ from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import CheckpointError
 from ddp_vllm.families import config_of_copy
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.model_files import stored_tensors, write_model
@@ -182,8 +181,6 @@ def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
     checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
     check_index(dense.folder)
     recipe.check_length(recipe.teacher, dense.text_config)
-    if not checkpoint.provenance:
-        raise CheckpointError(f"{recipe.model} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
     return checkpoint, open_pruned(checkpoint, dense), dense
 
 
