@@ -141,8 +141,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_pruned(folder: Path) -> bool:
-    """Tell whether ddp-vllm made the folder of a model. Raises: ModelError if it has no config."""
-    return is_pruned_config(read_config(folder))
+    """Tell whether ddp-vllm made the folder of a model. Raises: ModelError if it has no config, or one
+    that describes widths in two ways."""
+    try:
+        return is_pruned_config(read_config(folder))
+    except WidthsError as error:
+        raise ModelError(f"{folder}: {error}") from error
 
 
 def unrelated(dense: str, pruned: str) -> str:

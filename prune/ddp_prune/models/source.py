@@ -167,7 +167,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
         check_dense(config)
         if is_family:
             check_known(config)
-        tensors = _stored(folder) if is_local or load else _on_hub(model)
+        tensors = read_headers(folder) if is_local or load else _on_hub(model)
     if config.get("tie_word_embeddings"):  # the output head is the embedding, which some checkpoints store twice
         tensors.pop("lm_head.weight", None)
     if is_family:
@@ -287,8 +287,9 @@ def check_index(folder: Path) -> None:
         )
 
 
-def _stored(folder: Path) -> dict[str, tuple[list[int], str]]:
-    """Return shape and dtype of every tensor of a folder. Raises: ModelError."""
+def read_headers(folder: Path) -> dict[str, tuple[list[int], str]]:
+    """Return shape and dtype of every tensor of a folder, from the headers of its files. Raises:
+    ModelError."""
     try:
         return {name: (shape, dtype) for name, shape, dtype in checked_tensors(folder)}
     except (WidthsError, OSError) as error:
