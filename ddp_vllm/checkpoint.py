@@ -203,14 +203,14 @@ def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a dense config that no verb can use, or that states the widths of a pruned model.
     Raises: ModelError."""
     # a pruned checkpoint is read without these
-    from ddp_vllm.families import check_known, warn_of_foreign_code
+    from ddp_vllm.families import check_supported, warn_of_foreign_code
     from ddp_vllm.formats import check_states_no_widths
 
     try:
         check_states_no_widths(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
-    check_known(config)
+    check_supported(config)
     warn_of_foreign_code(folder, config)
 
 

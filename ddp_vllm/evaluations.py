@@ -63,7 +63,7 @@ ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better a
 """The nine tasks whose unweighted mean is the paper's "mean accuracy" for MoE and Qwen3."""
 
 
-class Stated(Measured, kw_only=True):
+class Additions(Measured, kw_only=True):
     """What `eval` adds to lm-eval's results."""
 
     class Settings(msgspec.Struct):
@@ -93,7 +93,7 @@ class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
     samples: dict[str, Rows] = {}
     date: Finite | None = None
     higher_is_better: dict[str, dict[str, Any]] = {}
-    ddp_vllm: Stated
+    ddp_vllm: Additions
 
     def task(self, name: str) -> Task:
         """Return how a task is reported: one of `TASKS`, else by the first metric of lm-eval's."""

@@ -125,7 +125,7 @@ def model_id(folder: Path) -> str:
     for path in sorted({path for pattern in FOUND_BY_NAME for path in folder.glob(pattern) if path.is_file()}):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(content)}".encode() + content)
-    for path in weight_files(folder):
+    for path in all_weight_files(folder):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder)} {size}".encode())
         with path.open("rb") as file:
@@ -135,7 +135,7 @@ def model_id(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def weight_files(folder: Path) -> list[Path]:
+def all_weight_files(folder: Path) -> list[Path]:
     """Return the files of a model's weights, in order."""
     return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern) if path.is_file())
 

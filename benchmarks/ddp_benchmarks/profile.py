@@ -20,7 +20,7 @@ from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import ModelError, SettingError
-from ddp_vllm.families import check_known, code_of, pruned_config
+from ddp_vllm.families import check_supported, code_of, pruned_config
 from ddp_vllm.latency import FORMAT, read_profile, shapes_of
 from ddp_vllm.machine import Workload
 from ddp_vllm.model_facts import local_folder
@@ -62,7 +62,7 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, pri
     vllm_command()
     folder = local_folder(settings.model) or _downloaded(settings.model)
     config = read_config(folder)
-    check_known(config)
+    check_supported(config)
     shapes = shapes_of(config)
     results = _resumed(settings, config, shapes, output, overwrite=overwrite)
     done = {run["shape"] for run in results["times"]}

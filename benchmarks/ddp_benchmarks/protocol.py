@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.machine import hardware, today, versions
+from ddp_vllm.machine import hardware, now, versions
 
 Variant = TypeVar("Variant")
 
@@ -28,5 +28,5 @@ def rotated(variants: Sequence[Variant], turn: int) -> list[Variant]:
 
 def new_results(form: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first fields of a results file: format, time, settings, hardware and versions."""
-    facts = {"format": form, "started": today(), "settings": dict(settings)}
+    facts = {"format": form, "started": now(), "settings": dict(settings)}
     return facts | {"hardware": hardware(), "versions": versions()}

@@ -24,7 +24,7 @@ from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError, SettingError, TextError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.families import register_pruned
-from ddp_vllm.machine import hardware, today, versions
+from ddp_vllm.machine import hardware, now, versions
 from ddp_vllm.masks import MASKS_FILE, Provenance
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, tokens_differ
 from ddp_vllm.names import bare_name
@@ -64,7 +64,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
     )
     results: dict[str, Any] = {
         "format": FIDELITY_FORMAT,
-        "started": today(),
+        "started": now(),
         "settings": asdict(settings),
         "hardware": hardware(),
         "versions": versions(),
