@@ -135,17 +135,19 @@ def complete(server: Server, prompt: str, *, max_tokens: int) -> str:
 
 
 def summary(pruned: Path, speed: Path) -> None:
-    provenance = read_checkpoint(pruned).provenance
+    history = read_checkpoint(pruned).history
     size = sum(file.stat().st_size for file in pruned.glob("model*.safetensors"))
     dense = sum(file.stat().st_size for file in fetch_model("smollm2-135m").glob("model*.safetensors"))
     print_line("results")
-    for answer in answers(provenance)[:SHOWN]:
+    for answer in answers(history)[:SHOWN]:
         print(f"     {answer['prompt']}")
         for model in ("dense", "pruned"):
             print(f"       {model:6}  {' '.join(answer[model].split())[:160]}")
-    quality = provenance["perplexity"]
-    ratio = quality["pruned"] / quality["dense"]
-    print(f"     perplexity on held-out chats: {perplexities(quality)}, {ratio:.2f} × dense; our limit is {LIMIT}")
+    quality = history.perplexity
+    assert quality
+    print(
+        f"     perplexity on held-out chats: {perplexities(quality)}, {quality.ratio:.2f} × dense; our limit is {LIMIT}"
+    )
     print(f"     weights: {dense / 1e6:.0f} MB dense, {size / 1e6:.0f} MB pruned")
     print(f"     decode step: {json.loads(speed.read_text(encoding='utf-8'))['verdicts'][0]['sentence']}")
     print(f"     {larger_cut()}")

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_vllm.machine import hardware, today, versions
+from ddp_vllm.machine import hardware, now, versions
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.provenance import local_provenance
@@ -140,7 +140,7 @@ def main() -> None:
         of_table = {model: path for model, path in models.items() if model in table.get("models", models)}
         for cell in cells(name, table, list(of_table), arguments.seeds):
             if not cell.file.exists() and cell.evaluates in ("", *models):
-                print(f"{today()} {cell.table}: {cell.name}", flush=True)
+                print(f"{now()} {cell.table}: {cell.name}", flush=True)
                 run(cell, models, ddp_vllm, work, table)
         if arguments.cells_only:
             continue
@@ -191,7 +191,7 @@ def run(cell: Cell, models: Mapping[str, str], ddp_vllm: Command, work: Path, ta
         "commands": commands,
         "versions": versions(),
         "hardware": hardware(),
-        "date": today(),
+        "date": now(),
         "seconds": round(seconds, 1),  # of the last call, if the cell was interrupted
         "peak_gb": round(peak / 1e9, 2),
     }

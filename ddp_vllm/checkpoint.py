@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
-from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, stated_widths, states_widths
@@ -54,8 +54,13 @@ class Checkpoint:
     def perplexity(self) -> dict[str, float]:
         """Perplexity on held-out text of the `dense`, `pruned` and `recovered` model; {} if it was
         not measured."""
-        quality = self.provenance.get("perplexity") or {}
-        return {name: quality[name] for name in ("dense", "pruned", "recovered") if name in quality}
+        quality = self.history.perplexity
+        return quality.perplexities if quality else {}
+
+    @cached_property
+    def history(self) -> Provenance:
+        """The provenance as far as it is read again, with its defaults."""
+        return Provenance.of(self.provenance)
 
     @cached_property
     def dense_shapes(self) -> Mapping[str, list[int]]:
@@ -80,9 +85,9 @@ class Checkpoint:
         return any(layer.expert_intermediate_sizes is not None for layer in self.layers)
 
     @property
-    def times_chosen(self) -> dict[int, list[int]]:
+    def times_chosen(self) -> dict[int, list[float]]:
         """How often each expert was chosen on the training text, by layer; {} if unknown."""
-        return {int(layer): counts for layer, counts in self.provenance.get("routing", {}).get("chosen", {}).items()}
+        return {int(layer): counts for layer, counts in self.history.routing.chosen.items()}
 
 
 def read_json(path: Path) -> Any:
@@ -182,7 +187,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         widths.on_disk.check(tensors)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    _check_routing(provenance.get("routing", {}).get("chosen", {}), widths, folder / MASKS_FILE)
+    _check_routing(Provenance.of(provenance).routing.chosen, widths, folder / MASKS_FILE)
     shapes = {name: shape for name, shape, _ in tensors}
     return Checkpoint(
         folder=folder,
@@ -198,14 +203,14 @@ def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a dense config that no verb can use, or that states the widths of a pruned model.
     Raises: ModelError."""
     # a pruned checkpoint is read without these
-    from ddp_vllm.families import check_known, warn_of_foreign_code
+    from ddp_vllm.families import check_supported, warn_of_foreign_code
     from ddp_vllm.formats import check_states_no_widths
 
     try:
         check_states_no_widths(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
-    check_known(config)
+    check_supported(config)
     warn_of_foreign_code(folder, config)
 
 

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from ddp_vllm.errors import LOST, OutputError, SettingError
 from ddp_vllm.settings import HEADINGS, USUAL, VERBS, Option, Verb, first_sentence, kind_of, option_of, part_of
 
-Stated = tuple[str, Any, Any, Option]
+Declared = tuple[str, Any, Any, Option]
 """Name, type, default and `Option` of a parameter of a verb or a setting."""
 JSON = "Print the results as JSON; other lines go to stderr."
 JSON_IS_LAST_LINE = "Print the results as one line of JSON at the end."
@@ -101,15 +101,15 @@ def command_of(name: str, help: str = "") -> click.Command:
     if not (verb := VERBS.get(name)):
         members = [command_of(member) for member in VERBS if member.startswith(f"{name} ")]
         return click.Group(name, members, help=help)
-    stated = [*_stated(verb)]
-    parameters = [_parameter(*parts) for parts in stated]
+    declared = [*_declared(verb)]
+    parameters = [_parameter(*parts) for parts in declared]
     if verb.as_json:
         text = JSON_IS_LAST_LINE if verb.json_is_last_line else JSON
         parameters.append(click.Option(["--json", "as_json"], is_flag=True, help=text))
     if verb.has_quiet:
         parameters.append(click.Option(["--quiet"], is_flag=True, help=QUIET))
     made = Command(name.split()[-1], callback=partial(_run, verb), params=parameters, help=help_of(verb.function))
-    made.headings = {name: option.heading for name, _, _, option in stated} if verb.settings else {}
+    made.headings = {name: option.heading for name, _, _, option in declared} if verb.settings else {}
     return made
 
 
@@ -122,22 +122,22 @@ def help_of(function: Callable[..., Any]) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _stated(verb: Verb) -> Iterator[Stated]:
+def _declared(verb: Verb) -> Iterator[Declared]:
     """Yield what a verb takes on the command line: positional parameters, settings, then keywords."""
-    positional, keywords = list[Stated](), list[Stated]()
+    positional, keywords = list[Declared](), list[Declared]()
     parameters = inspect.signature(verb.function).parameters
     for name, parameter in parameters.items():
         is_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        stated = getattr(parameter.annotation, "__metadata__", [Option(heading="", is_argument=is_positional)])
+        declared = getattr(parameter.annotation, "__metadata__", [Option(heading="", is_argument=is_positional)])
         kept = positional if is_positional else keywords
-        kept.append((name, parameter.annotation, parameter.default, stated[0]))
+        kept.append((name, parameter.annotation, parameter.default, declared[0]))
     for field in fields(verb.settings) if verb.settings else ():
         option = option_of(field)
         if verb.settings and field.name in verb.settings.inherited:
             option = replace(option, shown="that of the pruning run")
         if field.name not in parameters:
             positional.append((field.name, field.type, field.default, option))
-    return (stated for stated in (*positional, *keywords) if stated[-1].heading or stated[-1].is_argument)
+    return (declared for declared in (*positional, *keywords) if declared[-1].heading or declared[-1].is_argument)
 
 
 def _parameter(name: str, annotation: Any, default: Any, option: Option) -> click.Parameter:

@@ -1,8 +1,8 @@
 """The paper's tasks, and the results of lm-eval on them, which `eval` writes and `compare`
 reads."""
 
-from collections.abc import Mapping, Sequence
-from math import exp, inf, isfinite, isnan, nan
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp, inf, isfinite, isnan, log, nan
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Annotated, Any, NamedTuple, TypedDict
@@ -63,7 +63,7 @@ ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better a
 """The nine tasks whose unweighted mean is the paper's "mean accuracy" for MoE and Qwen3."""
 
 
-class Stated(Measured, kw_only=True):
+class Additions(Measured, kw_only=True):
     """What `eval` adds to lm-eval's results."""
 
     class Settings(msgspec.Struct):
@@ -93,7 +93,7 @@ class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
     samples: dict[str, Rows] = {}
     date: Finite | None = None
     higher_is_better: dict[str, dict[str, Any]] = {}
-    ddp_vllm: Stated
+    ddp_vllm: Additions
 
     def task(self, name: str) -> Task:
         """Return how a task is reported: one of `TASKS`, else by the first metric of lm-eval's."""
@@ -119,6 +119,23 @@ class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
         """What two comparable evaluations share: tasks, limit, context length and data."""
         settings = self.ddp_vllm.settings
         return sorted(self.results), settings.limit, settings.max_length, self.ddp_vllm.data
+
+
+class ScoreRow(NamedTuple):
+    """A row of a table of models: one task, or the mean accuracy."""
+
+    heading: str
+    is_accuracy: bool
+    scores: list[Score | None]
+    """Of each model."""
+
+    def cells(self) -> list[str]:
+        """Return each value with its standard error, accuracies in percent; "" where a model has none."""
+        scale, cells = 100 if self.is_accuracy else 1, []
+        for value, error in (score or (None, None) for score in self.scores):
+            cell = "" if value is None else f"{scale * value:.2f}"
+            cells.append(cell if error is None else f"{cell} ± {scale * error:.2f}")
+        return cells
 
 
 class Bits(TypedDict):
@@ -171,6 +188,24 @@ def _score(scores: Mapping[str, Any], task: Task) -> Score | None:
     return None if isnan(value) else (value, error if isfinite(error) else None)
 
 
+def score_rows(evaluations: Sequence[Evaluation | None]) -> Iterator[ScoreRow]:
+    """Yield a row per task that a model answered, then their mean accuracy.
+
+    Models whose task of one name has different metrics get a row per metric, and so do means over
+    different tasks.
+    """
+    known = [evaluation for evaluation in evaluations if evaluation]
+    for name in dict.fromkeys([*TASKS, *(name for evaluation in known for name in evaluation.results)]):
+        for task in dict.fromkeys(evaluation.task(name) for evaluation in known):
+            scores = [one.score(name) if one and one.task(name) == task else None for one in evaluations]
+            if any(scores):
+                yield ScoreRow(f"{task.heading} ({task.metric.replace('_', ' ')})", task.higher_is_better, scores)
+    means = [mean_accuracy(evaluation.results) if evaluation else None for evaluation in evaluations]
+    for tasks in dict.fromkeys(tuple(mean["tasks"]) for mean in means if mean):
+        scores = [(one["value"], one["stderr"]) if one and tuple(one["tasks"]) == tasks else None for one in means]
+        yield ScoreRow(f"mean accuracy ({len(tasks)} tasks)", True, scores)
+
+
 def mean_difference(answers: Answers, dense_answers: Answers) -> tuple[float, float] | None:
     """Return the difference of the mean accuracy from the dense model's and half its 95 % interval;
     None if unknown.
@@ -208,19 +243,25 @@ def in_points(difference: float, half_width: float) -> str:
     return f"cannot tell: between {100 * worse:.1f} points worse and {100 * better:.1f} better; use more rows"
 
 
-def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of
-    text; None if unknown.
-
-    quality: what `prune` and `eval --text` store of a text. Both models read the same blocks, so
-    `mean_loss` is taken of the blocks' differences.
-    """
-    losses, tokens = quality.get("block_losses") or {}, quality.get("block_tokens")
-    dense, last = losses.get("dense"), losses.get("recovered") or losses.get("pruned")
-    if not dense or not last or {len(last), len(tokens or last)} != {len(dense)}:
+def perplexity_ratio(quality: Quality) -> tuple[float, float, float] | None:
+    """Return the last model's perplexity over the dense one's, as `ratio_of_losses`; None if the
+    losses of their blocks are unknown."""
+    losses = quality.block_losses or {}
+    if "dense" not in losses or quality.last not in losses:
         return None
-    middle, error = mean_loss([after - before for before, after in zip(dense, last, strict=True)], tokens)
-    reach = inf if error is None else t_quantile(len(last) - 1) * error
+    return ratio_of_losses(losses["dense"], losses[quality.last], quality.block_tokens)
+
+
+def ratio_of_losses(
+    dense: Sequence[float], pruned: Sequence[float], block_tokens: Sequence[int] | None
+) -> tuple[float, float, float]:
+    """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of text.
+
+    dense, pruned: nats per token of each block. Both models read the same blocks, so `mean_loss` is
+    taken of the blocks' differences.
+    """
+    middle, error = mean_loss([after - before for before, after in zip(dense, pruned, strict=True)], block_tokens)
+    reach = inf if error is None else t_quantile(len(dense) - 1) * error
     ratio, low, high = (
         exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle, middle - reach, middle + reach)
     )
@@ -245,12 +286,12 @@ def perplexity_ratio_of_bits(bits: Bits) -> tuple[float, float, float]:
 
     It is what `perplexity_ratio` is where tokens are the same, so one limit serves both.
     """
-    excerpts = zip(bits["excerpt_bits"]["dense"], bits["excerpt_bits"]["pruned"], bits["excerpt_bytes"], strict=True)
-    middle, error = mean_loss([(after - before) / size for before, after, size in excerpts], bits["excerpt_bytes"])
-    reach = inf if error is None else t_quantile(len(bits["excerpt_bytes"]) - 1) * error
-    exponents = (each / bits["tokens_per_byte"]["dense"] for each in (middle, middle - reach, middle + reach))
-    ratio, low, high = (2.0**each if each < 1000 else inf for each in exponents)
-    return ratio, low, high
+    sizes, nats_of_bit = bits["excerpt_bytes"], log(2.0) / bits["tokens_per_byte"]["dense"]
+    dense, pruned = (
+        [nats_of_bit * of_excerpt / size for of_excerpt, size in zip(bits["excerpt_bits"][model], sizes, strict=True)]
+        for model in ("dense", "pruned")
+    )
+    return ratio_of_losses(dense, pruned, sizes)
 
 
 def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:

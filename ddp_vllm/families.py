@@ -57,7 +57,7 @@ def check_dense(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_known(config: Mapping[str, Any]) -> None:
+def check_supported(config: Mapping[str, Any]) -> None:
     """Refuse a config that is not of a dense model of a family or mixture in this file, or lacks its
     sizes. Raises: ModelError."""
     check_dense(config)

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from ddp_vllm.dimensions import attended, widths_of
 from ddp_vllm.errors import ModelError, reading
-from ddp_vllm.families import FAMILIES, check_known, pruned_config
+from ddp_vllm.families import FAMILIES, check_supported, pruned_config
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads, head_dim
 from ddp_vllm.schema import checked
@@ -77,7 +77,7 @@ def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if any(config.get(key) for key in FORMATS):
         left_out = (WIDTH, KV_HEADS) if config.get("block_configs") else (WIDTH,)
         dense |= {key: 1 for key in left_out if config.get(key) is None}
-    check_known(dense)
+    check_supported(dense)
     return dense
 
 

@@ -87,7 +87,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def today() -> str:
+def now() -> str:
     """Return the current time in UTC, as `2026-01-31T12:00:00Z`."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 

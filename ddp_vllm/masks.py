@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Struct, field
 
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.machine import Measured, Workload
@@ -27,56 +27,86 @@ folder."""
 MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
 
 
-class _Perplexities(TypedDict):
-    dense: AtLeastZero
-    pruned: AtLeastZero
-    tokens: Count
+class Agreement(Struct):
+    """The agreement of a model with the dense one."""
 
-
-class _Agreement(TypedDict):
     kl: AtLeastZero
+    """Nats per token."""
     top1: Share
 
 
-class Quality(_Perplexities, total=False):
+class Quality(Struct, kw_only=True):
     """The perplexities of a model and the dense one on one text."""
 
-    recovered: AtLeastZero
-    block_losses: dict[str, list[Annotated[float, Meta(ge=-700, le=700)]]] | None
-    """Model -> nats per token of each block; a float holds exp of these."""
-    block_tokens: list[Annotated[int, Meta(ge=1)]] | None
-    agreement: dict[str, _Agreement]
-    """Model -> its agreement with the dense one."""
-
-
-class _Recipe(TypedDict, total=False):
-    model: str
-    context_length: Annotated[int, Meta(ge=1, le=1 << 40)]
+    dense: AtLeastZero
+    pruned: AtLeastZero
+    recovered: AtLeastZero | None = None
     tokens: Count
+    block_losses: dict[str, list[Annotated[float, Meta(ge=-700, le=700)]]] | None = None
+    """Model -> nats per token of each block; a float holds exp of these."""
+    block_tokens: list[Annotated[int, Meta(ge=1)]] | None = None
+    agreement: dict[str, Agreement] = {}
+    """By model."""
+
+    def __post_init__(self) -> None:
+        losses = [*(self.block_losses or {}).values()]
+        if [] in losses or len({len(blocks) for blocks in (*losses, self.block_tokens) if blocks is not None}) > 1:
+            raise SchemaError("the losses are not of the same blocks for each model")
+
+    @property
+    def perplexities(self) -> dict[str, float]:
+        """The perplexity of each model that was evaluated, by the stages of a checkpoint in order."""
+        values = {"dense": self.dense, "pruned": self.pruned, "recovered": self.recovered}
+        return {model: value for model, value in values.items() if value is not None}
+
+    @property
+    def last(self) -> str:
+        """The last stage."""
+        return [*self.perplexities][-1]
+
+    @property
+    def ratio(self) -> float:
+        """The perplexity of the last model over the dense one's."""
+        return self.perplexities[self.last] / self.dense
+
+    @property
+    def last_agreement(self) -> Agreement | None:
+        """That of the last model; None if unknown."""
+        return self.agreement.get(self.last)
 
 
-class _Run(TypedDict, total=False):
-    train: str
+class _Recipe(Struct):
+    model: str = ""
+    context_length: Annotated[int, Meta(ge=1, le=1 << 40)] | None = None
+    tokens: Count = 0
 
 
-class _Routing(TypedDict, total=False):
-    chosen: dict[Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,4})$")], list[AtLeastZero]]
+class _Run(Struct):
+    train: str = ""
+
+
+class _Routing(Struct):
+    chosen: dict[Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,4})$")], list[AtLeastZero]] = {}
     """Layer -> how often each expert was chosen."""
 
 
-_Converted = TypedDict("_Converted", {"from": str, "format": str})
+class _Converted(Struct, rename={"source": "from"}):
+    source: str
+    format: str
 
 
-class _Training(TypedDict, total=False):
-    recipe: _Recipe
-    tokens: Count
-    texts: list[str]
-    watched: dict[str, Quality | None]
-    prompts: list[str]
-    answers: dict[str, list[str]]
+class Training(Struct, kw_only=True):
+    """What was trained on which text, and with what result."""
+
+    recipe: _Recipe = field(default_factory=_Recipe)
+    tokens: Count | None = None
+    texts: list[str] = []
+    watched: dict[str, Quality | None] = {}
+    prompts: list[str] = []
+    answers: dict[str, list[str]] = {}
 
 
-class _Checksums(TypedDict):
+class _Checksums(Struct):
     header: str
     tensors: str
 
@@ -90,22 +120,22 @@ class Latency(Measured, kw_only=True):
     workload: Workload
 
 
-class _Proof(TypedDict, total=False):
-    tokens: Count
-    logits: AtLeastZero
-    tolerance: AtLeastZero
-    fault: str
+class _Proof(Struct):
+    tokens: Count | None = None
+    logits: AtLeastZero | None = None
+    fault: str | None = None
+    """"" if the folder repeats the measured model; None if it was not compared."""
 
 
 _AboveZero = Annotated[float, Meta(gt=0)]
 
 
-class _TrimmedText(TypedDict):
+class _TrimmedText(Struct):
     tokens: tuple[_AboveZero, _AboveZero]
     bits: tuple[_AboveZero, _AboveZero]
 
 
-class Trimmed(TypedDict):
+class Trimmed(Struct):
     """A smaller vocabulary; each pair is before and after."""
 
     name: str
@@ -119,24 +149,39 @@ class Trimmed(TypedDict):
     """The tokens of the words that became longest."""
 
 
-class Provenance(_Training, total=False):
+class Provenance(Training, kw_only=True):
     """What the masks file says of its checkpoint, as far as it is read again."""
 
-    checksums: _Checksums
-    ddp_vllm: str
-    head_unit: str
-    applied_to: str
-    search_steps: Count
-    targets: dict[str, Share]
-    run: _Run
-    run_id: str
-    converted: _Converted
-    trimmed: Trimmed
-    perplexity: Quality | None
-    routing: _Routing
-    latency: Latency
-    recovery: _Training
-    proof: _Proof
+    checksums: _Checksums | None = None
+    ddp_vllm: str = "of an unknown version"
+    head_unit: str = "kv-group"
+    applied_to: str = ""
+    search_steps: Count | None = None
+    targets: dict[str, Share] = {}
+    run: _Run = field(default_factory=_Run)
+    run_id: str = ""
+    converted: _Converted | None = None
+    trimmed: Trimmed | None = None
+    perplexity: Quality | None = None
+    routing: _Routing = field(default_factory=_Routing)
+    latency: Latency | None = None
+    recovery: Training | None = None
+    proof: _Proof = field(default_factory=_Proof)
+
+    @classmethod
+    def of(cls, provenance: Any) -> "Provenance":
+        """Return the provenance in a masks file. Raises: SchemaError if it is damaged."""
+        return checked(provenance, cls, "its provenance")
+
+    @property
+    def training(self) -> Training:
+        """The last training."""
+        return self.recovery or self
+
+    @property
+    def dense_model(self) -> str:
+        """The path or hub name of the model that was pruned; "" if it is unknown."""
+        return self.applied_to or self.recipe.model
 
 
 def is_mask(name: str) -> bool:
@@ -183,7 +228,7 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
             names = sorted(file.keys())
             tensors = {name: file.get_tensor(name) for name in names} if with_tensors else {}
         provenance = parse_json(metadata.get("ddp", "{}"))
-        check_provenance(provenance)
+        Provenance.of(provenance)
         if stored := provenance.pop("checksums", None):
             computed = checksums(json.dumps(provenance), tensors)
             if stored["header"] != computed["header"]:
@@ -195,14 +240,3 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
             f"{path} is not a masks file ({error}); pass the {MASKS_FILE} of a pruned folder"
         ) from error
     return tensors, provenance
-
-
-def check_provenance(provenance: Any) -> None:
-    """Refuse provenance that the pages cannot show. Raises: SchemaError."""
-    stated = checked(provenance, Provenance, "its provenance")
-    watched = stated.get("watched", {}) | stated.get("recovery", {}).get("watched", {})
-    for name, quality in {**watched, "": stated.get("perplexity")}.items():
-        losses = [*((quality and quality.get("block_losses")) or {}).values()]
-        tokens = quality.get("block_tokens") if quality else None
-        if [] in losses or len({len(blocks) for blocks in (*losses, tokens) if blocks is not None}) > 1:
-            raise SchemaError(f"its perplexity{' on ' * bool(name)}{name} is not of the same blocks for each model")

@@ -125,7 +125,7 @@ def model_id(folder: Path) -> str:
     for path in sorted({path for pattern in FOUND_BY_NAME for path in folder.glob(pattern) if path.is_file()}):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(content)}".encode() + content)
-    for path in weight_files(folder):
+    for path in all_weight_files(folder):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder)} {size}".encode())
         with path.open("rb") as file:
@@ -135,14 +135,18 @@ def model_id(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def weight_files(folder: Path) -> list[Path]:
+def all_weight_files(folder: Path) -> list[Path]:
     """Return the files of a model's weights, in order."""
     return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern) if path.is_file())
 
 
 def is_pruned(folder: Path) -> bool:
-    """Tell whether ddp-vllm made the folder of a model. Raises: ModelError if it has no config."""
-    return is_pruned_config(read_config(folder))
+    """Tell whether ddp-vllm made the folder of a model. Raises: ModelError if it has no config, or one
+    that describes widths in two ways."""
+    try:
+        return is_pruned_config(read_config(folder))
+    except WidthsError as error:
+        raise ModelError(f"{folder}: {error}") from error
 
 
 def unrelated(dense: str, pruned: str) -> str:

@@ -17,7 +17,7 @@ from ddp_vllm.remote_code.files import INDEX_FILE, weight_files
 
 MAX_SHARD_BYTES = 4_000_000_000
 LARGEST = 200_000_000  # bytes of a file that is copied along; tokenizers take up to 40 MB
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 # neither copied along with a model nor downloaded, unlike all other files of its folder
 NOT_COPIED = (
     *("*.bin", "*.bin.*", "*.pt", "*.pth", "*.ckpt*", "*.h5", "*.msgpack", "*.gguf", "*.onnx*", "*.tflite", "*.pkl"),
@@ -38,7 +38,7 @@ def tokenizer_and_config_files(folder: Path) -> list[Path]:
 
 
 def _is_copied(name: str, size: int) -> bool:
-    return size <= LARGEST and not any(fnmatchcase(name, pattern) for pattern in (*NOT_COPIED, *WEIGHTS))
+    return size <= LARGEST and not any(fnmatchcase(name, pattern) for pattern in (*NOT_COPIED, *WEIGHT_PATTERNS))
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddp_vllm.errors import CheckpointError, OutputError
-from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
 
 # on some network file systems; filelock itself handles ENOSYS
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
@@ -167,7 +167,7 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                     path.chmod(temporary.stat().st_mode & 0o666)
                 sync(path)
             sync(temporary)
-            if fault := read_provenance(temporary / MASKS_FILE).get("proof", {}).get("fault"):
+            if fault := Provenance.of(read_provenance(temporary / MASKS_FILE)).proof.fault:
                 unproved = output.with_name(f"{output.name}.unproved")
                 check_output(unproved, overwrite=True)
                 shutil.rmtree(unproved, ignore_errors=True)

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.families import code_of
+from ddp_vllm.masks import Provenance
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.settings import Option
 
@@ -155,11 +156,12 @@ def read_back(folder: Path, texts: Sequence[str], tokens: Sequence[int]) -> tupl
             return json.loads((file.metadata() or {})["read"]), logits
 
 
-def statement(provenance: Mapping[str, Any]) -> str:
+def statement(provenance: Provenance) -> str:
     """Return what the proof of a folder showed, in words."""
-    if not (proof := provenance.get("proof")):
+    proof = provenance.proof
+    if proof.fault is None:
         return "not compared with the measured model in a fresh process (--no-proof)"
-    if proof["fault"]:
-        return f"FAILED: {proof['fault']}"
-    logits = f"logits within {proof['logits']:.0e}".replace("e-0", "e-") if "logits" in proof else "logits finite"
-    return f"{proof['tokens']:,} tokens the same, {logits}" if "tokens" in proof else logits
+    if proof.fault:
+        return f"FAILED: {proof.fault}"
+    logits = "logits finite" if proof.logits is None else f"logits within {proof.logits:.0e}".replace("e-0", "e-")
+    return logits if proof.tokens is None else f"{proof.tokens:,} tokens the same, {logits}"

@@ -67,11 +67,6 @@ def local_provenance(masks: Path) -> dict[str, Any]:
     return provenance
 
 
-def dense_model(provenance: Mapping[str, Any]) -> str | None:
-    """Return the path or hub name of the model that was pruned; None if it is unknown."""
-    return str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or "") or None
-
-
 def provenance_of(folder: Path) -> dict[str, Any]:
     """Return the provenance of a pruned folder; {} if there is no such folder or its masks file
     cannot be read."""

@@ -11,7 +11,7 @@ import msgspec
 
 from ddp_vllm.errors import TextError
 from ddp_vllm.intervals import Verdict, judge
-from ddp_vllm.machine import Measured, today
+from ddp_vllm.machine import Measured, hardware, now, versions
 from ddp_vllm.model_facts import ModelFacts
 from ddp_vllm.output import write_text
 from ddp_vllm.schema import AtLeastZero, Count, Finite, Kind, SchemaError, checked
@@ -145,6 +145,12 @@ def main_metric(load: str, metrics: Container[str]) -> str:
     return "p50_tpot_ms" if "p50_tpot_ms" in metrics else "p50_e2el_ms"
 
 
+def new_results(form: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first fields of a results file: format, time, settings, hardware and versions."""
+    facts = {"format": form, "started": now(), "settings": dict(settings)}
+    return facts | {"hardware": hardware(), "versions": versions()}
+
+
 def write_results(results: Mapping[str, Any], output: Path) -> None:
     """Replace `output` in one step, so that readers see either the old or the new results. Raises:
     OutputError."""
@@ -153,7 +159,7 @@ def write_results(results: Mapping[str, Any], output: Path) -> None:
 
 def write_new_results(results: Mapping[str, Any], folder: Path, kind: str) -> Path:
     """Write results into a file of their own, `KIND_<now>_<4 hex digits>.json`, and return it. Raises: OutputError."""
-    file = folder / f"{kind}_{today().replace(':', '-')}_{secrets.token_hex(2)}.json"
+    file = folder / f"{kind}_{now().replace(':', '-')}_{secrets.token_hex(2)}.json"
     write_results(results, file)
     return file
 

@@ -67,7 +67,7 @@ def _reason(num_ranks: int, config: Mapping[str, Any], layers: Layers, expert_pa
     if experts and not expert_parallel and sizes.expert_intermediate_size % num_ranks:
         return f"does not divide the {sizes.expert_intermediate_size:,} channels of a dense expert, as vLLM requires"
     for index, layer in enumerate(layers(num_ranks) if callable(layers) else layers):
-        if num_ranks > 1 and fit(layer, num_ranks) != layer:
+        if num_ranks > 1 and padded_widths(layer, num_ranks) != layer:
             return (
                 f"does not split layer {index} without padding ({layer.num_kv_heads} KV heads for "
                 f"{list(layer.query_heads_per_kv_head)} query heads, {layer.intermediate_size:,} channels)"
@@ -75,7 +75,7 @@ def _reason(num_ranks: int, config: Mapping[str, Any], layers: Layers, expert_pa
     return None
 
 
-def fit(widths: LayerWidths, num_ranks: int, block: int = 1) -> LayerWidths:
+def padded_widths(widths: LayerWidths, num_ranks: int, block: int = 1) -> LayerWidths:
     """Return the smallest widths, at least `widths`, that vLLM can divide among `num_ranks` ranks.
 
     Every KV head then serves equally many query heads. Experts may have any width. block: each

@@ -19,7 +19,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ddp_vllm.evaluations import Answers, mean_difference, perplexity_ratio, perplexity_ratio_of_bits, points
+from ddp_vllm.evaluations import Answers, mean_difference, perplexity_ratio_of_bits, points, ratio_of_losses
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.pictures import STYLE
 
@@ -168,9 +168,7 @@ def over_base(base: Sequence[Result], row: str, results: Sequence[Result]) -> st
         for side, name in enumerate(losses):
             of_seeds = [pair[side]["texts"][text]["block_losses"]["pruned"] for pair in pairs]
             losses[name] += map(statistics.fmean, zip(*of_seeds, strict=True))
-    ratio = perplexity_ratio({"block_losses": losses, "block_tokens": tokens})
-    assert ratio
-    return "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)
+    return "{:.2f} [{:.2f}, {:.2f}]".format(*ratio_of_losses(losses["dense"], losses["pruned"], tokens))
 
 
 def top_1(_: str, results: Sequence[Result]) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.tensor_parallel import check_tensor_parallel, fit, tensor_parallel_sizes
+from ddp_vllm.tensor_parallel import check_tensor_parallel, padded_widths, tensor_parallel_sizes
 
 DENSE = {
     "model_type": "llama", "num_attention_heads": 12, "num_hidden_layers": 1, "hidden_size": 96, "intermediate_size": 32
@@ -39,7 +39,7 @@ def test_the_dense_models_query_heads_divide() -> None:
     ],
 )
 def test_fitted_widths_divide(kept: tuple[int, ...], num_ranks: int, expected: tuple[tuple[int, ...], int]) -> None:
-    fitted = fit(layer(*kept, intermediate_size=17), num_ranks)
+    fitted = padded_widths(layer(*kept, intermediate_size=17), num_ranks)
     assert (fitted.query_heads_per_kv_head, fitted.intermediate_size) == expected
     assert fitted.num_query_heads % num_ranks == 0
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
 from ddp_benchmarks.processes import end_group, kill_with_us
-from ddp_benchmarks.protocol import new_results
 from ddp_vllm.cache import cache_folder, is_own
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import quiet_libraries
@@ -29,9 +28,9 @@ from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.machine import has_bfloat16, versions
-from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, weight_files
+from ddp_vllm.model_facts import all_weight_files, describe_model, is_pruned, local_folder
 from ddp_vllm.remote_code.widths import states_widths
-from ddp_vllm.results import write_new_results, write_results
+from ddp_vllm.results import new_results, write_new_results, write_results
 from ddp_vllm.settings import DTYPES, Settings, setting
 
 OFFLINE = (
@@ -154,7 +153,7 @@ def _responses(settings: EvalSettings) -> Path | None:
     folder, place = local_folder(settings.model), cache_folder() / "eval"
     with suppress(OSError):
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    files = sorted({*folder.iterdir(), *weight_files(folder)}) if folder else []
+    files = sorted({*folder.iterdir(), *all_weight_files(folder)}) if folder else []
     parts = [
         [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()],
         [settings.model, settings.backend, settings.dtype, settings.max_length, settings.model_args],

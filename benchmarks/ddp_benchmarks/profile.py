@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.engine import vllm_command
-from ddp_benchmarks.protocol import check_engine_arguments, new_results
+from ddp_benchmarks.protocol import check_engine_arguments
 from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import ModelError, SettingError
-from ddp_vllm.families import check_known, code_of, pruned_config
+from ddp_vllm.families import check_supported, code_of, pruned_config
 from ddp_vllm.latency import FORMAT, read_profile, shapes_of
 from ddp_vllm.machine import Workload
 from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.results import BEGINS, write_results
+from ddp_vllm.results import BEGINS, new_results, write_results
 from ddp_vllm.settings import Settings, setting
 
 UNREST = 0.05  # spread between rounds above which `describe` adds a note
@@ -62,7 +62,7 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, pri
     vllm_command()
     folder = local_folder(settings.model) or _downloaded(settings.model)
     config = read_config(folder)
-    check_known(config)
+    check_supported(config)
     shapes = shapes_of(config)
     results = _resumed(settings, config, shapes, output, overwrite=overwrite)
     done = {run["shape"] for run in results["times"]}

@@ -7,9 +7,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ddp_vllm.evaluations import TASKS, Evaluation, Score, in_points, mean_accuracy, mean_difference
+from ddp_vllm.evaluations import Evaluation, ScoreRow, in_points, mean_difference, score_rows
 from ddp_vllm.intervals import with_interval
-from ddp_vllm.pages.terminal import SafeConsole
+from ddp_vllm.pages import page
+from ddp_vllm.pages.terminal import SafeConsole, print_table
 from ddp_vllm.results import Bench
 
 _METRICS = (  # metric, heading, decimals
@@ -64,45 +65,29 @@ def _add_row(table: Table, heading: str, columns: list[list[float]], decimals: i
 
 
 def print_quality(evaluation: Evaluation, dense: Evaluation | None) -> None:
-    """Print each task's metric with its standard error; with `dense`, also its metric and the
-    retained fraction."""
-    models = [dense, evaluation] if dense else [evaluation]
-    limit = evaluation.ddp_vllm.settings.limit
-    table = Table("task", "metric", box=box.SIMPLE_HEAD, title=f"first {limit} rows of each task" if limit else None)
-    for heading in [model.ddp_vllm.model.name for model in models] + (["retained"] if dense else []):
-        table.add_column(heading, justify="right")
-    for name in sorted(evaluation.results, key=lambda name: [*TASKS, name].index(name)):
-        task = evaluation.task(name)
-        if evaluation.score(name) is not None:
-            cells = _quality([model.score(name) for model in models], in_percent=task.higher_is_better)
-            table.add_row(task.heading, task.metric.replace("_", " "), *cells)
-    means = [mean_accuracy(model.results) for model in models]
-    if last := means[-1]:
-        table.add_section()
-        cells = _quality([(mean["value"], mean["stderr"]) if mean else None for mean in means], in_percent=True)
-        table.add_row(f"mean of {len(last['tasks'])}", "accuracy", *cells)
+    """Print each task's metric and the mean accuracy; with `dense`, also that model's and the retained
+    fraction, in percent of an accuracy and as a factor of a perplexity."""
     console = SafeConsole()
-    console.print(table)
-    answers = [model.ddp_vllm.answers for model in models]
-    if difference := mean_difference(answers[-1], answers[0]) if dense else None:
+    models = [dense, evaluation] if dense else [evaluation]
+    if limit := evaluation.ddp_vllm.settings.limit:
+        console.print(f"first {limit} rows of each task")
+    rows = []
+    for row in score_rows(models):
+        cells = [row.heading, *(cell or "–" for cell in row.cells())]
+        if dense:
+            cells.append(_retained(row))
+        rows.append(cells)
+    headings = ["task", *(model.ddp_vllm.model.name for model in models), *["retained"] * bool(dense)]
+    print_table(page.Table(headings=headings, rows=rows), console)
+    if dense and (difference := mean_difference(evaluation.ddp_vllm.answers, dense.ddp_vllm.answers)):
         same_questions = Text.assemble(("mean accuracy", "bold"), ", same questions: ")
         console.print(same_questions.append(in_points(*difference), "bold"))
 
 
-def _quality(scores: Sequence[Score | None], *, in_percent: bool) -> list[str]:
-    """Return a table cell for each (value, standard error) and, for two, the ratio of the second to
-    the first.
-
-    The ratio of accuracies is in percent, that of perplexities a factor.
-    """
-    cells = []
-    for result in scores:
-        value, error = result or (None, None)
-        scale, around = (100, error) if in_percent else (1, None)
-        cell = "–" if value is None else f"{scale * value:.2f}"
-        cells.append(cell if around is None else f"{cell} ± {100 * around:.2f}")
-    if len(scores) == 2:
-        (dense, _), (pruned, _) = (result or (0.0, None) for result in scores)
-        kept = pruned / dense if dense else None
-        cells.append("–" if kept is None else f"{100 * kept:.1f} %" if in_percent else f"×{kept:.2f}")
-    return cells
+def _retained(row: ScoreRow) -> str:
+    """Return the second model's score over the first one's."""
+    dense, pruned = row.scores
+    if not (dense and pruned and dense[0]):
+        return "–"
+    kept = pruned[0] / dense[0]
+    return f"{100 * kept:.1f} %" if row.is_accuracy else f"×{kept:.2f}"

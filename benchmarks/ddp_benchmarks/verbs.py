@@ -2,7 +2,6 @@
 what draws or prints when it is called."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +29,10 @@ from ddp_vllm.evaluations import (
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.latency import Profile, read_profile
 from ddp_vllm.machine import Workload
-from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.masks import MASKS_FILE, Provenance, Quality, read_provenance
 from ddp_vllm.model_facts import is_pruned, known_folder
 from ddp_vllm.output import check_file, make_folder
-from ddp_vllm.pages.summary import MIN_AGREEMENT, fidelity, lowest_agreement, top1_of
+from ddp_vllm.pages.summary import MIN_AGREEMENT, agrees, fidelity, lowest_agreement
 from ddp_vllm.results import BEGINS, write_results
 from ddp_vllm.settings import Option, command, typed
 
@@ -161,12 +160,12 @@ def bench_steps(
     # also of a folder without weights, for `-- --load-format dummy`
     folders = [known_folder(name) for name in chosen.pruned]
     provenances = [read_provenance(folder / MASKS_FILE) if folder and is_pruned(folder) else {} for folder in folders]
-    predictions = [provenance.get("latency", {}) for provenance in provenances]
+    predictions = [Provenance.of(provenance).latency for provenance in provenances]
 
     def save(results: dict[str, Any]) -> None:
         for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
-            if prediction.get("workload") == asdict(chosen.workload):
-                verdict["predicted"] = prediction["speedup"]
+            if prediction and prediction.workload == chosen.workload:
+                verdict["predicted"] = prediction.speedup
         if output:
             write_results(results, Path(output))
 
@@ -225,16 +224,17 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
 def _print_perplexities(results: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """Print a line for each text; yield the limits that were missed."""
     limit, least = values["max_ratio"], lowest_agreement(values["max_ratio"], values["min_agreement"])
-    for name, quality in results.get("texts", {}).items():
+    for name, quality in convert(results.get("texts", {}), dict[str, Quality]).items():
         ratio = perplexity_ratio(quality)
         assert ratio
         if limit is not None and not ratio[0] <= limit:
             yield f"perplexity on {name} is {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
-        if (top1 := top1_of(quality)) is not None and top1 < least:
-            yield f"top-1 agreement on {name} is {top1:.1%}, below --min-agreement {least:g}"
+        near = quality.last_agreement
+        if near and not agrees(quality, least):
+            yield f"top-1 agreement on {name} is {near.top1:.1%}, below --min-agreement {least:g}"
         echo(
-            f"{name}: perplexity {quality['dense']:.2f} → {quality['pruned']:.2f}, {with_interval(*ratio)} the dense "
-            f"model's; {fidelity(quality)} ({quality['tokens']:,} tokens)"
+            f"{name}: perplexity {quality.dense:.2f} → {quality.pruned:.2f}, {with_interval(*ratio)} the dense "
+            f"model's; {fidelity(quality)} ({quality.tokens:,} tokens)"
         )
 
 

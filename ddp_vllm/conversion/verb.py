@@ -62,7 +62,7 @@ class Stored(NamedTuple):
     dtype: str
 
 
-class Plan(NamedTuple):
+class Conversion(NamedTuple):
     """What a converted folder holds."""
 
     config: dict[str, Any]
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
 
 def _announce(made: Checkpoint, _: Mapping[str, Any]) -> None:
-    echo(f"read back: {statement(made.provenance)}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
+    echo(f"read back: {statement(made.history)}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
 
 
 @command("convert", show=_announce)
@@ -109,7 +109,7 @@ def convert(
     if dense and not dense_folder:
         raise ModelError(f"--dense {dense} is not in the hub's cache; run: hf download {dense} --include '*.json'")
     try:
-        plan = plan_of(source, dense_folder)
+        conversion = conversion_of(source, dense_folder)
     except (WidthsError, ModelError) as error:
         raise ModelError(f"{source}: {error}") from error
     sources = [source]
@@ -118,15 +118,15 @@ def convert(
         remedy = "copy that of the dense model into the output, because vLLM requires it, or pass --dense"
         if dense_folder and has_tokenizer(dense_folder):
             sources, remedy = [dense_folder, source], f"that of {dense_folder} is copied"
-        plan.notes.append(f"the folder has no tokenizer; {remedy}")
-    for note in plan.notes:
+        conversion.notes.append(f"the folder has no tokenizer; {remedy}")
+    for note in conversion.notes:
         line_printer(verbose)(note)
-    provenance: dict[str, Any] = {"converted": {"from": source.resolve().name, "format": plan.form}}
+    provenance: dict[str, Any] = {"converted": {"from": source.resolve().name, "format": conversion.form}}
     with atomic_folder(target, overwrite=overwrite) as writing:
         for place in sources:
-            write_model_files(writing, place, plan.config)
-        write_weights(_planned(plan), writing)
-        state_tokenizer(sources[0], writing, has_own_type="ddp_layers" in plan.config)
+            write_model_files(writing, place, conversion.config)
+        write_weights(_planned(conversion), writing)
+        state_tokenizer(sources[0], writing, has_own_type="ddp_layers" in conversion.config)
         provenance |= prove(writing, _reference(source, sources[0]) if proof else None)
         write_provenance(writing / MASKS_FILE, provenance | ({"applied_to": str(dense)} if dense else {}))
         return write_card(writing, target)
@@ -143,13 +143,13 @@ def _reference(source: Path, tokenizer: Path) -> Reference:
     return Reference(read=read.get("texts"), logits=logits, dtype=dtype)
 
 
-def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
+def conversion_of(folder: Path, dense_folder: Path | None) -> Conversion:
     """Read what a folder holds, from its config and the headers of its weights. Raises: ModelError,
     WidthsError."""
     config = read_config(folder)
     if is_pruned_config(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
-    stored, plain, zeros = stored_tensors(folder), _dense_config(config), dict[str, str]()
+    stored, plain, zeros = read_stored(folder), _dense_config(config), dict[str, str]()
     dense = _with_dense_sizes(plain, dense_folder) if dense_folder else plain
     stated = stated_layers(config, plain) if plain["model_type"] in FAMILIES else None
     if stated:  # tensors of blocks that it removes may still be there
@@ -190,7 +190,7 @@ def plan_of(folder: Path, dense_folder: Path | None) -> Plan:
         *[f"{len(zeros)} biases of zeros added: the class has one on every projection of a block"] * bool(zeros),
         *[code] * bool(code),
     ]
-    return Plan(pruned, kept, zeros, form, notes)
+    return Conversion(pruned, kept, zeros, form, notes)
 
 
 def _kept(stored: Mapping[str, Stored], widths: Widths) -> dict[str, Stored]:
@@ -242,7 +242,7 @@ def _removed(widths: Widths, why: str) -> Iterator[str]:
             yield f"removed: {block} of layer{'s' * (len(numbers) > 1)} {', '.join(numbers)}, {why}"
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
+def read_stored(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder that have numbers, in its own safetensors files or in
     Puzzletron's. Raises: ModelError, WidthsError."""
     if any(folder.glob(WEIGHTS)):
@@ -257,16 +257,18 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return {name: Stored(path, shape, dtype) for path, name, shape, dtype in tensors if 0 not in shape}
 
 
-def _planned(plan: Plan) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a plan, file by file, with the biases of zeros."""
+def _planned(conversion: Conversion) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a conversion, file by file, with the biases of zeros."""
     from safetensors import safe_open
 
     names = dict[Path, list[str]]()
-    for name, tensor in plan.tensors.items():
+    for name, tensor in conversion.tensors.items():
         names.setdefault(tensor.file, []).append(name)
     for source in names:
         with safe_open(source, framework="pt") as file:  # maps the file: memory holds pages of it
             for name in names[source]:
                 tensor = file.get_tensor(name)
                 yield name, tensor
-                yield from ((bias, tensor.new_zeros(len(tensor))) for bias, of in plan.zeros.items() if of == name)
+                yield from (
+                    (bias, tensor.new_zeros(len(tensor))) for bias, of in conversion.zeros.items() if of == name
+                )

@@ -100,9 +100,9 @@ def model_card(
     units = " and ".join(_UNITS_OF[block] for block in checkpoint.widths.blocks)
     if checkpoint.is_stock:
         units = "whole experts, equally many of each layer,"
-    converted = checkpoint.provenance.get("converted")
+    converted = checkpoint.history.converted
     made = (CONVERTED if converted else LEARNED).format(
-        dense=bare_name(dense), units=units, source=converted and converted["from"]
+        dense=bare_name(dense), units=units, source=converted and converted.source
     )
     page = Page(title=name, lead=[*lead(checkpoint)], sections=[*sections(checkpoint)], footer=[])
     text = TEXT.format(
@@ -117,10 +117,10 @@ def model_card(
 def write_trimmed_pages(folder: Path, name: str, trimmed: Trimmed) -> None:
     """Write the model card and the report of a model with a smaller vocabulary into `folder`, which will
     have this name."""
-    title = f"{trimmed['name']}, trimmed: {name}"
+    title = f"{trimmed.name}, trimmed: {name}"
     page = Page(title=title, lead=[*trimming(trimmed)], sections=[], footer=[f"ddp-vllm {__version__} measured it."])
     data = ModelCardData(library_name="transformers", tags=["ddp", "vllm"], pipeline_tag="text-generation")
-    text = TRIMMED.format(name=name, source=trimmed["name"], quoted=quote(name), statements=to_markdown(page))
+    text = TRIMMED.format(name=name, source=trimmed.name, quoted=quote(name), statements=to_markdown(page))
     (folder / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n{text}", encoding="utf-8")
     write_text(to_html(page), folder / REPORT_FILE)
 

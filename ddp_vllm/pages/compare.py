@@ -2,24 +2,22 @@
 was measured."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 from ddp_vllm.evaluations import (
-    TASKS,
     Evaluation,
-    Score,
     bits_ratio,
     in_points,
     perplexity_ratio,
     perplexity_ratio_of_bits,
     points,
+    score_rows,
 )
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table
 from ddp_vllm.pages.pictures import Point, draw_points, render
-from ddp_vllm.pages.summary import lowest_agreement, top1_of
+from ddp_vllm.pages.summary import agrees, lowest_agreement
 from ddp_vllm.results import Bench, main_metric
 
 REMARK = (
@@ -94,25 +92,17 @@ def comparison_table(comparison: Comparison) -> Table:
                 add_ratios(f"{name}, {load}", (verdict and verdict.bounds for verdict in verdicts))
     add_ratios("speed of a step, predicted", (model.predicted for model in pruned))
     add_ratios("held-out perplexity, × dense", (model.heldout for model in pruned))
-    mean_of = lambda mean: f"{_score(100, (mean['value'], mean['stderr']))} ({len(mean['tasks'])} tasks)"  # noqa: E731
-    add("mean accuracy", mean_of, (model.accuracy for model in models))
+    for row in score_rows([model.evaluation for model in models]):
+        add(row.heading, str, row.cells())
     changes = (difference(model, dense) for model in models)
     add("points, same questions, 95 %", lambda change: points(*change), changes)
-    evaluations = [model.evaluation for model in models]
-    asked = (name for evaluation in evaluations if evaluation for name in evaluation.results)
-    for name in dict.fromkeys([*TASKS, *asked]):
-        # one row per metric, should the models have been evaluated by different tasks of one name
-        for task in dict.fromkeys(evaluation.task(name) for evaluation in evaluations if evaluation):
-            scores = [one.score(name) if one and one.task(name) == task else None for one in evaluations]
-            heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
-            add(heading, partial(_score, 100 if task.higher_is_better else 1), scores)
     for text in dict.fromkeys(text for model in models for text in model.texts):
-        qualities: list[Any] = [model.texts.get(text) or {} for model in pruned]
-        add_ratios(f"perplexity on {text}, × dense", map(perplexity_ratio, qualities))
-        near = [quality.get("agreement", {}).get("pruned") for quality in qualities]
+        qualities = [model.texts.get(text) for model in pruned]
+        add_ratios(f"perplexity on {text}, × dense", (quality and perplexity_ratio(quality) for quality in qualities))
+        near = [quality and quality.last_agreement for quality in qualities]
         unknown = ["–"] * bool(dense)
-        add(f"KL on {text}, nats", lambda agreement: f"{agreement['kl']:.3f}", near, *unknown)
-        add(f"top-1 agreement on {text}", lambda agreement: f"{agreement['top1']:.1%}", near, *unknown)
+        add(f"KL on {text}, nats", lambda agreement: f"{agreement.kl:.3f}", near, *unknown)
+        add(f"top-1 agreement on {text}", lambda agreement: f"{agreement.top1:.1%}", near, *unknown)
     _add_bits(comparison, add, add_ratios)
     return Table(headings=["", *(model.name for model in models)], rows=rows)
 
@@ -128,11 +118,6 @@ def _add_bits(comparison: Comparison, add: Callable[..., None], add_ratios: Call
             values = [one and one["pruned"] for one in known]
             of_dense = [next(one["dense"] for one in known if one)] * bool(comparison.dense)
             add(f"{heading} per byte of {text}", "{:.4f}".format, [*of_dense, *values])
-
-
-def _score(scale: int, score: Score) -> str:
-    value, error = score
-    return f"{scale * value:.2f}" + (f" ± {scale * error:.2f}" if error is not None else "")
 
 
 def _millions(value: int) -> str:
@@ -178,7 +163,7 @@ def choice(comparison: Comparison, tolerance: float, min_agreement: float | None
     within = [
         model
         for model in comparison.pruned
-        if model.heldout and model.heldout[0] <= tolerance and (top1_of(model.quality) or 1.0) >= least
+        if model.heldout and model.heldout[0] <= tolerance and model.quality and agrees(model.quality, least)
     ]
     by_speed = lambda model: ((model.speedup or (0.0,))[0], -float(model.facts.parameters or 0))  # noqa: E731
     best = max(within, key=by_speed, default=None)

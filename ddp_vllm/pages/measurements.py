@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
 from ddp_vllm.evaluations import (
@@ -25,10 +23,10 @@ from ddp_vllm.evaluations import (
     mean_difference,
     perplexity_ratio,
 )
-from ddp_vllm.masks import MASKS_FILE, Latency, Quality
+from ddp_vllm.masks import MASKS_FILE, Provenance, Quality
 from ddp_vllm.model_facts import ModelFacts, describe_model, identify, known_folder, tokens_differ, unrelated
 from ddp_vllm.names import bare_name
-from ddp_vllm.provenance import dense_model, local_provenance
+from ddp_vllm.provenance import local_provenance
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import FORMAT, Bench, LoadVerdict, undamaged
 from ddp_vllm.schema import Kind
@@ -136,7 +134,7 @@ def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:
     """Return the model that all checkpoints were pruned from, as the first one names it. Raises:
     SettingError."""
     provenances = [local_provenance(checkpoint.folder / MASKS_FILE) for checkpoint in checkpoints]
-    parents = [dense for provenance in provenances if (dense := dense_model(provenance))]
+    parents = [dense for provenance in provenances if (dense := Provenance.of(provenance).dense_model)]
     if len(different := sorted(set(map(identify, parents)))) > 1:
         raise SettingError(
             f"the folders were pruned from different models ({', '.join(different)}); compare those of one model, or "
@@ -179,7 +177,7 @@ def _read_file(path: Path) -> Results | None:
 
 def _pruned_model(checkpoint: Checkpoint, files: Sequence[Results], notes: Notes) -> Model:
     """Return a pruned model with its measurements, and add notes on missing ones."""
-    provenance, facts = checkpoint.provenance, describe_model(str(checkpoint.folder))
+    facts, latency = describe_model(str(checkpoint.folder)), checkpoint.history.latency
     evaluation = _best_evaluation(files, facts, notes)
     latest: dict[str, Speed] = {}
     """Load -> the verdict of the latest benchmark that ended, or else of the latest."""
@@ -196,10 +194,9 @@ def _pruned_model(checkpoint: Checkpoint, files: Sequence[Results], notes: Notes
     if evaluation is None:
         what = "evaluated on tasks" if texts or bits else "evaluated"
         notes.append(f"{facts.name} was not {what}; ddp-vllm eval does that")
-    latency = msgspec.convert(provenance.get("latency"), Latency | None)
     return Model(
         facts=facts,
-        quality=provenance.get("perplexity") or None,
+        quality=checkpoint.history.perplexity,
         predicted=(latency.speedup, latency.low, latency.high) if latency else None,
         evaluation=evaluation,
         texts=texts,

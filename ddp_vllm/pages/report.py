@@ -35,7 +35,7 @@ def write_report(checkpoint: Checkpoint, output: Path, name: str = "") -> Path:
     provenance, drawn = checkpoint.provenance, [*draw(checkpoint)]
     *tables, widths = sections(checkpoint)
     folded = [widths]
-    if rows := answers(provenance):
+    if rows := answers(checkpoint.history):
         remark = "The prompts are the same for every model. Answers are greedy, at most 64 tokens."
         table = Table(headings=[*rows[0]], rows=[[*row.values()] for row in rows], is_text=True)
         tables.insert(0, Section(heading="Answers", table=table, remark=remark))
@@ -45,12 +45,11 @@ def write_report(checkpoint: Checkpoint, output: Path, name: str = "") -> Path:
         if recipe := run.get("recipe"):
             table = Table(headings=["setting", "value"], rows=[*recipe.items()], is_text=True)
             folded.append(Section(heading=heading, table=table, folded=True))
-    version = provenance.get("ddp_vllm", "of an unknown version")
     page = Page(
         title=f"{bare_name(dense_name(checkpoint))}, pruned: {name or checkpoint.folder.resolve().name}",
         lead=[*lead(checkpoint)],
         sections=[*tables, *folded],
-        footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
+        footer=[f"All numbers are from the checkpoint, which ddp-vllm {checkpoint.history.ddp_vllm} wrote."],
     )
     write_text(to_html(page), file)
     return file
@@ -59,7 +58,7 @@ def write_report(checkpoint: Checkpoint, output: Path, name: str = "") -> Path:
 def draw(checkpoint: Checkpoint) -> Iterator[Picture]:
     """Draw the kept units and the logged metrics. Raises: CheckpointError if masks or metrics are
     unreadable, or the masks are of other layers or heads."""
-    folder, widths, provenance = checkpoint.folder, checkpoint.widths, checkpoint.provenance
+    folder, widths, history = checkpoint.folder, checkpoint.widths, checkpoint.history
     dense = widths.dense
     gates = read_masks_file(folder / MASKS_FILE)[0] if (folder / MASKS_FILE).exists() else {}
     if widths.is_family and (heads_LU := gates.get("attn.gates")) is not None:
@@ -97,14 +96,14 @@ def draw(checkpoint: Checkpoint) -> Iterator[Picture]:
             values_LU=widths_LE, label="channels kept", unit_label="expert",
         )  # fmt: skip
     if steps := _read_steps(folder / METRICS_FILE):
-        after = "the scales and the weights" if trained_together(provenance) else "only the scales"
+        after = "the scales and the weights" if trained_together(history) else "only the scales"
         caption = (
             "Losses: each step as a thin line, and a running mean over a twentieth of the steps. At the vertical line "
             f"the kept units are fixed; after it {after} are trained."
         )
         yield pictures.render(
             pictures.draw_curves, name="curves", title="Training", caption=caption, steps=steps,
-            targets=provenance.get("targets", {}), rounded_after=provenance.get("search_steps"),
+            targets=history.targets, rounded_after=history.search_steps,
         )  # fmt: skip
     if steps := _read_steps(folder / RECOVERY_FILE):
         caption = "The weights are trained on the dense model's outputs. Each step as a thin line, and a running mean."

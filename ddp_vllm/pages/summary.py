@@ -4,20 +4,17 @@ report all show these.
 `lead` has the sentences to begin with, `sections` the tables.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import exp, inf
 from typing import Any
-
-import msgspec
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import whole_model
 from ddp_vllm.intervals import mean_loss, with_interval
-from ddp_vllm.masks import Latency, Trimmed
+from ddp_vllm.masks import Provenance, Quality, Trimmed
 from ddp_vllm.names import bare_name
 from ddp_vllm.pages.page import Section, Table
 from ddp_vllm.proof import statement
-from ddp_vllm.provenance import dense_model
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.settings import Option
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
@@ -26,7 +23,6 @@ Size = tuple[str, int, int]
 """A quantity, its amount in the dense model, its amount in the pruned model."""
 Statement = tuple[str, str]
 """(topic, statement)."""
-MODELS = ("dense", "pruned", "recovered")  # the stages of a checkpoint, in order
 # highest ratio of perplexity, lowest top-1 agreement with the dense model, and what both mean; rules
 # of thumb, not measured on answers: SmolLM2 in W8A8 has 1.03 and 91 %
 LOSSES = (
@@ -73,70 +69,67 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def dense_name(checkpoint: Checkpoint) -> str:
     """Return the name of the model that the checkpoint was pruned from."""
-    return dense_model(checkpoint.provenance) or "its dense model"
+    return checkpoint.history.dense_model or "its dense model"
 
 
 def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
     """Yield the main statements: a verdict, the removed share, the quality, the speed, how the
     weights were trained."""
-    provenance = checkpoint.provenance
+    provenance = checkpoint.history
     parameters, _, *cache = footprint(checkpoint)
-    quality = provenance.get("perplexity")
-    if quality:
+    if quality := provenance.perplexity:
         yield "verdict", verdict(quality)
     shares = [f"{1 - left / dense:.1%} of the {name}" for name, dense, left in (parameters, *cache) if dense]
     yield "removed", " and ".join(shares)
     if not quality:
         yield "held-out perplexity", "not measured; ddp-vllm eval --text FILE measures it"
     else:
-        tokens = f"({quality['tokens']:,} tokens of {texts_of(provenance)})"
+        tokens = f"({quality.tokens:,} tokens of {texts_of(provenance)})"
         yield "held-out perplexity", f"{perplexities(quality)} {tokens}"
         if near := fidelity(quality):
             yield "compared with dense", near
-        last = _last(quality)
-        if quality[last] < quality["dense"]:
+        if quality.ratio < 1:
             yield (
                 "note",
-                f"The {last} model reads this text better than the dense one because it was trained on text of the "
-                "same kind: it adapted to that text, so these figures do not show the cost of pruning on other text.",
+                f"The {quality.last} model reads this text better than the dense one because it was trained on text of "
+                "the same kind: it adapted to that text, so these figures do not show the cost of pruning on other "
+                "text.",
             )
-    if latency := msgspec.convert(provenance.get("latency"), Latency | None):
+    if latency := provenance.latency:
         speed = with_interval(latency.speedup, latency.low, latency.high)
         yield "predicted", f"{speed} the dense model's speed ({latency.workload}; {latency.place})"
     yield "weights", weight_training(provenance)
-    if trimmed := provenance.get("trimmed"):
-        before, after = trimmed["tokens"]
+    if trimmed := provenance.trimmed:
+        before, after = trimmed.tokens
         note = f"all figures compare with the dense model after its tokens were trimmed from {before:,} to {after:,}"
         yield "vocabulary", f"{note}; what that cost is under Details"
 
 
 def trimming(trimmed: Trimmed) -> Iterator[Statement]:
     """Yield what a smaller vocabulary saves and costs."""
-    (before, after), (read, rest) = trimmed["tokens"], trimmed["read"]
-    yield "tokens", f"{before:,} → {after:,} of {trimmed['name']}"
+    (before, after), (read, rest) = trimmed.tokens, trimmed.read
+    yield "tokens", f"{before:,} → {after:,} of {trimmed.name}"
     yield "numbers that a decode step reads", f"{read:,} → {rest:,} ({rest / read - 1:+.0%})"
-    for name, values in trimmed["texts"].items():
-        pairs = (("bits", values["bits"]), ("tokens", values["tokens"]))
+    for name, values in trimmed.texts.items():
+        pairs = (("bits", values.bits), ("tokens", values.tokens))
         changes = (f"{what} per byte {one:.4f} → {two:.4f} ({two / one:.3f}×)" for what, (one, two) in pairs)
         yield f"held-out text of {name}", ", ".join(changes)
-    if trimmed["words"]:
-        words = (f"{word} ({one} → {two})" for word, (one, two) in trimmed["words"].items())
+    if trimmed.words:
+        words = (f"{word} ({one} → {two})" for word, (one, two) in trimmed.words.items())
         yield "words that became longest, in tokens", ", ".join(words)
     yield "note", LONGER
 
 
-def verdict(quality: Mapping[str, Any]) -> str:
+def verdict(quality: Quality) -> str:
     """Return the ratio of perplexity and the top-1 agreement with what the worse of them means and
     what to do next.
 
     A model that adapted to the text may have a lower perplexity and other answers.
     """
-    last = _last(quality)
-    ratio = quality[last] / quality["dense"]
-    top1 = top1_of(quality)
-    meaning = next(words for most, least, words in LOSSES if ratio <= most and (top1 is None or top1 >= least))
-    agreement = "" if top1 is None else f", {top1:.1%} top-1 agreement"
-    return f"{ratio:.3f} times the dense model's perplexity{agreement}: {meaning}"
+    near = quality.last_agreement
+    meaning = next(words for most, least, words in LOSSES if quality.ratio <= most and agrees(quality, least))
+    agreement = f", {near.top1:.1%} top-1 agreement" if near else ""
+    return f"{quality.ratio:.3f} times the dense model's perplexity{agreement}: {meaning}"
 
 
 def lowest_agreement(ratio: float | None, passed: float | None) -> float:
@@ -147,25 +140,23 @@ def lowest_agreement(ratio: float | None, passed: float | None) -> float:
     return next(least for most, least, _ in LOSSES if ratio <= most)
 
 
-def top1_of(quality: Mapping[str, Any] | None) -> float | None:
-    """Return the top-1 agreement of the last model with the dense one; None if unknown."""
-    return (quality or {}).get("agreement", {}).get(_last(quality), {}).get("top1") if quality else None
-
-
-def _last(quality: Mapping[str, Any]) -> str:
-    return next(model for model in reversed(MODELS) if model in quality)
+def agrees(quality: Quality, least: float) -> bool:
+    """Tell whether the top-1 agreement of the last model with the dense one is at least this, or
+    unknown."""
+    near = quality.last_agreement
+    return near is None or near.top1 >= least
 
 
 def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     """Yield further statements: where the widths are from, how the model can be served, and notes
     on its quality."""
-    provenance = checkpoint.provenance
+    provenance = checkpoint.history
     yield "read back", statement(provenance)
-    if trimmed := provenance.get("trimmed"):
+    if trimmed := provenance.trimmed:
         yield from ((f"trimmed: {topic}", text) for topic, text in trimming(trimmed))
-    if converted := provenance.get("converted"):
-        sizes_of = "its config.json and its widest layers" if "applied_to" not in provenance else dense_name(checkpoint)
-        yield "converted", f"widths from the {converted['format']} of {converted['from']}; dense sizes from {sizes_of}"
+    if converted := provenance.converted:
+        sizes_of = provenance.applied_to or "its config.json and its widest layers"
+        yield "converted", f"widths from the {converted.format} of {converted.source}; dense sizes from {sizes_of}"
     if checkpoint.widths.is_family:
         devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
         yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
@@ -178,41 +169,34 @@ def sections(checkpoint: Checkpoint) -> Iterator[Section]:
     """Yield the tables: sizes, quality on each text, and the widths of the layers."""
     rows = [[label, f"{dense:,}", f"{left:,}", f"{1 - left / dense:.1%}"] for label, dense, left in sizes(checkpoint)]
     yield Section(heading="Size", table=Table(headings=["", "dense", "pruned", "removed"], rows=rows))
-    provenance = checkpoint.provenance
-    watched = provenance.get("recovery", provenance).get("watched", {})
-    yield from _quality("Perplexity on held-out text", provenance.get("perplexity"), texts_of(provenance))
-    for name, quality in watched.items():
+    provenance = checkpoint.history
+    yield from _quality("Perplexity on held-out text", provenance.perplexity, texts_of(provenance))
+    for name, quality in provenance.training.watched.items():
         yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that no weight was trained on")
     known = Table(headings=["about", "statement"], rows=list(details(checkpoint)), is_text=True)
     yield Section(heading="Details", table=known)
     yield Section(heading="Widths, layer by layer", table=width_table(checkpoint), folded=True)
 
 
-def _quality(heading: str, quality: Mapping[str, Any] | None, text: str) -> Iterator[Section]:
+def _quality(heading: str, quality: Quality | None, text: str) -> Iterator[Section]:
     """Yield a table of perplexities with standard errors over the held-out blocks, for ratios over
-    the blocks' differences, if the loss of each block is known.
-
-    quality: the entry that `prune` and `recover` store for the text, with the tokens of each block
-        and the agreement of each model with the dense one (KL in nats per token, and top-1
-        agreement).
-    """
-    losses = (quality or {}).get("block_losses") or {}
+    the blocks' differences, if the loss of each block is known."""
+    losses = (quality and quality.block_losses) or {}
     if not quality or "dense" not in losses:
         return
-    agreement = quality.get("agreement") or {}
-    lines: dict[str, list[float]] = {name: losses[name] for name in MODELS if name in losses}
+    lines: dict[str, list[float]] = {name: losses[name] for name in quality.perplexities if name in losses}
     for name in [*lines][1:]:
         pairs = zip(losses["dense"], losses[name], strict=True)
         lines[f"{name} / dense"] = [after - before for before, after in pairs]
     rows = []
     for label, values in lines.items():
-        mean, error = mean_loss(values, quality.get("block_tokens"))
+        mean, error = mean_loss(values, quality.block_tokens)
         row = [label, f"{exp(mean):.2f}", "–" if error is None else f"± {exp(mean) * error:.2f}"]
-        near = agreement.get(label)
-        rows.append([*row, *([f"{near['kl']:.3f}", f"{near['top1']:.1%}"] if near else ["–", "–"])])
+        near = quality.agreement.get(label)
+        rows.append([*row, *([f"{near.kl:.3f}", f"{near.top1:.1%}"] if near else ["–", "–"])])
     headings = ["", "perplexity", "standard error", "KL to dense, nats", "top-1 agreement"]
     remark = (
-        f"{quality['tokens']:,} tokens of {text}, in {len(losses['dense'])} blocks that all models read and none "
+        f"{quality.tokens:,} tokens of {text}, in {len(losses['dense'])} blocks that all models read and none "
         "was trained on. Errors are standard errors over the blocks; for a ratio, over the blocks' differences."
     )
     yield Section(heading=heading, table=Table(headings=headings, rows=rows), remark=remark)
@@ -237,7 +221,7 @@ def _kinds(checkpoint: Checkpoint) -> dict[str, Callable[[LayerWidths], int]]:
 def footprint(checkpoint: Checkpoint) -> list[Size]:
     """Count the whole model's parameters, and its FLOPs and bytes of KV cache (at 16 bits) per
     token."""
-    context = int(checkpoint.provenance.get("recipe", {}).get("context_length", CONTEXT_LENGTH))
+    context = checkpoint.history.recipe.context_length or CONTEXT_LENGTH
     models = (checkpoint.widths.dense_layers, checkpoint.dense_shapes), (checkpoint.layers, checkpoint.shapes)
     labels = {
         "params": "parameters",
@@ -280,49 +264,49 @@ def routing_notes(checkpoint: Checkpoint) -> Iterator[str]:
         )
 
 
-def trained_together(provenance: Mapping[str, Any]) -> bool:
+def trained_together(provenance: Provenance) -> bool:
     """Tell whether the weights were trained together with the masks; a masks file does not hold
     these weights."""
-    return bool(provenance.get("run", {}).get("train") in ("weights", "lora"))
+    return provenance.run.train in ("weights", "lora")
 
 
-def weight_training(provenance: Mapping[str, Any]) -> str:
+def weight_training(provenance: Provenance) -> str:
     """Return in words whether and how the weights were trained."""
     modes = {
         "weights": "trained together with the masks",
         "lora": "the dense model's plus low-rank additions, which were trained together with the masks",
     }
-    training = modes.get(provenance.get("run", {}).get("train", ""), "frozen while the masks were learned")
-    if "converted" in provenance:
-        training = f"those of {provenance['converted']['from']}, which another tool pruned"
-    elif trained_together(provenance) and "applied_to" in provenance:
+    training = modes.get(provenance.run.train, "frozen while the masks were learned")
+    if provenance.converted:
+        training = f"those of {provenance.converted.source}, which another tool pruned"
+    elif trained_together(provenance) and provenance.applied_to:
         training = "those of the dense model, although the masks were learned together with trained weights"
-    if recovery := provenance.get("recovery"):
-        tokens = recovery.get("tokens", recovery.get("recipe", {}).get("tokens", 0))
+    if recovery := provenance.recovery:
+        tokens = recovery.recipe.tokens if recovery.tokens is None else recovery.tokens
         training += f"; then trained on the dense model's outputs, on {tokens:,} tokens of {texts_of(provenance)}"
     return training
 
 
-def texts_of(provenance: Mapping[str, Any]) -> str:
+def texts_of(provenance: Provenance) -> str:
     """Return the names of the texts of the last training, each once and without folders."""
-    names = (provenance.get("recovery") or provenance).get("texts") or ["text of unknown origin"]
+    names = provenance.training.texts or ["text of unknown origin"]
     return ", ".join(dict.fromkeys(map(bare_name, names)))
 
 
-def answers(provenance: Mapping[str, Any]) -> list[dict[str, str]]:
+def answers(provenance: Provenance) -> list[dict[str, str]]:
     """Return prompts with the answer of each model, one object per prompt; [] without prompts."""
-    recovery = provenance.get("recovery", provenance)
-    columns = {"prompt": recovery.get("prompts", []), **recovery.get("answers", {})}
+    training = provenance.training
+    columns = {"prompt": training.prompts, **training.answers}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
 
 
-def perplexities(quality: Mapping[str, Any]) -> str:
+def perplexities(quality: Quality) -> str:
     """Return the held-out perplexity of the dense, the pruned and the recovered model."""
-    return " → ".join(f"{who} {quality[who]:.2f}" for who in MODELS if who in quality)
+    return " → ".join(f"{model} {value:.2f}" for model, value in quality.perplexities.items())
 
 
-def fidelity(quality: Mapping[str, Any]) -> str:
+def fidelity(quality: Quality) -> str:
     """Return a phrase on the agreement of a model with the dense one on the same text; "" if it was
     not measured."""
-    near = quality.get("agreement", {}).get(_last(quality))
-    return f"top-1 agreement {near['top1']:.1%} of tokens, KL {near['kl']:.3f} nats" if near else ""
+    near = quality.last_agreement
+    return f"top-1 agreement {near.top1:.1%} of tokens, KL {near.kl:.3f} nats" if near else ""

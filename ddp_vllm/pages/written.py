@@ -32,8 +32,9 @@ def print_written(checkpoint: Checkpoint, dense: str, console: Console) -> None:
     """
     output = checkpoint.folder
     folder, bench = quote(str(output)), "sharegpt"
-    if work := checkpoint.provenance.get("latency", {}).get("workload"):
-        bench = f"steps --phase {work['phase']} --concurrency {work['batch']} --context-length {work['context']}"
+    if latency := checkpoint.history.latency:
+        work = latency.workload
+        bench = f"steps --phase {work.phase} --concurrency {work.batch} --context-length {work.context}"
     print_checkpoint(checkpoint, console)
     console.print(
         f"\nwritten: {output}\nlook at it: {output / REPORT_FILE}\nserve it:   vllm serve {folder}"

@@ -35,7 +35,7 @@ from ddp_plugins.padding import channel_block
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.tensors import TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
-from ddp_vllm.tensor_parallel import fit
+from ddp_vllm.tensor_parallel import padded_widths
 
 # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
 ONLINE = "online"
@@ -96,10 +96,10 @@ class UnevenHeads(Attention):
 
 def build_layer(layer_type: type[nn.Module], vllm_config: VllmConfig, widths: Widths, block: int, prefix: str) -> Any:
     """Build one decoder layer of the stock `layer_type` with its own widths. block: as in
-    `tensor_parallel.fit`."""
+    `tensor_parallel.padded_widths`."""
     config, num_ranks = vllm_config.model_config.hf_config, get_tensor_model_parallel_world_size()
     kept = widths.layers[extract_layer_index(prefix)]
-    fitted = fit(kept, num_ranks, block)
+    fitted = padded_widths(kept, num_ranks, block)
     own = copy.copy(config)
     own.head_dim = widths.head_dim  # stock layers would derive it from the number of heads
     # a removed block is built and then dropped: tiny, but at its dense width where quantized
@@ -161,7 +161,7 @@ def log_padding(widths: Widths, block: int) -> None:
     """Log once how many channels padding adds to the MLPs, if any."""
     num_ranks = get_tensor_model_parallel_world_size()
     kept = sum(layer.intermediate_size for layer in widths.layers)
-    built = sum(fit(layer, num_ranks, block).intermediate_size for layer in widths.layers)
+    built = sum(padded_widths(layer, num_ranks, block).intermediate_size for layer in widths.layers)
     if block > 1 and built > kept:
         logger.info_once(
             "MLP widths are zero-padded to multiples of %d: %.1f %% more channels. "

@@ -18,7 +18,7 @@ from vllm.version import __version__, __version_tuple__
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads
-from ddp_vllm.tensor_parallel import check_tensor_parallel, fit
+from ddp_vllm.tensor_parallel import check_tensor_parallel, padded_widths
 
 TESTED = (0, 32)  # the newest version of vLLM that the tests ran on
 
@@ -72,7 +72,7 @@ class Limits(VerifyAndUpdateConfig):
 
 def on_a_rank(widths: LayerWidths, num_ranks: int) -> LayerWidths:
     """Return one rank's share of a layer's heads; ranks that share a KV head hold a copy each."""
-    fitted = fit(widths, num_ranks)
+    fitted = padded_widths(widths, num_ranks)
     num_kv_heads = -(-fitted.num_kv_heads // num_ranks)
     queries = fitted.num_query_heads // num_ranks // max(1, num_kv_heads)
     return LayerWidths(query_heads_per_kv_head=(queries,) * num_kv_heads, intermediate_size=0)

@@ -28,7 +28,7 @@ class CheckedLoading:
     packed_modules_mapping: dict[str, list[str]]
     widths: Widths
     block: int
-    """Of channels, as in `tensor_parallel.fit`."""
+    """Of channels, as in `tensor_parallel.padded_widths`."""
     is_loaded: bool
     """Whether the whole model was loaded once; later loads may be partial, as in reinforcement
     learning."""

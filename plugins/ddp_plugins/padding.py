@@ -16,7 +16,7 @@ import torch
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
-from ddp_vllm.tensor_parallel import CPU_CHANNEL_BLOCK, fit
+from ddp_vllm.tensor_parallel import CPU_CHANNEL_BLOCK, padded_widths
 
 CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
 # of a rank's share of the dense width; in smaller models the padding costs more than it saves
@@ -47,14 +47,14 @@ def pad(name: str, tensor: torch.Tensor, widths: Widths, num_ranks: int, block: 
 
     On one rank attention stays compact: only the kernel requires even heads there
     (`dense.UnevenHeads`).
-    name: as on disk. tensor: compact, with a shape that `widths` has checked. block: as in `fit`.
+    name: as on disk. tensor: compact, with a shape that `widths` has checked. block: as in `padded_widths`.
     """
     if (place := widths.find(name)) is None or place.length is None:
         return tensor
     projection, layer = place.projection, widths.layers[place.layer]
     if projection.block == "attn" and num_ranks == 1:
         return tensor
-    fitted = fit(layer, num_ranks, block)
+    fitted = padded_widths(layer, num_ranks, block)
     if all(fitted.num_units(unit) == layer.num_units(unit) for unit in projection.units):
         return tensor
     axis, size = place.axis, projection.unit_size(widths.head_dim)

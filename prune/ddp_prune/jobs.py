@@ -72,19 +72,19 @@ def begin_job(
     print_line: Callable[[str], None] = console.print if accelerator.is_main_process else lambda _: None
     print_line(describe_device(accelerator))
     check_sharding(recipes[0], accelerator.num_processes)
-    run = RunFolder(output, accelerator, print_line)
-    with run.open(recipes, overwrite=overwrite):
-        num_written = len(run.written(folders))
+    run_folder = RunFolder(output, accelerator, print_line)
+    with run_folder.open(recipes, overwrite=overwrite):
+        num_written = len(run_folder.written(folders))
         for folder in folders[:num_written]:
             print_line(f"{folder} was written before")
         with raise_on_all_ranks(accelerator):
             for folder in folders[num_written:] if accelerator.is_main_process else ():
-                check_output(folder, overwrite=run.record["overwrite"], reads=reads)
+                check_output(folder, overwrite=run_folder.record["overwrite"], reads=reads)
         try:
-            yield run, range(num_written, len(folders))
+            yield run_folder, range(num_written, len(folders))
         finally:  # also after Ctrl-C, or the tracker would show a run that never ends
             finish_run(accelerator)
-        run.remove()
+        run_folder.remove()
     accelerator.wait_for_everyone()  # the caller reads what the main process wrote
 
 
@@ -173,15 +173,15 @@ def prune(
     folders = folders_of(recipes, output)
     with begin_job(
         recipes, output, folders, reads=[recipes[0].model], overwrite=overwrite, tracker=tracker, console=console
-    ) as (run, left):
+    ) as (run_folder, left):
         if left:
-            _prune(recipes, run, left, folders, console, measure, proof=proof)
+            _prune(recipes, run_folder, left, folders, console, measure, proof=proof)
     return list(map(read_checkpoint, folders))
 
 
 def _prune(
     recipes: Sequence[Recipe],
-    run: RunFolder,
+    run_folder: RunFolder,
     left: Sequence[int],
     folders: Sequence[Path],
     console: Console,
@@ -190,12 +190,12 @@ def _prune(
     proof: bool,
 ) -> None:
     """Resolve the sizes, read the text, and train and write each size that is not written yet."""
-    first, accelerator, print_line = recipes[0], run.accelerator, run.print_line
+    first, accelerator, print_line = recipes[0], run_folder.accelerator, run_folder.print_line
     source = main_process_first(accelerator, lambda: find_model(first))
     source.describe_rest(print_line)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
-    runs, _, loaded, _ = resolve_runs(recipes, pools, source, profile, run.resolved, accelerator, print_line)
+    runs, _, loaded, _ = resolve_runs(recipes, pools, source, profile, run_folder.resolved, accelerator, print_line)
     last, tokenizer = runs[-1], load_tokenizer(source.tokenizer)
     start_tracker(accelerator, "ddp-vllm", last.recipe)
     text = main_process_first(
@@ -207,22 +207,22 @@ def _prune(
     )  # fmt: skip
     announce(last, source, text, print_line)
     inputs = text.identity(source, profile=str(profile.path) if profile else "")
-    if run.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1):
+    if run_folder.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1):
         left = range(len(runs))  # also the sizes that were written from other text or weights
     for number in left:
-        size = runs[number]
+        run = runs[number]
         for pool in pools[number]:
             print_line(pool.describe())
-        run.size, run.search = number, size.steps.search if size is not last else None
-        run.before = sum(other.steps.last - other.steps.first for other in runs[:number]) - size.steps.first
+        run_folder.size, run_folder.search = number, run.steps.search if run is not last else None
+        run_folder.before = sum(other.steps.last - other.steps.first for other in runs[:number]) - run.steps.first
         set_seed(first.seed)
-        with explained(too_large(size.recipe)):
-            model = loaded.pop() if loaded else load_trained(size, source, accelerator)
-            result = _learn_size(size, model, pools[number], source, tokenizer, text, run, console, proof=proof)
+        with explained(too_large(run.recipe)):
+            model = loaded.pop() if loaded else load_trained(run, source, accelerator)
+            result = _learn_size(run, model, pools[number], source, tokenizer, text, run_folder, console, proof=proof)
             del model
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
-                checkpoint = _write(size, pools[number], source, inputs, result, run, folders[number])
+                checkpoint = _write(run, pools[number], source, inputs, result, run_folder, folders[number])
                 print_written(checkpoint, first.model, console)
 
 
@@ -265,24 +265,24 @@ class Result(NamedTuple):
 
 
 def _learn_size(
-    size: Run,
+    run: Run,
     loaded: Loaded,
     pools: Sequence[Pool],
     source: Source,
     tokenizer: Any,
     text: Text,
-    run: RunFolder,
+    run_folder: RunFolder,
     console: Console,
     *,
     proof: bool,
 ) -> Result:
-    """Train gates, and weights too if the size's run says so, and evaluate the dense and the pruned
+    """Train gates, and weights too if the run says so, and evaluate the dense and the pruned
     model.
 
     Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no
         sequence fits a device.
     """
-    recipe, accelerator, print_line = size.recipe, run.accelerator, run.print_line
+    recipe, accelerator, print_line = run.recipe, run_folder.accelerator, run_folder.print_line
     heldout, (gated, weights, teacher) = text.blocks.heldout, loaded
     training = Training(weights, heldout, teacher, print_line) if weights else None
     evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
@@ -293,11 +293,12 @@ def _learn_size(
         )
     if warning := bos_warning(gated.model, recipe.model, tokenizer, heldout):
         print_line(warning)
-    phase = partial(_phase, size, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
-    with StepProgress(console, size.steps.last, phase, accelerator.is_main_process) as report:
+    phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
+    with StepProgress(console, run.steps.last, phase, accelerator.is_main_process) as report:
         learned = learn(
-            gated, text.blocks.train, size.schedule, pools, accelerator, run, report, training, loss_mask=text.loss_mask
-        )
+            gated, text.blocks.train, run.schedule, pools, accelerator, run_folder, report, training,
+            loss_mask=text.loss_mask,
+        )  # fmt: skip
     gates = {kind: values.to(accelerator.device) for kind, values in learned.gates.items()}
     untrained, transform = dict[str, list[float]](), None
     if weights:
@@ -352,39 +353,39 @@ def _phase(run: Run, targets: Mapping[str, float], metrics: dict[str, float]) ->
 
 
 def _write(
-    size: Run,
+    run: Run,
     pools: Sequence[Pool],
     source: Source,
     inputs: Mapping[str, Any],
     result: Result,
-    run: RunFolder,
+    run_folder: RunFolder,
     output: Path,
 ) -> Checkpoint:
     """Write the checkpoint of a size with its provenance and its report."""
-    recipe, learned = size.recipe, result.learned
+    recipe, learned = run.recipe, result.learned
     provenance: dict[str, Any] = {
-        "run_id": run.id,
+        "run_id": run_folder.id,
         "recipe": recipe.to_dict(),
-        "run": size.to_dict(),
-        "search_steps": size.steps.search,
+        "run": run.to_dict(),
+        "search_steps": run.steps.search,
         "targets": {pool.name: 1.0 - pool.keep_ratio for pool in pools},
         "texts": sources_of(recipe.data),
         "rounding": learned.rounding,
         **({"learning_rate": learned.rate} if learned.rate else {}),
         **learned.routing(source.sizes.routed_layers),
     }
-    if size.profile:
+    if run.profile:
         widths = layer_widths(learned.gates, source.sizes, source.widths)
-        provenance |= {"latency": predicted_latency(size.profile, widths, recipe.workload)}
+        provenance |= {"latency": predicted_latency(run.profile, widths, recipe.workload)}
     return export(
         source,
         learned.gates,
         output,
-        head_unit=size.head_unit,
+        head_unit=run.head_unit,
         provenance=provenance | result.evaluation | {"fingerprint": inputs},
         scores=learned.scores(),
-        overwrite=run.record["overwrite"],
-        extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
+        overwrite=run_folder.record["overwrite"],
+        extra_files={METRICS_FILE: run_folder.metrics.read_text(encoding="utf-8")},
         transform=result.transform,
         reference=result.reference,
         finish=write_pages,

@@ -32,7 +32,6 @@ from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import CheckpointError
 from ddp_vllm.families import config_of_copy
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.model_files import stored_tensors, write_model
@@ -57,25 +56,25 @@ def recover(
     """
     reads = [recipe.model, recipe.teacher]
     with begin_job([recipe], output, [output], reads=reads, overwrite=overwrite, tracker=tracker, console=console) as (
-        run,
+        run_folder,
         left,
     ):
         if left:
-            _recover(recipe, run, console, proof=proof)
+            _recover(recipe, run_folder, console, proof=proof)
     return read_checkpoint(output)
 
 
-def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console, *, proof: bool) -> None:
-    accelerator, print_line = run.accelerator, run.print_line
+def _recover(recipe: RecoveryRecipe, run_folder: RunFolder, console: Console, *, proof: bool) -> None:
+    accelerator, print_line = run_folder.accelerator, run_folder.print_line
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe))
     start_tracker(accelerator, "ddp-vllm-recover", recipe)
     devices, tokenizer = Devices.here(recipe, accelerator), load_tokenizer(str(pruned.folder))
-    mode = resolve_training_mode(recipe, dense, run.resolved, devices, accelerator, print_line)
+    mode = resolve_training_mode(recipe, dense, run_folder.resolved, devices, accelerator, print_line)
     with explained(too_large(recipe)):
         models = Models(recipe, pruned, dense, devices, accelerator)
         teacher = models.teacher
         sizes = teacher.config.get_text_config()
-        resolved = dataclasses.replace(recipe, **run.resolved)
+        resolved = dataclasses.replace(recipe, **run_folder.resolved)
         if resolved.tokens:
             models.open(mode)
         else:  # as many as fit into the minutes
@@ -83,7 +82,7 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console, *, proof:
             batch, seq_len = shape.batch_size, shape.seq_len
             tokens = shape.steps * batch * seq_len
             resolved = dataclasses.replace(resolved, tokens=tokens, batch_size=batch, seq_len=seq_len)
-        if not run.resolved:
+        if not run_folder.resolved:
             resolved = _with_defaults(resolved, mode, tokenizer, sizes.hidden_size)
         # so that the recipe in the checkpoint repeats the run
         resolved = dataclasses.replace(resolved, minutes=0.0)
@@ -105,7 +104,7 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console, *, proof:
         if not text.watched:
             print_line("no other text is evaluated; pass --watch FILE to detect a loss on other text")
         shared_by = accelerator.num_processes if recipe.shard else 1
-        run.begin(
+        run_folder.begin(
             {name: getattr(resolved, name) for name in RESOLVED}, text.identity(pruned, dense), shared_by=shared_by
         )
         evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
@@ -115,15 +114,14 @@ def _recover(recipe: RecoveryRecipe, run: RunFolder, console: Console, *, proof:
         evaluation.evaluate("pruned", model)
         progress = StepProgress(console, resolved.steps, _phase, accelerator.is_main_process)
         with progress as report, lent(model, teacher):
-            take_steps(models.learner(text.blocks.train, models.schedule(resolved), text.loss_mask), run, report)
+            take_steps(models.learner(text.blocks.train, models.schedule(resolved), text.loss_mask), run_folder, report)
         transform = weights.finish()
         evaluation.evaluate("recovered", model)
         reference = reference_of(model, tokenizer, heldout) if proof else None
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
-                written = _write(
-                    checkpoint, transform, run, provenance | _results(resolved, run, evaluation), reference
-                )
+                results = _results(resolved, run_folder, evaluation)
+                written = _write(checkpoint, transform, run_folder, provenance | results, reference)
                 for line in evaluation.recovery_summary():
                     print_line(line)
                 print_written(written, recipe.teacher, console)
@@ -182,8 +180,6 @@ def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
     checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
     check_index(dense.folder)
     recipe.check_length(recipe.teacher, dense.text_config)
-    if not checkpoint.provenance:
-        raise CheckpointError(f"{recipe.model} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
     return checkpoint, open_pruned(checkpoint, dense), dense
 
 
@@ -202,10 +198,10 @@ def _phase(metrics: dict[str, float]) -> tuple[str, str]:
     return "recover", f"rate {metrics['learning_rate']:.1e} "
 
 
-def _results(recipe: RecoveryRecipe, run: RunFolder, evaluation: Evaluation) -> dict[str, Any]:
+def _results(recipe: RecoveryRecipe, run_folder: RunFolder, evaluation: Evaluation) -> dict[str, Any]:
     """Return the provenance of a recovery: quality before and after, and how it was trained."""
     trained_on, *watched = evaluation.texts
-    steps = run.metrics.read_text(encoding="utf-8").splitlines()
+    steps = run_folder.metrics.read_text(encoding="utf-8").splitlines()
     recovery = {
         "recipe": recipe.to_dict(),
         "texts": sources_of(trained_on),
@@ -214,13 +210,13 @@ def _results(recipe: RecoveryRecipe, run: RunFolder, evaluation: Evaluation) -> 
         "watched": {name: evaluation.perplexity(name) for name in watched},
         **evaluation.samples(),
     }
-    return {"run_id": run.id, "perplexity": evaluation.perplexity(trained_on), "recovery": recovery}
+    return {"run_id": run_folder.id, "perplexity": evaluation.perplexity(trained_on), "recovery": recovery}
 
 
 def _write(
     checkpoint: Checkpoint,
     transform: UpdatedWeights,
-    run: RunFolder,
+    run_folder: RunFolder,
     provenance: Mapping[str, Any],
     reference: Reference | None,
 ) -> Checkpoint:
@@ -232,11 +228,11 @@ def _write(
     """
     source = checkpoint.folder
     tensors = ((name, transform(name, tensor).to(tensor.dtype)) for name, tensor in stored_tensors(source))
-    with atomic_folder(run.output, overwrite=run.record["overwrite"]) as folder:
+    with atomic_folder(run_folder.output, overwrite=run_folder.record["overwrite"]) as folder:
         write_model(folder, source, config_of_copy(checkpoint.config, checkpoint.widths), tensors)
         transform.check_complete()
         copy_masks(source / MASKS_FILE, folder / MASKS_FILE, {**provenance, **prove(folder, reference)})
         if (source / METRICS_FILE).exists():
             shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
-        shutil.copyfile(run.metrics, folder / RECOVERY_FILE)
-        return write_pages(folder, run.output)
+        shutil.copyfile(run_folder.metrics, folder / RECOVERY_FILE)
+        return write_pages(folder, run_folder.output)

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import convert
 from transformers import AutoTokenizer
 
 from ddp_prune.models.evaluation import bits_of
 from ddp_prune.models.loading import load_model
-from ddp_prune.models.source import open_source
+from ddp_prune.models.source import open_source, read_headers
 from ddp_prune.text.documents import read_excerpts
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import sources_of
@@ -59,7 +60,6 @@ from ddp_vllm.pages.card import write_trimmed_pages
 from ddp_vllm.pages.summary import trimming
 from ddp_vllm.proof import MOST_TOKENS, ODD, PROSE, Reference, difference, distance, read_back
 from ddp_vllm.provenance import provenance_of, write_provenance
-from ddp_vllm.remote_code.files import checked_tensors, file_tensors, weight_files
 
 COUNTED = 30_000_000  # characters of all sources together
 EXCERPT, HELD_OUT_EVERY, MOST_HELD_OUT = 3000, 16, 64  # characters; excerpts; excerpts of each source
@@ -134,8 +134,9 @@ def trim(
         print_line("evaluating both models on held-out text")
         costs = _costs({model: folder, str(writing): writing}, texts)
         name = folder.resolve().name if Path(model).is_dir() else model  # not the hash of a snapshot
-        trimmed = Trimmed(name=name, tokens=(len(ids), len(rows)), **costs)  # type: ignore[typeddict-item]
-        write_provenance(writing / MASKS_FILE, {"trimmed": trimmed, "proof": proved})
+        entry = {"name": name, "tokens": (len(ids), len(rows)), **costs}
+        write_provenance(writing / MASKS_FILE, {"trimmed": entry, "proof": proved})
+        trimmed = convert(entry, Trimmed)
         write_trimmed_pages(writing, output.name, trimmed)
     for topic, statement in trimming(trimmed):
         print_line(f"{topic}: {statement}")
@@ -161,7 +162,6 @@ def _row_counts(config: Json) -> dict[str, int]:
 def table_of(folder: Path, config: Json) -> list[str]:
     """Return the names of tensors whose first axis is the vocabulary. Raises: ModelError if a tensor
     of another name is as long."""
-    checked_tensors(folder)
     sizes, names = {*_row_counts(config).values()}, list[str]()
     for name, shape in _shapes(folder).items():
         is_table = bool(TABLE.fullmatch(name))
@@ -177,7 +177,7 @@ def table_of(folder: Path, config: Json) -> list[str]:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    return {name: shape for path in weight_files(folder) for name, shape, _ in file_tensors(path)}
+    return {name: shape for name, (shape, _) in read_headers(folder).items()}
 
 
 def read_texts(data: str, tokenizer: Any, print_line: Callable[[str], None], held_out: int = MOST_HELD_OUT) -> Texts:

@@ -22,7 +22,7 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
 from ddp_vllm.errors import CheckpointError, SettingError, echo, line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.latency import find_profile
-from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.summary import summary, trained_together
@@ -226,8 +226,8 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def _warn_of_weights(applied: Checkpoint, values: Mapping[str, Any]) -> None:
-    provenance, folder = read_provenance(values["masks"]), applied.folder
-    if (together := trained_together(provenance)) or "recovery" in provenance:
+    provenance, folder = Provenance.of(read_provenance(values["masks"])), applied.folder
+    if (together := trained_together(provenance)) or provenance.recovery:
         when = "together with" if together else "after"
         echo(
             f"warning: weights were trained {when} these masks, which do not hold them; {folder} has the dense model's "
@@ -238,7 +238,7 @@ def _warn_of_weights(applied: Checkpoint, values: Mapping[str, Any]) -> None:
 
 
 def _announce(folder: Path) -> None:
-    echo(f"read back: {statement(provenance_of(folder))}\nwritten: {folder}")
+    echo(f"read back: {statement(Provenance.of(provenance_of(folder)))}\nwritten: {folder}")
 
 
 @command("apply", show=_warn_of_weights)

@@ -37,6 +37,7 @@ REFUSED = {  # words of a command, which writes nothing -> exit code, and a part
     "eval {tiny} --against {tiny} --min-retained 97": (2, "--min-retained 97 is not a fraction"),
     "eval {tiny} --include-path . -o file": (5, "choose another output"),
     "eval other --tasks piqa -o new": (3, "another tool pruned it: its config.json has drop_attn_list"),
+    "eval twice --tasks piqa -o new": (3, "twice: config.json: ddp_widths is no object"),
 }
 
 
@@ -45,16 +46,18 @@ def test_what_cannot_be_measured_is_refused(
     words: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "other").mkdir()
+    for name in ("other", "twice"):
+        (tmp_path / name).mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = sizes | {"model_type": "llama", "drop_attn_list": [1]}
     (tmp_path / "other/config.json").write_text(json.dumps(config))
+    (tmp_path / "twice/config.json").write_text(json.dumps(sizes | {"model_type": "llama", "ddp_widths": []}))
     (tmp_path / "file").write_text("mine")
     before = sorted(tiny.iterdir())
     code, reason = REFUSED[words]
     assert_refused(invoke(*words.format(tiny=tiny).split()), code, reason)
     assert sorted(tiny.iterdir()) == before and (tmp_path / "file").read_text() == "mine"
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "other"}
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "other", "twice"}
 
 
 def test_a_word_is_no_number(tiny: Path) -> None:

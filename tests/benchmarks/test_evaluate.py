@@ -125,7 +125,7 @@ def test_a_task_of_a_papers_name_may_have_another_metric(
     raw = {"results": {"piqa": {"acc,none": 0.5, "acc_stderr,none": 0.5}}, "samples": {"piqa": rows}}
     monkeypatch.setattr(evaluate, "run_alone", lambda *_: raw)
     done = passed(invoke("eval", tiny, "--tasks", "piqa", "-o", tmp_path / "out"))
-    assert re.search(r"PIQA +acc +50\.00", done.stdout)
+    assert re.search(r"PIQA \(acc\) +│ 50\.00", done.stdout)
     (file,) = (tmp_path / "out").glob("results_*.json")
     assert json.loads(file.read_text())["ddp_vllm"]["answers"] == {}
 

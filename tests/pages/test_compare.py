@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from written_folders import MACHINE, PageReader, write_bench, write_evaluation, 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import in_points, perplexity_ratio
 from ddp_vllm.intervals import judge, t_quantile
-from ddp_vllm.masks import check_provenance
+from ddp_vllm.masks import Provenance, Quality
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.pages.compare import choice, page_of
@@ -90,17 +91,18 @@ def test_sentences(pruned: list[float], sentence: str) -> None:
 def test_the_interval_of_a_perplexity_ratio_holds_for_blocks_of_different_weight() -> None:
     """Of 400 drawn texts, whose blocks hold 1 to 500 counted tokens, about 95 % of intervals hold the true ratio."""
     chance, inside = random.Random(0), 0
+    quality = partial(Quality, dense=20.0, pruned=24.0, tokens=4)
     for _ in range(400):
         tokens = [chance.choice((1, 20, 100, 500)) for _ in range(48)]
         dense = [chance.gauss(3.0, 0.5) for _ in tokens]
         pruned = [loss + chance.gauss(0.2, 1.0 / n**0.5) for loss, n in zip(dense, tokens, strict=True)]
         losses = {"dense": dense, "pruned": pruned}
-        ratio = perplexity_ratio({"block_losses": losses, "block_tokens": tokens})
+        ratio = perplexity_ratio(quality(block_losses=losses, block_tokens=tokens))
         assert ratio
         inside += ratio[1] <= math.exp(0.2) <= ratio[2]
     assert 0.91 < inside / 400 < 0.98
-    assert perplexity_ratio({"block_losses": losses, "block_tokens": [7]}) is None
-    assert perplexity_ratio({"block_losses": {"dense": [1.0], "pruned": [1.5]}}) == (math.exp(0.5), 0.0, math.inf)
+    assert perplexity_ratio(quality()) is None
+    assert perplexity_ratio(quality(block_losses={"dense": [1.0], "pruned": [1.5]})) == (math.exp(0.5), 0.0, math.inf)
 
 
 def edit(path: Path, **facts: Any) -> Path:
@@ -187,7 +189,7 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
 def test_a_low_perplexity_alone_recommends_no_model(tmp_path: Path) -> None:
     """A model that repeats itself may read its own kind of text better than the dense one."""
     dense, sizes = write_dense(tmp_path / "base"), dict[str, Path]()
-    for name, top1, loss in (("echo", 0.4, -0.1), ("faithful", 0.9, 0.01), ("close", 0.8, 0.04)):
+    for name, top1, loss in (("echo", 0.4, -0.1), ("faithful", 0.9, 0.01), ("close", 0.8, 0.04), ("other", 0.0, -0.2)):
         sizes[name] = write_pruned(tmp_path / name, dense)
         losses = {"dense": [3.0, 3.1, 3.2], "pruned": [3.0 + loss, 3.1 + loss, 3.2 + loss]}
         quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
@@ -351,9 +353,9 @@ def quality_of(**losses: int) -> dict[str, Any]:
     {"recovery": {"watched": {"a.txt": quality_of(dense=2, pruned=2, recovered=3)}}},
 ])  # fmt: skip
 def test_models_that_read_unequal_numbers_of_blocks_are_not_compared(provenance: dict[str, Any]) -> None:
-    with pytest.raises(SchemaError, match=r"its perplexity.* is not of the same blocks for each model"):
-        check_provenance(provenance)
-    check_provenance({"perplexity": quality_of(dense=2, pruned=2) | {"block_tokens": [4, 4]}})
+    with pytest.raises(SchemaError, match=r"its provenance.*: the losses are not of the same blocks for each model"):
+        Provenance.of(provenance)
+    Provenance.of({"perplexity": quality_of(dense=2, pruned=2) | {"block_tokens": [4, 4]}})
 
 
 @pytest.mark.parametrize(("num_bytes", "is_copied"), [(200_000_000, True), (200_000_001, False)])

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from written_folders import PageReader, write_lines, write_masks, write_mixture, write_model, write_trained
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.masks import read_masks_file
+from ddp_vllm.masks import Agreement, Quality, read_masks_file
 from ddp_vllm.pages import pictures
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.summary import lead, units, verdict
@@ -156,8 +156,9 @@ def test_the_report_shows_the_three_models_side_by_side(trained: Path, tmp_path:
     (1.3, 0.95, "a large loss"),
 ])  # fmt: skip
 def test_the_verdict_is_the_worse_of_perplexity_and_agreement(ratio: float, top1: float | None, meaning: str) -> None:
-    agreement = {} if top1 is None else {"agreement": {"pruned": {"kl": 0.1, "top1": top1}}}
-    stated, _, words = verdict({"dense": 20.0, "pruned": 20.0 * ratio, "tokens": 1000, **agreement}).partition(": ")
+    agreement = {} if top1 is None else {"pruned": Agreement(kl=0.1, top1=top1)}
+    quality = Quality(dense=20.0, pruned=20.0 * ratio, tokens=1000, agreement=agreement)
+    stated, _, words = verdict(quality).partition(": ")
     assert words.startswith(meaning) and f"{ratio:.3f} times" in stated
     assert top1 is None or f"{top1:.1%} top-1 agreement" in stated
 

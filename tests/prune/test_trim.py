@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,7 @@ def test_a_trimmed_model_can_be_trimmed_again_and_a_pruned_one_cannot(
         ("config.json", {"pad_token_id": 600}, ("pad_token_id is 600", "no such token")),
         ("config.json", {"vocab_size": 700}, ("rows", "700")),
         ("config.json", {"quantization_config": {"quant_method": "fp8"}}, ("quantized",)),
+        ("config.json", {"ddp_widths": []}, ("ddp_widths is no object",)),
     ],
 )
 def test_refused(
@@ -333,6 +335,13 @@ def test_an_output_head_that_is_unknown(dense: Path, text: Path, tmp_path: Path)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     refused = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new", "--no-proof")
     assert_refused(refused, 3, "HyperCLOVAXForCausalLM computes its logits")
+
+
+def test_damaged_weights_are_refused(dense: Path, text: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(dense, tmp_path / "model")
+    os.truncate(folder / "model.safetensors", 5000)
+    result = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new")
+    assert_refused(result, 3, "model.safetensors is truncated")
 
 
 @pytest.mark.parametrize("tokens", [100, 128, 640])

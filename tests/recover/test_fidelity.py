@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import assert_refused, invoke, passed
+from msgspec import convert
 
 from ddp_prune.core.loss import OutputHead, agreement, perplexity_of
 from ddp_prune.models.evaluation import Evaluation, bits_of
@@ -17,6 +18,7 @@ from ddp_prune.models.source import open_source
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm import api
 from ddp_vllm.evaluations import perplexity_ratio
+from ddp_vllm.masks import Quality
 from ddp_vllm.pages.compare import comparison_table
 from ddp_vllm.pages.measurements import collect
 
@@ -101,7 +103,7 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
     assert evaluation.losses["a"]["pruned"][:2] == pytest.approx(each[:2].tolist(), rel=1e-4)
     assert quality["pruned"] == pytest.approx(each.mean().exp().item(), rel=1e-4)
     assert perplexity_of([1e4]) == perplexity_of([math.nan]) == math.inf  # of a broken model
-    ratio = perplexity_ratio(quality)
+    ratio = perplexity_ratio(convert(quality, Quality))
     assert ratio and ratio[0] == pytest.approx(quality["pruned"] / quality["dense"], rel=1e-6)
 
 

@@ -201,10 +201,10 @@ def seconds_a_step(
     return seconds + another * (batch_size / at_once - 1)
 
 
-def take_steps(learner: Learner, run: Unsaved, report: Report) -> None:
+def take_steps(learner: Learner, progress: Unsaved, report: Report) -> None:
     """Take the steps of a run, or the remaining ones if it was interrupted.
 
-    run: where the states and the metrics are kept. All processes take part in a save together, so
+    progress: where the states and the metrics are kept. All processes take part in a save together, so
         the main process's clock decides when it is due.
     report: called after every step with its metrics (losses in nats per token, tokens and seconds).
 
@@ -212,40 +212,40 @@ def take_steps(learner: Learner, run: Unsaved, report: Report) -> None:
         run's folder. KeyboardInterrupt after Ctrl-C, when the step is done and saved.
     """
     schedule, accelerator, first = learner.schedule, learner.accelerator, 0
-    if saved := run.resume(learner.like):
+    if saved := progress.resume(learner.like):
         learner.restore(*saved)
         first = saved.step
     saved_at, pause, num_steps = time.perf_counter(), SAVE_SECONDS, schedule.steps.last
     if first < num_steps:
-        with _remedy(learner, first, run):
+        with _remedy(learner, first, progress):
             learner.begin()
     with stopping(alone=accelerator.num_processes == 1) as stop:
         for step in range(first, num_steps):
             began = time.perf_counter()
-            with _remedy(learner, step, run):
+            with _remedy(learner, step, progress):
                 metrics = learner.step(step)
             tokens = float(schedule.batch_size * learner.batches.seq_len)
             metrics |= {"seconds": time.perf_counter() - began, "tokens": tokens}
-            run.log(metrics)
+            progress.log(metrics)
             # also after the last step: the export can fail too
-            due = bool(stop) or step + 1 in (run.search, num_steps)
+            due = bool(stop) or step + 1 in (progress.search, num_steps)
             if schedule.save_every:
                 due = due or (step + 1) % schedule.save_every == 0
             elif not due:
                 due = broadcast_from_main(accelerator, time.perf_counter() - saved_at >= pause)
             if due:
                 began = time.perf_counter()
-                run.save(step + 1, learner.state(), learner.extra)
+                progress.save(step + 1, learner.state(), learner.extra)
                 saved_at = time.perf_counter()
                 pause = max(SAVE_SECONDS, SAVE_SHARE * (saved_at - began))
-            accelerator.log(metrics, step=run.before + step + 1)
+            accelerator.log(metrics, step=progress.before + step + 1)
             report(metrics)
             if stop:
                 raise KeyboardInterrupt(f"stopped at step {step + 1} of {num_steps}; the same command resumes")
 
 
 @contextmanager
-def _remedy(learner: Learner, step: int, run: Unsaved) -> Iterator[None]:
+def _remedy(learner: Learner, step: int, progress: Unsaved) -> Iterator[None]:
     """Add to an error of the block where the run was saved, and what the user can do.
     Raises: TrainingError."""
     try:
@@ -254,7 +254,7 @@ def _remedy(learner: Learner, step: int, run: Unsaved) -> Iterator[None]:
         reason, remedy = str(error), learner.remedy(step)
         if isinstance(error, torch.OutOfMemoryError):
             reason, remedy = f"a device ran out of memory at step {step + 1}", OUT_OF_MEMORY
-        raise TrainingError(f"{reason}; {run.where}; {remedy}") from error
+        raise TrainingError(f"{reason}; {progress.where}; {remedy}") from error
 
 
 @contextmanager

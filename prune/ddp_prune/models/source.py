@@ -16,10 +16,10 @@ from ddp_vllm import machine
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.dimensions import BLOCK_NAMES, Dimensions, dimensions_of, text_config, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, reading
-from ddp_vllm.families import FAMILIES, check_dense, check_known, register_pruned, warn_of_foreign_code
+from ddp_vllm.families import FAMILIES, check_dense, check_supported, register_pruned, warn_of_foreign_code
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
-from ddp_vllm.model_files import NOT_COPIED, WEIGHTS, has_tokenizer
+from ddp_vllm.model_files import NOT_COPIED, WEIGHT_PATTERNS, has_tokenizer
 from ddp_vllm.names import is_hub_name
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, checked_tensors, short, weight_files
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
@@ -166,8 +166,8 @@ def read_source(model: str, *, load: bool = True) -> Source:
             check_states_no_widths(config)
         check_dense(config)
         if is_family:
-            check_known(config)
-        tensors = _stored(folder) if is_local or load else _on_hub(model)
+            check_supported(config)
+        tensors = read_headers(folder) if is_local or load else _on_hub(model)
     if config.get("tie_word_embeddings"):  # the output head is the embedding, which some checkpoints store twice
         tensors.pop("lm_head.weight", None)
     if is_family:
@@ -287,8 +287,9 @@ def check_index(folder: Path) -> None:
         )
 
 
-def _stored(folder: Path) -> dict[str, tuple[list[int], str]]:
-    """Return shape and dtype of every tensor of a folder. Raises: ModelError."""
+def read_headers(folder: Path) -> dict[str, tuple[list[int], str]]:
+    """Return shape and dtype of every tensor of a folder, from the headers of its files. Raises:
+    ModelError."""
     try:
         return {name: (shape, dtype) for name, shape, dtype in checked_tensors(folder)}
     except (WidthsError, OSError) as error:
@@ -329,7 +330,7 @@ def _download(model: str, *, load: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     with _downloading(model):
-        return Path(snapshot_download(model, ignore_patterns=[*NOT_COPIED, *(() if load else WEIGHTS)]))
+        return Path(snapshot_download(model, ignore_patterns=[*NOT_COPIED, *(() if load else WEIGHT_PATTERNS)]))
 
 
 @contextmanager

@@ -30,11 +30,11 @@ _NAMES = {
 }
 SPEAKERS = {speaker: role for role, speakers in _NAMES.items() for speaker in speakers.split()}
 """The role of each speaker, in lower case and without a version: gpt-4o is gpt."""
-WEIGHTS = ("weight", "train", "training", "loss")
+LOSS_WEIGHTS = ("weight", "train", "training", "loss")
 """Keys with which an author excludes a message from the loss: OpenAI's, Axolotl's and ms-swift's."""
 SPEAKER, CONTENT, CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")
 REASONING = (*THOUGHTS, "thinking")
-READ = {*SPEAKER, *CONTENT, *CALLS, *REASONING, *WEIGHTS, "name", "tool_call_id"}
+READ = {*SPEAKER, *CONTENT, *CALLS, *REASONING, *LOSS_WEIGHTS, "name", "tool_call_id"}
 """The keys of a message that are read."""
 IS_INCLUDED = dict.fromkeys(("none", "", "1", "1.0", "true"), True) | dict.fromkeys(("0", "0.0", "false"), False)
 
@@ -173,7 +173,7 @@ class TurnReader:
 
 def _is_excluded(turn: Message) -> bool:
     """Tell whether a turn is excluded from the loss. Raises: TextError."""
-    flags = {key: str(turn.get(key)).lower() for key in WEIGHTS}
+    flags = {key: str(turn.get(key)).lower() for key in LOSS_WEIGHTS}
     for key, flag in flags.items():
         if flag not in IS_INCLUDED:
             raise TextError(f"{flag!r} as {key}; write 0 or 1")
