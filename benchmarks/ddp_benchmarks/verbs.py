@@ -31,7 +31,7 @@ from ddp_vllm.machine import Workload
 from ddp_vllm.masks import MASKS_FILE, Provenance, Quality, read_provenance
 from ddp_vllm.model_facts import is_pruned, known_folder
 from ddp_vllm.output import check_file, make_folder
-from ddp_vllm.pages.summary import MIN_AGREEMENT, fidelity, lowest_agreement, top1_of
+from ddp_vllm.pages.summary import MIN_AGREEMENT, agrees, fidelity, lowest_agreement
 from ddp_vllm.results import BEGINS, write_results
 from ddp_vllm.settings import Option, command, typed
 
@@ -228,8 +228,9 @@ def _print_perplexities(results: Mapping[str, Any], values: Mapping[str, Any]) -
         assert ratio
         if limit is not None and not ratio[0] <= limit:
             yield f"perplexity on {name} is {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
-        if (top1 := top1_of(quality)) is not None and top1 < least:
-            yield f"top-1 agreement on {name} is {top1:.1%}, below --min-agreement {least:g}"
+        near = quality.last_agreement
+        if near and not agrees(quality, least):
+            yield f"top-1 agreement on {name} is {near.top1:.1%}, below --min-agreement {least:g}"
         echo(
             f"{name}: perplexity {quality.dense:.2f} → {quality.pruned:.2f}, {with_interval(*ratio)} the dense "
             f"model's; {fidelity(quality)} ({quality.tokens:,} tokens)"

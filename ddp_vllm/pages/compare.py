@@ -9,7 +9,7 @@ from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table
 from ddp_vllm.pages.pictures import Point, draw_points, render
-from ddp_vllm.pages.summary import lowest_agreement, top1_of
+from ddp_vllm.pages.summary import agrees, lowest_agreement
 from ddp_vllm.results import Bench, main_metric
 
 REMARK = (
@@ -154,7 +154,7 @@ def choice(comparison: Comparison, tolerance: float, min_agreement: float | None
     within = [
         model
         for model in comparison.pruned
-        if model.heldout and model.heldout[0] <= tolerance and (top1_of(model.quality) or 1.0) >= least
+        if model.heldout and model.heldout[0] <= tolerance and model.quality and agrees(model.quality, least)
     ]
     by_speed = lambda model: ((model.speedup or (0.0,))[0], -float(model.facts.parameters or 0))  # noqa: E731
     best = max(within, key=by_speed, default=None)

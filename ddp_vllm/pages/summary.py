@@ -126,10 +126,10 @@ def verdict(quality: Quality) -> str:
 
     A model that adapted to the text may have a lower perplexity and other answers.
     """
-    ratio, top1 = quality.ratio, top1_of(quality)
-    meaning = next(words for most, least, words in LOSSES if ratio <= most and (top1 is None or top1 >= least))
-    agreement = "" if top1 is None else f", {top1:.1%} top-1 agreement"
-    return f"{ratio:.3f} times the dense model's perplexity{agreement}: {meaning}"
+    near = quality.last_agreement
+    meaning = next(words for most, least, words in LOSSES if quality.ratio <= most and agrees(quality, least))
+    agreement = f", {near.top1:.1%} top-1 agreement" if near else ""
+    return f"{quality.ratio:.3f} times the dense model's perplexity{agreement}: {meaning}"
 
 
 def lowest_agreement(ratio: float | None, passed: float | None) -> float:
@@ -140,10 +140,11 @@ def lowest_agreement(ratio: float | None, passed: float | None) -> float:
     return next(least for most, least, _ in LOSSES if ratio <= most)
 
 
-def top1_of(quality: Quality | None) -> float | None:
-    """Return the top-1 agreement of the last model with the dense one; None if unknown."""
-    agreement = quality and quality.last_agreement
-    return agreement.top1 if agreement else None
+def agrees(quality: Quality, least: float) -> bool:
+    """Tell whether the top-1 agreement of the last model with the dense one is at least this, or
+    unknown."""
+    near = quality.last_agreement
+    return near is None or near.top1 >= least
 
 
 def details(checkpoint: Checkpoint) -> Iterator[Statement]:

@@ -189,7 +189,7 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
 def test_a_low_perplexity_alone_recommends_no_model(tmp_path: Path) -> None:
     """A model that repeats itself may read its own kind of text better than the dense one."""
     dense, sizes = write_dense(tmp_path / "base"), dict[str, Path]()
-    for name, top1, loss in (("echo", 0.4, -0.1), ("faithful", 0.9, 0.01), ("close", 0.8, 0.04)):
+    for name, top1, loss in (("echo", 0.4, -0.1), ("faithful", 0.9, 0.01), ("close", 0.8, 0.04), ("other", 0.0, -0.2)):
         sizes[name] = write_pruned(tmp_path / name, dense)
         losses = {"dense": [3.0, 3.1, 3.2], "pruned": [3.0 + loss, 3.1 + loss, 3.2 + loss]}
         quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
