@@ -11,7 +11,7 @@ import msgspec
 
 from ddp_vllm.errors import TextError
 from ddp_vllm.intervals import Verdict, judge
-from ddp_vllm.machine import Measured, now
+from ddp_vllm.machine import Measured, hardware, now, versions
 from ddp_vllm.model_facts import ModelFacts
 from ddp_vllm.output import write_text
 from ddp_vllm.schema import AtLeastZero, Count, Finite, Kind, SchemaError, checked
@@ -143,6 +143,12 @@ def main_metric(load: str, metrics: Container[str]) -> str:
     if "requests/s" not in load:
         return "requests_per_second"
     return "p50_tpot_ms" if "p50_tpot_ms" in metrics else "p50_e2el_ms"
+
+
+def new_results(form: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first fields of a results file: format, time, settings, hardware and versions."""
+    facts = {"format": form, "started": now(), "settings": dict(settings)}
+    return facts | {"hardware": hardware(), "versions": versions()}
 
 
 def write_results(results: Mapping[str, Any], output: Path) -> None:

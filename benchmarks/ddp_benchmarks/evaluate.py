@@ -19,7 +19,6 @@ from typing import Any
 
 from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
 from ddp_benchmarks.processes import end_group, kill_with_us
-from ddp_benchmarks.protocol import new_results
 from ddp_vllm.cache import cache_folder, is_own
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import quiet_libraries
@@ -31,7 +30,7 @@ from ddp_vllm.hub import hub_fault
 from ddp_vllm.machine import has_bfloat16, versions
 from ddp_vllm.model_facts import all_weight_files, describe_model, is_pruned, local_folder
 from ddp_vllm.remote_code.widths import states_widths
-from ddp_vllm.results import write_new_results, write_results
+from ddp_vllm.results import new_results, write_new_results, write_results
 from ddp_vllm.settings import DTYPES, Settings, setting
 
 OFFLINE = (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.engine import vllm_command
-from ddp_benchmarks.protocol import check_engine_arguments, new_results
+from ddp_benchmarks.protocol import check_engine_arguments
 from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.dimensions import widths_of
@@ -26,7 +26,7 @@ from ddp_vllm.machine import Workload
 from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.results import BEGINS, write_results
+from ddp_vllm.results import BEGINS, new_results, write_results
 from ddp_vllm.settings import Settings, setting
 
 UNREST = 0.05  # spread between rounds above which `describe` adds a note

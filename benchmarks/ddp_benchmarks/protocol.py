@@ -1,11 +1,9 @@
-"""Shared parts of all measurements: refused arguments, rotating order in a round, the first fields of
-results."""
+"""Shared parts of all measurements: refused arguments, and the rotating order in a round."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.machine import hardware, now, versions
 
 Variant = TypeVar("Variant")
 
@@ -24,9 +22,3 @@ def rotated(variants: Sequence[Variant], turn: int) -> list[Variant]:
     affect all."""
     first = turn % len(variants)
     return [*variants[first:], *variants[:first]]
-
-
-def new_results(form: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first fields of a results file: format, time, settings, hardware and versions."""
-    facts = {"format": form, "started": now(), "settings": dict(settings)}
-    return facts | {"hardware": hardware(), "versions": versions()}

@@ -33,11 +33,11 @@ from ddp_benchmarks.conversations import (
 )
 from ddp_benchmarks.engine import Engine, Server, vllm_command
 from ddp_benchmarks.models import max_model_len, token_counter
-from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
+from ddp_benchmarks.protocol import check_engine_arguments, rotated
 from ddp_vllm.errors import ServingError, SettingError, echo, line_printer
 from ddp_vllm.model_facts import describe_model, is_pruned, tokens_differ, unrelated
 from ddp_vllm.output import check_file
-from ddp_vllm.results import BEGINS, FORMAT, Bench, verdicts, write_results
+from ddp_vllm.results import BEGINS, FORMAT, Bench, new_results, verdicts, write_results
 from ddp_vllm.settings import Settings, setting
 
 SET_HERE = (  # vLLM's options that would change what is compared, or where it is found

@@ -22,11 +22,12 @@ from typing import Any, Self
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, number_format, runs_on_cpu, vllm_command
 from ddp_benchmarks.models import max_model_len, token_counter
-from ddp_benchmarks.protocol import check_engine_arguments, new_results, rotated
+from ddp_benchmarks.protocol import check_engine_arguments, rotated
 from ddp_vllm.errors import ModelError, ServingError, SettingError
 from ddp_vllm.intervals import judge
 from ddp_vllm.machine import PHASES, Workload
 from ddp_vllm.model_facts import dense_kv_bytes, known_folder, tokens_differ, unrelated
+from ddp_vllm.results import new_results
 from ddp_vllm.settings import Settings, setting
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"

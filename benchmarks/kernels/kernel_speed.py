@@ -33,9 +33,10 @@ from typing import Any
 
 import torch
 
-from ddp_benchmarks.protocol import new_results, rotated
+from ddp_benchmarks.protocol import rotated
 from ddp_plugins.moe_experts import ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
 from ddp_vllm.intervals import judge
+from ddp_vllm.results import new_results
 from expert_layers import (
     POPULARITY,
     SHAPES,

@@ -24,14 +24,13 @@ from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError, SettingError, TextError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.families import register_pruned
-from ddp_vllm.machine import hardware, now, versions
 from ddp_vllm.masks import MASKS_FILE, Provenance
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, tokens_differ
 from ddp_vllm.names import bare_name
 from ddp_vllm.output import make_folder
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.remote_code.widths import states_widths
-from ddp_vllm.results import write_new_results
+from ddp_vllm.results import new_results, write_new_results
 
 MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over blocks
 CHARACTERS_PER_TOKEN = 4  # of English, about
@@ -62,12 +61,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
         f"{settings.model}, its dense model and a block of {settings.max_length:,} tokens do not fit into the "
         "memory of the device; free it of other processes, or lower --max-length"
     )
-    results: dict[str, Any] = {
-        "format": FIDELITY_FORMAT,
-        "started": now(),
-        "settings": asdict(settings),
-        "hardware": hardware(),
-        "versions": versions(),
+    results = new_results(FIDELITY_FORMAT, asdict(settings)) | {
         "model": describe_model(settings.model).to_json(),
         "against": describe_model(str(dense.folder)).to_json(),
         "texts": {},
