@@ -155,14 +155,17 @@ def _parameter(name: str, annotation: Any, default: Any, option: Option) -> clic
         names = [f"--no-{flag}" if default else f"--{flag}", name]
         return _Option(names, is_flag=True, flag_value=not default, default=default, **known)
     if part or option.join:
-        join, default = option.join or tuple, None if is_required or not default else default
-        if default:
-            parts = default if part else [default]
-            default = [",".join("none" if value is None else str(value) for value in parts)]
+        join = option.join or tuple
+        if is_required or not default:
+            default = None
+        else:
+            values = default if part else [default]
+            default = [",".join("none" if value is None else str(value) for value in values)]
         known |= {"multiple": True, "callback": lambda _context, _option, lists: join([*itertools.chain(*lists)])}
         of = Several(option.of or part or kind)
     is_none = default in ("", MISSING, inspect.Parameter.empty) or (type(default) is float and not default)
-    default = None if option.shown or is_none else default
+    if option.shown or is_none:
+        default = None
     known |= {"type": of, "metavar": option.metavar, "required": is_required}
     known |= {} if is_required else {"default": default}  # a default of None would be a value
     names = [*filter(None, [option.spelling]), f"--{flag}", name]

@@ -107,20 +107,22 @@ def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[L
 def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return an entry of `block_configs` in the fields of `per_layer_config`.
     Raises: ModelError."""
-    attention, ffn = block.get("attention") or {}, block.get("ffn") or {}
-    parts = [("attention", attention)] * bool(attention) + [("ffn", ffn)] * bool(ffn)
+    parts = [(kind, block[kind]) for kind in ("attention", "ffn") if block.get(kind)]
     parts += [(str(part.get("kind")), part) for part in block.get("subblock_configs") or () if part]
     kinds = [kind for kind, _ in parts]
     others = [kind for kind in kinds if kind not in _SKIPPED]
     others += [f"several parts of kind {kind}" for kind in kinds if kinds.count(kind) > 1]
-    others += ["parallel_blocks"] * bool(block.get("parallel_blocks"))
+    if block.get("parallel_blocks"):
+        others.append("parallel_blocks")
     if others:
         what = short(others[0])
         raise ModelError(f"config.json: layer {index} of block_configs has {what}, which no supported family has")
     fields: dict[str, Any] = {"skip": [kind for kind, part in parts if part.get("no_op")]}
-    for _, part in (pair for pair in parts if not pair[1].get("no_op")):
-        fields |= {_RENAMED.get(key, key): part[key] for key in part if key not in _NO_FIELDS and _is_set(part[key])}
-        fields |= {"gated": False} if part.get("gated") is False else {}
+    for part in [part for _, part in parts if not part.get("no_op")]:
+        used = {key: value for key, value in part.items() if key not in _NO_FIELDS and _is_set(value)}
+        fields |= {_RENAMED.get(key, key): value for key, value in used.items()}
+        if part.get("gated") is False:
+            fields["gated"] = False
         if group := part.get("n_heads_in_group"):
             if dense[HEADS] % group:
                 fault = f"n_heads_in_group {group}, which does not divide {dense[HEADS]} heads"

@@ -25,7 +25,7 @@ from ddp_prune.core.decoder import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import trainer_of
 from ddp_prune.core.loss import OutputHead, distill, final_hidden
-from ddp_prune.pools import make_checked_pools
+from ddp_prune.pools import head_unit_of, make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_vllm.dimensions import dimensions_of, widths_of
@@ -76,7 +76,7 @@ def mask_step(
     accelerator, sizes = Accelerator(cpu=DRY), dimensions_of(full)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     source: Any = SimpleNamespace(config=full, text_config=full, sizes=sizes, widths=widths_of(full), shapes=shapes)
-    unit, pools = make_checked_pools(recipe, source, shapes)
+    unit, pools = head_unit_of(recipe, source), make_checked_pools(recipe, source, shapes)
     if not DRY and options.get("fused", True):
         with suppress(Exception):  # as `load_trained` does
             fuse_elementwise(model)

@@ -11,7 +11,7 @@ from ddp_vllm.evaluations import Evaluation, ScoreRow, in_points, mean_differenc
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.pages import page
 from ddp_vllm.pages.terminal import SafeConsole, print_table
-from ddp_vllm.results import Bench
+from ddp_vllm.results import Bench, Run
 
 _METRICS = (  # metric, heading, decimals
     ("requests_per_second", "requests/s", 2),
@@ -46,12 +46,11 @@ def print_report(bench: Bench) -> None:
         for label in (*labels, *(f"{verdict.label}, times better [95 %]" for verdict in verdicts)):
             table.add_column(label, justify="right")
         for metric, heading, decimals in _METRICS:
-            values = [[run.metrics[metric] for run in of_model if metric in run.metrics] for of_model in runs]
             compared = [verdict.metrics.get(metric) for verdict in verdicts]
-            _add_row(table, heading, values, decimals, [with_interval(*one.bounds) if one else "–" for one in compared])
+            ratios = [with_interval(*one.bounds) if one else "–" for one in compared]
+            _add_row(table, heading, [_values(of_model, "metrics", metric) for of_model in runs], decimals, ratios)
         for fact, heading, decimals in _FACTS:
-            values = [[run.engine[fact] for run in of_model if fact in run.engine] for of_model in runs]
-            _add_row(table, heading, values, decimals)
+            _add_row(table, heading, [_values(of_model, "engine", fact) for of_model in runs], decimals)
         console.print(table)
     for verdict in bench.verdicts:
         console.print(Text.assemble((verdict.label, "bold"), f", {verdict.load}: ", (verdict.sentence, "bold")))
@@ -59,9 +58,16 @@ def print_report(bench: Bench) -> None:
         console.print(Text.assemble(("Incomplete", "bold"), f": {bench.reason}"), style="red")
 
 
+def _values(runs: Sequence[Run], part: str, name: str) -> list[float]:
+    """Return a number of the metrics or the engine of each run that has it."""
+    return [getattr(run, part)[name] for run in runs if name in getattr(run, part)]
+
+
 def _add_row(table: Table, heading: str, columns: list[list[float]], decimals: int, ratios: Sequence[str] = ()) -> None:
+    """Add the median of each column, unless all are empty."""
     if any(columns):
-        table.add_row(heading, *(f"{median(column):,.{decimals}f}" if column else "–" for column in columns), *ratios)
+        cells = [f"{median(column):,.{decimals}f}" if column else "–" for column in columns]
+        table.add_row(heading, *cells, *ratios)
 
 
 def print_quality(evaluation: Evaluation, dense: Evaluation | None) -> None:

@@ -33,7 +33,7 @@ from ddp_prune.export import layer_widths, read_masks, write_masks
 from ddp_prune.fit import TRAINING_SHARE, Mode, held_bytes
 from ddp_prune.models.loading import load, load_teacher
 from ddp_prune.models.source import Source, open_source
-from ddp_prune.pools import make_checked_pools
+from ddp_prune.pools import head_unit_of, make_checked_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.run_folder import inputs_of
@@ -128,7 +128,7 @@ class Cells:
     @cached_property
     def gated(self) -> GatedModel:
         """The dense model with gates, loaded for the first cell that is missing."""
-        head_unit, _ = make_checked_pools(self.study.recipe, self.source, self.source.shapes)
+        head_unit = head_unit_of(self.study.recipe, self.source)
         model = load(self.source, self.study.recipe, self.accelerator)
         return GatedModel(model, self.source.widths, self.source.sizes, head_unit)
 
@@ -264,7 +264,7 @@ class Cells:
         seconds = list[float]()
         means = self.accelerator, Unsaved(), lambda metrics: seconds.append(metrics["seconds"]), training
         loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
-        _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
+        pools = make_checked_pools(recipe, self.source, self.source.shapes)
         learned = learn(self.gated, text.train, resolved_run.schedule, pools, *means, make=make, loss_mask=loss_mask)
         if training:
             training.weights.finish()

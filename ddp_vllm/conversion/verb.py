@@ -177,19 +177,13 @@ def conversion_of(folder: Path, dense_folder: Path | None) -> Conversion:
     except WidthsError as error:  # whose remedy is for folders of ours
         raise ModelError(f"{str(error).partition(';')[0]}; {AGAIN}") from error
     if is_dense and all(tensor.file.parent == folder for tensor in kept.values()):
+        also = f"; but {code}" if code else ""
         raise ModelError(
-            "no block is narrower than another or than config.json says, so vLLM serves it as it is"
-            + f"; but {code}" * bool(code)
+            f"no block is narrower than another or than config.json says, so vLLM serves it as it is{also}"
         )
     form = next((key for key in FORMATS if stated and config.get(key)), "tensors")
-    notes = [
-        f"widths of {len(widths.layers)} layers read from the shapes of tensors"
-        + f" and from {form} in config.json" * bool(stated),
-        *_removed(widths, "as config.json states" if stated else "because the folder has no tensors of it"),
-        *grown(dense, unpruned),
-        *[f"{len(zeros)} biases of zeros added: the class has one on every projection of a block"] * bool(zeros),
-        *[code] * bool(code),
-    ]
+    added = f"{len(zeros)} biases of zeros added: the class has one on every projection of a block" if zeros else ""
+    notes = [*_notes(widths, form), *grown(dense, unpruned), *filter(None, (added, code))]
     return Conversion(pruned, kept, zeros, form, notes)
 
 
@@ -229,9 +223,13 @@ def _with_dense_sizes(pruned: Mapping[str, Any], folder: Path) -> dict[str, Any]
     return {**pruned, "text_config": {**text, **sizes}} if text is not pruned else {**pruned, **sizes}
 
 
-def _removed(widths: Widths, why: str) -> Iterator[str]:
-    """Yield a line per kind of removed block: without a statement in config.json, missing tensors
-    look the same."""
+def _notes(widths: Widths, form: str) -> Iterator[str]:
+    """Yield where the widths were read, and a line per kind of removed block: without a statement in
+    config.json, missing tensors look the same."""
+    read, why = "the shapes of tensors", "because the folder has no tensors of it"
+    if form != "tensors":
+        read, why = f"{read} and from {form} in config.json", "as config.json states"
+    yield f"widths of {len(widths.layers)} layers read from {read}"
     lacks: dict[str, Any] = {
         "attention": lambda layer: widths.is_family and not layer.num_kv_heads,
         "MLP": lambda layer: widths.is_family and not layer.intermediate_size,

@@ -194,7 +194,7 @@ def _prune(
     source = main_process_first(accelerator, lambda: find_model(first))
     source.describe_rest(print_line)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
-    pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
+    pools = [make_checked_pools(recipe, source, source.shapes, profile) for recipe in recipes]
     runs, _, loaded, _ = resolve_runs(recipes, pools, source, profile, run_folder.resolved, accelerator, print_line)
     last, tokenizer = runs[-1], load_tokenizer(source.tokenizer)
     start_tracker(accelerator, "ddp-vllm", last.recipe)

@@ -85,7 +85,7 @@ def plan(
     for recipe in recipes if is_known else ():
         if len(recipes) > 1:
             planned.lines.append(f"{recipe.size_name} {recipe.size:g}:")
-        _, pools = make_checked_pools(recipe, source, source.shapes, profile)
+        pools = make_checked_pools(recipe, source, source.shapes, profile)
         pools_of.append(pools)
         share, lines = _removed_of_model(recipe, source, pools)
         planned.removed.append(share)

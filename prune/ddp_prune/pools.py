@@ -33,12 +33,10 @@ MOST_BLOCKS = 256  # per layer in the table of measured costs
 
 def make_checked_pools(
     recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
-) -> tuple[str, Sequence[Pool]]:
-    """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not
-    suit each other."""
+) -> Sequence[Pool]:
+    """Return the budget pools. Raises: SettingError if recipe and model do not suit each other."""
     check_suits(recipe, source)
-    unit = head_unit_of(recipe, source)
-    return unit, make_pools(source.config, shapes, source.sizes, unit, recipe, profile)
+    return make_pools(source.config, shapes, source.sizes, head_unit_of(recipe, source), recipe, profile)
 
 
 def head_unit_of(recipe: Recipe, source: Source) -> str:

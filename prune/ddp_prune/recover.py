@@ -103,10 +103,8 @@ def _recover(recipe: RecoveryRecipe, run_folder: RunFolder, console: Console, *,
         )
         if not text.watched:
             print_line("no other text is evaluated; pass --watch FILE to detect a loss on other text")
-        shared_by = accelerator.num_processes if recipe.shard else 1
-        run_folder.begin(
-            {name: getattr(resolved, name) for name in RESOLVED}, text.identity(pruned, dense), shared_by=shared_by
-        )
+        settled = {name: getattr(resolved, name) for name in RESOLVED}
+        run_folder.begin(settled, text.identity(pruned, dense), shared_by=devices.num_shards)
         evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
         evaluation.evaluate("dense", teacher)
         if warning := bos_warning(teacher, recipe.model, tokenizer, heldout):
