@@ -99,7 +99,8 @@ def table(name: str, model: str) -> Iterator[str]:
     if speeds:
         columns["decode step"] = lambda row, _: interval(speeds[row]) if row in speeds else ""
         if any("characters" in verdict for verdict in speeds.values()):
-            columns["characters"] = lambda row, _: interval({**speeds[row], **speeds[row].get("characters", {})})
+            by_text = {row: verdict | verdict.get("characters", {}) for row, verdict in speeds.items()}
+            columns["characters"] = lambda row, _: interval(by_text[row]) if row in by_text else ""
         columns["prefill"] = lambda row, _: interval(speeds[row]["prefill"]) if row in speeds else ""
     columns |= {TEXTS[text]: partial(perplexity, text, BASE not in rows) for text in texts}
     if answers := read_answers(name, model):
