@@ -171,13 +171,12 @@ def commands_in_forks(run_in_vllm: Callable[..., str], monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="session")
 def serve(run_in_vllm: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Return a function that gives jobs to `serve` of a script in tests/plugins and returns all results."""
+    """Return a function that gives jobs of a kind to `serve_tiny.py` and returns all results."""
 
-    def run(jobs: dict[str, dict[str, Any]], script: str = "serve_tiny.py") -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("serve")
+    def run(jobs: dict[str, dict[str, Any]], kind: str = "serve") -> dict[str, Any]:
+        folder, script = tmp_path_factory.mktemp("serve"), Path(__file__).parent / "plugins" / "serve_tiny.py"
         (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
-        path = Path(__file__).parent / "plugins" / script
-        run_in_vllm(path, folder / "jobs.json", folder / "results.json")
+        run_in_vllm(script, kind, folder / "jobs.json", folder / "results.json")
         return dict(zip(jobs, json.loads((folder / "results.json").read_text()), strict=True))
 
     return run
