@@ -13,12 +13,10 @@ import torch
 from commands import assert_refused, cases, invoke, passed
 from foreign_folders import BLOCKS, FOLDERS, block_configs, llama, pruned
 from foreign_folders import SIZES as SIZES_OF_LLAMA
-from quantized import ROWS_OF_INT8, state_quantization
 from safetensors.torch import load_file, save_file
 from serving import PROMPTS, Serve, assert_same, job
-from test_gguf import furthest, save_tokenizer
-from test_gguf import serve as llama_cpp
-from tiny_models import edit_config, edit_weights, generate, load_model
+from test_gguf import Server, furthest, save_tokenizer
+from tiny_models import ROWS_OF_INT8, edit_config, edit_weights, generate, load_model, state_quantization
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ddp_vllm.checkpoint import read_checkpoint
@@ -135,7 +133,7 @@ def test_other_verbs_read_a_converted_folder(converted: Any, tmp_path: Path) -> 
     words = ("apply", source, "--masks", folder / "ddp_masks.safetensors", "-o", tmp_path / "applied")
     assert_refused(invoke(*words), 3)
     passed(invoke("export", folder, "--outtype", "f32", "-o", tmp_path / "model.gguf"))
-    assert furthest(load_model(folder), llama_cpp(tmp_path / "model.gguf")) < 1e-3
+    assert furthest(load_model(folder), Server(tmp_path / "model.gguf")) < 1e-3
     llama(num_key_value_heads=12).save_pretrained(tmp_path / "dense")
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"the fox {n} jumps"}) + "\n" for n in range(400)))
     passed(invoke("convert", source, "-o", tmp_path / "out", "--dense", tmp_path / "dense"))

@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 from commands import cases
-from quantized import GROUPS_OF_INT4, add_cache_scales, state_quantization
 from serving import PROMPTS, UPDATES, Serve, assert_same, assert_same_outputs, job, selected
 from tiny_models import (
+    GROUPS_OF_INT4,
     NOTHING_LAST,
     PROJECTIONS,
     RAGGED_LAYERS,
     SIZES,
+    add_cache_scales,
     edit_weights,
     generate,
     load_model,
     make_adapter,
     make_checkpoint,
     save_random,
+    state_quantization,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 

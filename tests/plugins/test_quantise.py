@@ -11,12 +11,22 @@ import pytest
 import torch
 from click.testing import Result
 from commands import assert_refused, invoke
-from quantized import GROUP, ROWS_OF_INT8, state_quantization, unpack
 from safetensors.torch import load_file
 from seams import load_model as load_eval_model
 from seams import open_model
 from serving import Serve, job
-from tiny_models import PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
+from tiny_models import (
+    GROUP,
+    PROMPTS,
+    RAGGED_LAYERS,
+    ROWS_OF_INT8,
+    generate,
+    load_model,
+    make_checkpoint,
+    score,
+    state_quantization,
+    unpack,
+)
 from torch import nn
 
 PACKAGES = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
