@@ -31,7 +31,7 @@ settings.load_profile("patient")
 LONGEST = (  # files that take a minute or more start first, so that no worker is left alone with one
     *("plugins/test_stock_classes.py", "recover/test_recover.py", "prune/test_resume.py", "plugins/test_dense.py"),
     *("prune/test_commands.py", "prune/test_settle.py", "benchmarks/test_real_vllm.py", "prune/test_processes.py"),
-    *("plugins/test_moe.py", "plugins/test_convert.py", "plugins/test_moe_kernel.py", "test_examples.py"),
+    *("plugins/test_moe.py", "plugins/test_convert.py", "plugins/test_moe_experts.py", "test_examples.py"),
 )
 VLLM_SOCKET = "ddp-vllm-tests-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 PROVE, READ_BACK = proof.prove, proof.read_back
