@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from commands import edit_json
-from runs import edit_weights
+from runs import edit_config, edit_weights
 from serving import NUM_NEW_TOKENS, PROMPTS
 
 from ddp_vllm.families import code_of, pruned_config
@@ -115,10 +114,6 @@ def score(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).flatten().tolist()
 
 
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    edit_json(folder / "config.json", edit)
-
-
 GROUP = 32
 INT8_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -131,7 +126,7 @@ def state_quantization(folder: Path, scheme: dict[str, Any]) -> None:
     """State in config.json how the weights are quantized."""
     stated = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
     stated |= {"format": scheme["format"], "config_groups": {"group_0": {"targets": ["Linear"], **scheme}}}
-    edit_config(folder, lambda config: config.update(quantization_config=stated))
+    edit_config(folder, quantization_config=stated)
 
 
 def add_cache_scales(folder: Path, names: dict[str, float]) -> None:
@@ -139,7 +134,7 @@ def add_cache_scales(folder: Path, names: dict[str, float]) -> None:
     scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     stated = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": "dense"}
     stated |= {"ignore": [], "config_groups": {}, "kv_cache_scheme": scheme}
-    edit_config(folder, lambda config: config.update(quantization_config=stated))
+    edit_config(folder, quantization_config=stated)
 
     def add(weights: dict[str, torch.Tensor]) -> None:
         for name in [*weights]:

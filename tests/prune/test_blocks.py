@@ -256,6 +256,20 @@ def test_a_long_conversation_is_rendered_twice(tokenizer: Any, renderings: list[
     assert template.render(chat["messages"]) == rendered
 
 
+@pytest.mark.parametrize(
+    ("speaker", "role"),
+    [("assistant_1", "assistant"), ("human_0", "user"), ("User2", "user"), ("gpt-4o", "assistant"), ("bot_12", "")],
+)
+def test_an_ordinal_of_a_speaker_is_set_aside(speaker: str, role: str, tokenizer: Any) -> None:
+    notes = seams.Notes()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    turns.insert(2 if role == "user" else 1, {"role": speaker, "content": "said"})
+    text = seams.document({"messages": turns}, tokenizer, notes).text
+    assert f"<{role or 'assistant'}>" in text and (not role or not any("unknown" in note for note in notes.counts))
+    assert not role or f"<{role}>said" in text
+
+
 def test_several_short_files_are_split_and_not_held_out_whole(load: Load, tmp_path: Path) -> None:
     """A book that is one document, also if little is held out."""
     names = [tmp_path / f"{word}.txt" for word in WORDS[:3]]

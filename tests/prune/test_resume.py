@@ -260,6 +260,12 @@ def test_metrics_of_a_run_that_resumes_end_with_its_state(run: RunFolder) -> Non
 NAMES = ["sparsity-0.2", "sparsity-0.4", "sparsity-0.6"]
 
 
+def test_sizes_that_differ_in_the_seventh_digit_have_folders_of_their_own(tmp_path: Path) -> None:
+    recipes = [seams.Recipe(model="m", sparsity=size) for size in (0.2, 0.3000001, 0.3000002)]
+    names = [folder.name for folder in jobs.folders_of(recipes, tmp_path)]
+    assert names == ["sparsity-0.2", "sparsity-0.3000001", "sparsity-0.3000002"]
+
+
 @pytest.mark.parametrize("train", ["masks", pytest.param("weights", marks=pytest.mark.nightly)])
 def test_sizes_of_a_family_are_nested_and_exact(train: str, work: Path) -> None:
     """Several times as many steps as sizes; every folder is a checkpoint of its own."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, invoke, passed, quick_commands
 from runs import assert_same_weights, assert_written_as_evaluated, die_at, prune, recover, weights
 from seams import Learner
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -23,7 +23,6 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.settings import RecoveryRecipe
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.pages import written
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 
@@ -32,9 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 def recovered(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pruned model after thirty steps."""
     folder = tmp_path_factory.mktemp("recovered") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(written, "write_report", lambda *_: None)
-        patch.setattr("ddp_prune.models.evaluation.SAMPLE_TOKENS", 3)
+    with quick_commands():
         passed(recover(pruned, folder))
     return folder
 
