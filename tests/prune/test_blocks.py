@@ -1,13 +1,14 @@
 """Blocks of tokens: their content, their first token, their cache, which of them are held out, and who takes turns."""
 
 import hashlib
+import importlib
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import datasets
 import pytest
 import seams
 import torch
@@ -294,14 +295,15 @@ def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Load) -> Non
             load(data)
 
 
-@pytest.fixture(autouse=True)
-def within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test here asks the hub itself."""
+@pytest.fixture
+def datasets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The library of the hub's data, which takes seconds to import, and a hub within reach that no test asks."""
     monkeypatch.setattr("seams.rows_module.hub_fault", lambda: "")
+    return importlib.import_module("datasets")
 
 
 def test_a_hub_dataset_is_streamed_with_a_file(
-    load: Load, tokenizer: Any, write_texts: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tokenizer: Any, write_texts: Write, tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real streaming, of a local file under any hub name."""
     names: list[tuple[Any, ...]] = []
@@ -326,7 +328,7 @@ def test_a_hub_dataset_is_streamed_with_a_file(
 
 
 def test_a_stream_whose_rows_hold_more_than_the_text_is_no_short_one(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As descriptions of tools, which the template leaves out: as much is trained on as of a file of these rows."""
     description = json.dumps([{"type": "function", "function": {"name": "f", "description": "x" * 9000}}])
@@ -338,7 +340,7 @@ def test_a_stream_whose_rows_hold_more_than_the_text_is_no_short_one(
     assert len(streamed.train) == pytest.approx(len(stored.train), rel=0.02)
 
 
-def test_a_hub_dataset_that_breaks_off_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_that_breaks_off_is_named(load: Load, datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise ConnectionError("no hub\nin this test")
 
