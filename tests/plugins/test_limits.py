@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from serving import Serve
+from tiny_models import SIZES
 
 from ddp_vllm.remote_code.configuration_ddp import DDPLlamaConfig
 
@@ -39,10 +40,8 @@ CASES: dict[str, tuple[list[list[int]], dict[str, Any], dict[str, Any], str]] = 
 
 
 def write_config(folder: Path, layers: list[list[int]], **fields: Any) -> Path:
-    sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": len(layers)}
-    sizes |= {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 256}
     entries = [{"query_heads_per_kv_head": heads, "intermediate_size": 32} for heads in layers]
-    config = DDPLlamaConfig(**(sizes | fields), ddp_layers=entries)
+    config = DDPLlamaConfig(**SIZES | fields, num_hidden_layers=len(layers), ddp_layers=entries)
     config.architectures = ["DDPLlamaForCausalLM"]
     config.save_pretrained(folder)
     return folder
