@@ -1,7 +1,8 @@
 """The command line in this process, and what is asserted of its results."""
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def cases(names: Iterable[str], by_day: Collection[str]) -> list[Any]:
 def invoke(*words: object) -> Result:
     """Run `ddp-vllm` with these words."""
     return CliRunner().invoke(main, [*map(str, words)])
+
+
+@contextmanager
+def quick_commands() -> Iterator[None]:
+    """Commands for the fixtures of a whole file: samples of three tokens and no report, as `short_answers` has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
+        patch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
+        yield
 
 
 def passed(result: Result) -> Result:

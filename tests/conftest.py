@@ -16,22 +16,18 @@ from typing import Any
 
 import pytest
 from commands import VLLM_SETTINGS
-from hypothesis import settings
 
 from ddp_benchmarks import engine, sharegpt
 from ddp_vllm import proof
 from fetch import fetch_model
 
-# transformers would import it, for a kind of generation that nothing here uses, and with it SciPy and pandas: 3 s
-sys.modules["sklearn"] = None  # type: ignore[assignment]
-settings.register_profile("patient", deadline=None)  # an example that is slow on a busy machine is not wrong
-settings.load_profile("patient")
-
+# transformers would import them, for a kind of generation and losses that nothing here uses, and with them pandas: 4 s
+sys.modules |= dict.fromkeys(("sklearn", "scipy"))
 
 LONGEST = (  # files that take a minute or more start first, so that no worker is left alone with one
     *("plugins/test_stock_classes.py", "recover/test_recover.py", "prune/test_resume.py", "plugins/test_dense.py"),
     *("prune/test_commands.py", "prune/test_settle.py", "benchmarks/test_real_vllm.py", "prune/test_processes.py"),
-    *("plugins/test_moe.py", "plugins/test_convert.py", "plugins/test_moe_kernel.py", "test_examples.py"),
+    *("plugins/test_moe.py", "plugins/test_convert.py", "plugins/test_moe_experts.py", "test_examples.py"),
 )
 VLLM_SOCKET = "ddp-vllm-tests-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 PROVE, READ_BACK = proof.prove, proof.read_back
@@ -171,13 +167,12 @@ def commands_in_forks(run_in_vllm: Callable[..., str], monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="session")
 def serve(run_in_vllm: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Return a function that gives jobs to `serve` of a script in tests/plugins and returns all results."""
+    """Return a function that gives jobs of a kind to `serve_tiny.py` and returns all results."""
 
-    def run(jobs: dict[str, dict[str, Any]], script: str = "serve_tiny.py") -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("serve")
+    def run(jobs: dict[str, dict[str, Any]], kind: str = "serve") -> dict[str, Any]:
+        folder, script = tmp_path_factory.mktemp("serve"), Path(__file__).parent / "plugins" / "serve_tiny.py"
         (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
-        path = Path(__file__).parent / "plugins" / script
-        run_in_vllm(path, folder / "jobs.json", folder / "results.json")
+        run_in_vllm(script, kind, folder / "jobs.json", folder / "results.json")
         return dict(zip(jobs, json.loads((folder / "results.json").read_text()), strict=True))
 
     return run

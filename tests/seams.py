@@ -41,13 +41,7 @@ from ddp_prune.core.processes import raise_on_all_ranks
 from ddp_prune.core.rate import RATES, change, find_rate
 from ddp_prune.core.schedule import WARMUP, AlmSettings, Schedule, Steps, Unsaved
 from ddp_prune.core.selection import best_support, choose_counts, cut_rows
-from ddp_prune.core.weights import (
-    BETAS,
-    LARGEST_GRADIENT,
-    TrainedWeights,
-    UpdatedWeights,
-    rate_of,
-)
+from ddp_prune.core.weights import BETAS, LARGEST_GRADIENT, TrainedWeights, UpdatedWeights, rate_of
 from ddp_prune.devices import free_memory
 from ddp_prune.export import apply_masks, export, read_masks, read_scores
 from ddp_prune.fidelity import open_model
@@ -67,12 +61,7 @@ from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text import blocks as blocks_module
 from ddp_prune.text import rows as rows_module
 from ddp_prune.text import vocabulary as vocabulary_module
-from ddp_prune.text.blocks import (
-    Blocks,
-    check_watched,
-    load_blocks,
-    select_loss_mask,
-)
+from ddp_prune.text.blocks import Blocks, check_watched, load_blocks, select_loss_mask
 from ddp_prune.text.documents import Document, DocumentReader
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import Rows, check_sources, open_rows, sources_of

@@ -14,8 +14,7 @@ import torch
 from commands import invoke, passed
 from seams import Masks, Source, export, gated, open_source
 from serving import Serve, job
-from test_gguf import assert_same_tokens
-from test_gguf import serve as serve_gguf
+from test_gguf import Server, assert_same_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ddp_vllm.checkpoint import read_checkpoint
@@ -93,7 +92,7 @@ def test_masked_equals_exported_equals_vllm_in_float32(exported: Any, serve: Ser
 def test_llama_cpp_writes_the_same_text(exported: Any, tmp_path: Path) -> None:
     folder = exported[2]
     passed(invoke("export", folder, "--outtype", "F32", "-o", tmp_path / "model.gguf"))
-    tokenizer, server = AutoTokenizer.from_pretrained(folder), serve_gguf(tmp_path / "model.gguf")
+    tokenizer, server = AutoTokenizer.from_pretrained(folder), Server(tmp_path / "model.gguf")
     assert_same_tokens(tokenizer, server)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     for text in PROMPTS:

@@ -25,6 +25,8 @@ FAMILY: dict[str, Any] = {
     "tie_word_embeddings": True, "ddp_layers": LAYERS,
 }  # fmt: skip
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+FILE = "model.safetensors"
+Edit = Callable[[Path], Any]
 EXPERT = "mlp.experts.{}."
 WIDTHS: dict[str, Any] = {
     "quant_method": "ddp_widths",
@@ -77,7 +79,7 @@ def _experts(layer: int, *widths: tuple[int, int]) -> dict[str, tuple[int, ...]]
 def _write(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / FILE)
     return folder
 
 
@@ -99,47 +101,61 @@ def whole(tmp_path: Path) -> Path:
     return _write(tmp_path / "whole", {"model_type": "own", "num_hidden_layers": 2, "ddp_widths": stated}, shapes)
 
 
-def _edit(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
-    return lambda folder: edit_json(folder / "config.json", edit)
+def _edit(*edits: Callable[[dict[str, Any]], Any], **changes: Any) -> Edit:
+    return lambda folder: edit_json(folder / "config.json", *edits, **changes)
 
 
-def _first(key: str, value: Any) -> Callable[[Path], None]:
+def _first(key: str, value: Any) -> Edit:
     return _edit(lambda config: config["ddp_layers"][0].update({key: value}))
 
 
-def _stated(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def _stated(edit: Callable[[dict[str, Any]], Any]) -> Edit:
     return _edit(lambda config: edit(config["quantization_config"]))
 
 
-def _layer(index: int, **fields: Any) -> Callable[[Path], None]:
+def _layer(index: int, **fields: Any) -> Edit:
     return _stated(lambda stated: stated["layers"][index].update(fields))
 
 
-def _weights(edit: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
+def _unstated(field: str) -> Edit:
+    return _stated(lambda stated: [layer.pop(field, 0) for layer in stated["layers"]])
+
+
+def _weights(edit: Callable[[dict[str, np.ndarray]], Any]) -> Edit:
     def run(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
+        weights = load_file(folder / FILE)
         edit(weights)
-        save_file(weights, folder / "model.safetensors")
+        save_file(weights, folder / FILE)
 
     return run
 
 
-def _zeros(name: str, *shape: int, dtype: Any = np.float32) -> Callable[[Path], None]:
+def _zeros(name: str, *shape: int, dtype: Any = np.float32) -> Edit:
     return _weights(lambda weights: weights.update({name: np.zeros(shape, dtype)}))
 
 
-def _drop(name: str) -> Callable[[Path], None]:
+def _drop(name: str) -> Edit:
     return _weights(lambda weights: weights.pop(name))
 
 
-def _pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
+def _pipe(folder: Path) -> None:
+    (folder / FILE).unlink()
+    os.mkfifo(folder / FILE)
 
 
-def _index(weight_map: Any) -> Callable[[Path], None]:
+def _cut_off(folder: Path) -> None:
+    os.truncate(folder / FILE, (folder / FILE).stat().st_size - 4)
+
+
+def _pointer(name: str) -> Edit:
+    return lambda folder: (folder / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
+
+
+def _index(weight_map: Any) -> Edit:
     text = json.dumps({"metadata": {}, "weight_map": weight_map})
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(text) and None
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
 
 
 def _many_lists(folder: Path) -> None:
@@ -147,113 +163,92 @@ def _many_lists(folder: Path) -> None:
     (folder / "config.json").write_text('{"x": [' + "[]," * 2_000_000 + "[]], " + text[1:])
 
 
-def _header(edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def run(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        content = path.read_bytes()
-        size = 8 + int.from_bytes(content[:8], "little")
-        header = edit(content[8:size])
-        path.write_bytes(len(header).to_bytes(8, "little") + header + content[size:])
-
-    return run
+def _not_a_number(folder: Path) -> None:
+    """Write a header that JSON does not have."""
+    content = (folder / FILE).read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:size].replace(b"{", b'{"__metadata__": {"a": NaN}, ', 1)
+    (folder / FILE).write_bytes(len(header).to_bytes(8, "little") + header + content[size:])
 
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
-CORRUPTIONS: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {  # folder, what is broken, what the line names
-    "a header that safetensors does not read": (
-        "folder", _header(lambda text: text.replace(b"{", b'{"__metadata__": {"a": NaN}, ', 1)), ["header is not JSON"]
-    ),
-    "negative width": ("folder", _first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
-    "widths of another checkpoint": ("folder", _first("intermediate_size", 8), ["layers.0.mlp", "7", "require 8"]),
-    "tensor of a removed block": (
-        "folder", _zeros("model.layers.1.mlp.up_proj.weight", 3, 16), ["layers.1.mlp.up_proj", "removes"]
-    ),
-    "a norm of a removed block": (
-        "folder", _zeros("model.layers.1.input_layernorm.weight", 16), ["layers.1.input_layernorm", "removes"]
-    ),
-    "an axis too many": ("folder", _zeros("model.norm.weight", 16, 1), ["model.norm.weight has", "require 1 axes"]),
-    "missing o_proj": ("folder", _drop(O_PROJ), ["layer 0", "o_proj"]),
-    "an unknown family": ("folder", _edit(lambda c: c.update(model_type="ddp_newlm")), ["'ddp_newlm'", "unknown"]),
-    "a tensor of no model": ("folder", _zeros("model.extra", 1), ["'model.extra'", "unknown in"]),
-    "integers as weights": ("folder", _zeros(UP_PROJ, 7, 16, dtype=np.int8), [UP_PROJ, "'I8'"]),
-    "a name that writes to the terminal": ("folder", _zeros("\x1b]0;evil\x07", 1), ["\\x1b]0;evil\\x07"]),
-    "index outside the folder": (
-        "folder", _index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "its folder"]
-    ),
-    "index of another folder": (
-        "folder", _index({O_PROJ: "model.safetensors"}), ["index.json and the files contradict each other"]
-    ),
-    "no weights": ("folder", lambda f: (f / "model.safetensors").unlink(), ["has no model*.safetensors"]),
-    "weights a pipe": ("folder", lambda f: _pipe(f / "model.safetensors"), ["model.safetensors is not a file"]),
-    "weights without their end": (
-        "folder", lambda f: os.truncate(f / "model.safetensors", (f / "model.safetensors").stat().st_size - 4),
-        ["model.safetensors", "truncated"],
-    ),
-    "config of many lists": ("folder", _many_lists, ["config.json cannot be read", "4,000,000 bytes"]),
-    "layers of another model": ("stock", _stated(lambda s: s["layers"].append({})), ["5 entries for 4 layers"]),
-    "an unknown key of a layer": ("stock", _layer(2, heads=1), ["layers[2] has the unknown key 'heads'"]),
-    "an expert without a place": (
-        "stock", _stated(lambda s: s["experts"].update(output="mlp.w2")),
-        ["experts.output is 'mlp.w2', not the name of a module with {} for the expert"],
-    ),
-    "a width of 0": ("stock", _layer(0, intermediate_size=0), ["is 0, not an integer in 1…12"]),
-    "too few experts": (
-        "stock", _layer(1, expert_intermediate_sizes=[1, 2]), ["not a list of 3 widths, one per expert"]
-    ),
-    "an expert above": (
-        "stock", _layer(1, expert_intermediate_sizes=[1, 9, 2]),
-        ["expert_intermediate_sizes[1] is 9, not an integer in 0…8"],
-    ),
-    "a copy that differs": (
-        "stock", _edit(lambda c: c.update(ddp_widths=WIDTHS | {"layers": [{}] * 4})),
-        ["quantization_config is no copy of it"],
-    ),
-    "half of a fused tensor": ("stock", _zeros(f"{L}.0.mlp.gate_up.weight", 5, 16), ["require 10 along axis 0"]),
-    "a missing projection": (
-        "stock", _drop(f"{L}.3.mlp.down.weight"), ["layer 3 lacks the tensors of mlp.down (1 modules in all)"]
-    ),
-    "a removed expert": (
-        "stock", _zeros(f"{L}.1.mlp.experts.1.w1.weight", 1, 16),
-        ["of a block or expert that config.json removes"],
-    ),
-    "an expert too many": (
-        "stock", _zeros(f"{L}.1.mlp.experts.3.w1.weight", 1, 16), ["of expert 3, but config.json has 3"]
-    ),
-    "quantized weights": (
-        "stock", _zeros(f"{L}.0.mlp.down.weight", 16, 5, dtype=np.int8), ["is 'I8': ", "; export the unquantized model"]
-    ),
-    "a described block that no layer states": (
-        "stock", _stated(lambda s: [layer.pop("intermediate_size", 0) for layer in s["layers"]]),
-        ["ddp_widths.mlp describes a block that no layer states"],
-    ),
-    "described experts that no layer states": (
-        "stock", _stated(lambda s: [layer.pop("expert_intermediate_sizes", 0) for layer in s["layers"]]),
-        ["ddp_widths.experts describes a block that no layer states"],
-    ),
-    "a pointer in place of the weights": (
-        "folder", lambda folder: (folder / "model.safetensors").write_text(POINTER), ["pointer of git-lfs", "lfs pull"]
-    ),
-    "a pointer in place of the config": (
-        "folder", lambda folder: (folder / "config.json").write_text(POINTER), ["config.json is a pointer of git-lfs"]
-    ),
-    "a number of the dense model": (
-        "whole", _zeros(f"{L}.1.mlp.experts.2.w1.weight", 8, 16),
-        ["experts.2.w1.weight' is of expert 2, but config.json has 2"],
-    ),
-    "narrower whole experts": ("whole", _zeros(f"{L}.1.mlp.experts.1.w1.weight", 5, 16), ["require 8 along axis 0"]),
-    "fewer whole experts in a layer": (
-        "whole", _edit(lambda c: c["ddp_widths"]["layers"][1].update(expert_intermediate_sizes=[0, 8, 0])),
-        ["keep [1, 2] whole experts"],
-    ),
+OF_EXPERT = f"{L}.1.mlp.experts.{{}}.w1.weight".format
+CORRUPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {  # fixture of a folder -> what is broken, and what the line names
+    "folder": {
+        "a header that safetensors does not read": (_not_a_number, "header is not JSON"),
+        "negative width": (_first("intermediate_size", -1), "ddp_layers[0].intermediate_size", "-1", "0…12"),
+        "widths of another checkpoint": (_first("intermediate_size", 8), "layers.0.mlp", "7", "require 8"),
+        "tensor of a removed block": (
+            _zeros("model.layers.1.mlp.up_proj.weight", 3, 16), "layers.1.mlp.up_proj", "removes"
+        ),
+        "a norm of a removed block": (
+            _zeros("model.layers.1.input_layernorm.weight", 16), "layers.1.input_layernorm", "removes"
+        ),
+        "an axis too many": (_zeros("model.norm.weight", 16, 1), "model.norm.weight has", "require 1 axes"),
+        "missing o_proj": (_drop(O_PROJ), "layer 0", "o_proj"),
+        "an unknown family": (_edit(model_type="ddp_newlm"), "'ddp_newlm'", "unknown"),
+        "a tensor of no model": (_zeros("model.extra", 1), "'model.extra'", "unknown in"),
+        "integers as weights": (_zeros(UP_PROJ, 7, 16, dtype=np.int8), UP_PROJ, "'I8'"),
+        "a name that writes to the terminal": (_zeros("\x1b]0;evil\x07", 1), "\\x1b]0;evil\\x07"),
+        "index outside the folder": (_index({O_PROJ: f"../{FILE}"}), f"'../{FILE}'", "its folder"),
+        "index of another folder": (_index({O_PROJ: FILE}), "index.json and the files contradict each other"),
+        "no weights": (lambda folder: (folder / FILE).unlink(), "has no model*.safetensors"),
+        "weights a pipe": (_pipe, "model.safetensors is not a file"),
+        "weights without their end": (_cut_off, FILE, "truncated"),
+        "config of many lists": (_many_lists, "config.json cannot be read", "4,000,000 bytes"),
+        "a pointer in place of the weights": (_pointer(FILE), "pointer of git-lfs", "lfs pull"),
+        "a pointer in place of the config": (_pointer("config.json"), "config.json is a pointer of git-lfs"),
+    },
+    "stock": {
+        "layers of another model": (_stated(lambda s: s["layers"].append({})), "5 entries for 4 layers"),
+        "an unknown key of a layer": (_layer(2, heads=1), "layers[2] has the unknown key 'heads'"),
+        "an expert without a place": (
+            _stated(lambda s: s["experts"].update(output="mlp.w2")),
+            "experts.output is 'mlp.w2', not the name of a module with {} for the expert",
+        ),
+        "a width of 0": (_layer(0, intermediate_size=0), "is 0, not an integer in 1…12"),
+        "too few experts": (_layer(1, expert_intermediate_sizes=[1, 2]), "not a list of 3 widths, one per expert"),
+        "an expert above": (
+            _layer(1, expert_intermediate_sizes=[1, 9, 2]),
+            "expert_intermediate_sizes[1] is 9, not an integer in 0…8",
+        ),
+        "a copy that differs": (
+            _edit(ddp_widths=WIDTHS | {"layers": [{}] * 4}), "quantization_config is no copy of it"
+        ),
+        "half of a fused tensor": (_zeros(f"{L}.0.mlp.gate_up.weight", 5, 16), "require 10 along axis 0"),
+        "a missing projection": (
+            _drop(f"{L}.3.mlp.down.weight"), "layer 3 lacks the tensors of mlp.down (1 modules in all)"
+        ),
+        "a removed expert": (_zeros(OF_EXPERT(1), 1, 16), "of a block or expert that config.json removes"),
+        "an expert too many": (_zeros(OF_EXPERT(3), 1, 16), "of expert 3, but config.json has 3"),
+        "quantized weights": (
+            _zeros(f"{L}.0.mlp.down.weight", 16, 5, dtype=np.int8), "is 'I8': ", "; export the unquantized model"
+        ),
+        "a described block that no layer states": (
+            _unstated("intermediate_size"), "ddp_widths.mlp describes a block that no layer states"
+        ),
+        "described experts that no layer states": (
+            _unstated("expert_intermediate_sizes"), "ddp_widths.experts describes a block that no layer states"
+        ),
+    },
+    "whole": {
+        "a number of the dense model": (
+            _zeros(OF_EXPERT(2), 8, 16), "experts.2.w1.weight' is of expert 2, but config.json has 2"
+        ),
+        "narrower whole experts": (_zeros(OF_EXPERT(1), 5, 16), "require 8 along axis 0"),
+        "fewer whole experts in a layer": (
+            _edit(lambda c: c["ddp_widths"]["layers"][1].update(expert_intermediate_sizes=[0, 8, 0])),
+            "keep [1, 2] whole experts",
+        ),
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CORRUPTIONS)
-def test_refuses_a_corrupted_checkpoint(case: str, request: pytest.FixtureRequest) -> None:
-    kind, corrupt, words = CORRUPTIONS[case]
-    folder = request.getfixturevalue(kind)
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in CORRUPTIONS.items() for case in cases])
+def test_refuses_a_corrupted_checkpoint(kind: str, case: str, request: pytest.FixtureRequest) -> None:
+    folder, (corrupt, *words) = request.getfixturevalue(kind), CORRUPTIONS[kind][case]
     corrupt(folder)
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(folder)
@@ -276,13 +271,13 @@ def test_widths_are_written_as_they_were_read_and_give_the_dense_shapes(stock: P
     assert widths.num_experts == 3 and [layer.expert_intermediate_sizes for layer in widths.layers] == [
         tuple(row) for row in WHOLE
     ]
-    _edit(lambda config: config.update(ddp_widths=WIDTHS))(stock)  # a copy of the same
+    _edit(ddp_widths=WIDTHS)(stock)  # a copy of the same
     assert read_checkpoint(stock).widths == checkpoint.widths
 
 
 def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) -> None:
     """bitsandbytes keeps two numbers a byte in one column, NVFP4 two along each row."""
-    _edit(lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))(folder)
+    _edit(quantization_config={"quant_method": "bitsandbytes"})(folder)
     _zeros(DOWN_PROJ, 16, 6, dtype=np.int8)(folder)  # one number a byte
     with pytest.raises(CheckpointError, match="require 12 along axis 1"):
         read_checkpoint(folder)
@@ -296,7 +291,7 @@ def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) 
 
 def test_what_a_quantizer_adds_to_some_layers_is_none_of_ours(folder: Path) -> None:
     """It leaves a layer as it is, and gives another more tensors: bitsandbytes' states, scales of the KV cache."""
-    _edit(lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))(folder)
+    _edit(quantization_config={"quant_method": "bitsandbytes"})(folder)
     for name in ("model.layers.2.mlp.down_proj.weight.absmax", "model.layers.2.self_attn.attn.k_scale"):
         _zeros(name, 3)(folder)
     _weights(lambda w: w.update({f"{DOWN_PROJ}_packed": w.pop(DOWN_PROJ)}))(folder)

@@ -127,22 +127,13 @@ def left_behind(server: Server) -> list[str]:
 
 def tiny_model(folder: Path) -> Path:
     """Write a random, unevenly pruned model and a tokenizer; without one, unknown tokens end vLLM's engine."""
-    import torch
+    from tiny_models import save_pruned
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    from ddp_vllm.remote_code import modeling_ddp
-
     words = {f"word{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": len(LAYERS),
-        "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    config = modeling_ddp.DDPLlamaForCausalLM.config_class(**sizes, ddp_layers=LAYERS)
-    modeling_ddp.DDPLlamaForCausalLM(config).float().save_pretrained(folder)
+    save_pruned(folder, "Llama", LAYERS, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
     return folder

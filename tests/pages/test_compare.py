@@ -150,22 +150,27 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
     assert_refused(result, 4, "empty holds no results of ddp-vllm bench or eval")
 
 
-def write_family(folder: Path, dense: str) -> list[Path]:
-    """Three sizes, each slower to fall behind than the next, with what a budget in measured time promised."""
-    work = {"phase": "decode", "batch": 8, "context": 1024}
-    for speedup, loss in ((1.1, 0.05), (1.25, 0.15), (1.5, 0.5)):
-        latency = {"speedup": speedup, "low": speedup - 0.01, "high": speedup + 0.01, "workload": work, **MACHINE}
-        losses = {"dense": [3.0, 3.2, 3.1], "pruned": [3.0 + loss, 3.21 + loss, 3.12 + loss]}
-        quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
-        recipe = {"model": dense, "speedup": speedup, "budget": "latency"}
-        size = write_pruned(folder / f"speedup-{speedup}", dense)
-        write_masks(size, {}, {"recipe": recipe, "perplexity": quality, "latency": latency})
-    return sorted(folder.iterdir())
+def write_size(
+    folder: Path, dense: Path | str, loss: float, *, top1: float | None = None, widths: Any = HALF, **provenance: Any
+) -> Path:
+    """Write a pruned model whose loss on held-out blocks is higher by about `loss`."""
+    losses = {"dense": [3.0, 3.2, 3.1], "pruned": [3.0 + loss, 3.21 + loss, 3.12 + loss]}
+    quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
+    if top1 is not None:
+        quality["agreement"] = {"pruned": {"kl": 0.1, "top1": top1}}
+    write_model(folder, widths=widths, origin=str(dense))
+    write_masks(folder, {}, {"recipe": {"model": str(dense)}, "perplexity": quality, **provenance})
+    return folder
 
 
 def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path) -> None:
     """Before anything was benchmarked: by the perplexity and the promise that each checkpoint carries."""
-    sizes = write_family(tmp_path / "sizes", "owner/dense")
+    sizes, work = list[Path](), {"phase": "decode", "batch": 8, "context": 1024}
+    for speedup, loss in ((1.1, 0.05), (1.25, 0.15), (1.5, 0.5)):
+        recipe = {"model": "owner/dense", "speedup": speedup, "budget": "latency"}
+        latency = {"speedup": speedup, "low": speedup - 0.01, "high": speedup + 0.01, "workload": work, **MACHINE}
+        folder = tmp_path / "sizes" / f"speedup-{speedup}"
+        sizes.append(write_size(folder, "owner/dense", loss, recipe=recipe, latency=latency))
     arguments = ["compare", *map(str, sizes), "-o", str(tmp_path / "page.html"), "--tolerance"]
     result = passed(invoke(*arguments, "1.2"))
     assert "within 1.2 times: speedup-1.25: held-out perplexity 1.17× [" in result.output
@@ -180,26 +185,20 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     records = json.loads(passed(invoke(*arguments, "1.2", "--overwrite", "--json")).stdout)
     assert records["chosen"] == "speedup-1.25" and len(records["models"]) == 3
     assert records["models"][0]["speedup"] == pytest.approx([1.1, 1.09, 1.11], abs=0.005)
-    shown = invoke("inspect", sizes[0])
-    assert "1.10× [1.09, 1.11] the dense model's speed (decode, 8 sequences of 1,024 tokens;" in " ".join(
-        shown.output.split()
-    )
+    shown = " ".join(invoke("inspect", sizes[0]).output.split())
+    assert "1.10× [1.09, 1.11] the dense model's speed (decode, 8 sequences of 1,024 tokens;" in shown
 
 
 def test_a_low_perplexity_alone_recommends_no_model(tmp_path: Path) -> None:
     """A model that repeats itself may read its own kind of text better than the dense one."""
-    dense, sizes = write_dense(tmp_path / "base"), dict[str, Path]()
-    for name, top1, loss in (("echo", 0.4, -0.1), ("faithful", 0.9, 0.01), ("close", 0.8, 0.04), ("other", 0.0, -0.2)):
-        sizes[name] = write_pruned(tmp_path / name, dense)
-        losses = {"dense": [3.0, 3.1, 3.2], "pruned": [3.0 + loss, 3.1 + loss, 3.2 + loss]}
-        quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
-        quality["agreement"] = {"pruned": {"kl": 0.1, "top1": top1}}
-        write_masks(sizes[name], {}, {"recipe": {"model": str(dense)}, "perplexity": quality})
+    dense, sizes = write_dense(tmp_path / "base"), list[Path]()
+    for name, top1, loss in (("echo", 0.4, -0.1), ("faithful", 0.9, 0.01), ("close", 0.8, 0.03), ("other", 0.0, -0.2)):
+        sizes.append(write_size(tmp_path / name, dense, loss, top1=top1))
     for tolerance, least, chosen in (
         ("1.05", [], "faithful"), ("1.05", ["--min-agreement", "0"], "echo"),
         ("1.05", ["--min-agreement", "0.95"], None), ("1.5", [], "echo"),
     ):  # fmt: skip
-        words = ["compare", *sizes.values(), "-o", tmp_path / "page", "--overwrite", "--tolerance", tolerance, *least]
+        words = ["compare", *sizes, "-o", tmp_path / "page", "--overwrite", "--tolerance", tolerance, *least]
         result = invoke(*words, "--json")
         assert (result.exit_code == 9) == (chosen is None), result.output
         assert json.loads(result.stdout)["chosen"] == chosen
@@ -240,15 +239,13 @@ def test_neither_the_warm_up_nor_unequal_work_is_in_a_verdict(left_out: int) -> 
 
 def test_less_time_per_token_is_faster() -> None:
     """At a fixed rate both finish equally many requests, so the verdict is on latency: time before over time after."""
-    runs = [
-        (turn, label, "4 requests/s", 4.0, time, "")
-        for turn in range(3)
-        for label, time in (("dense", 30.0), ("small", 20.0 + turn / 100))
+    times = [
+        (turn, label, time) for turn in range(3) for label, time in (("dense", 30.0), ("small", 20.0 + turn / 100))
     ]
-    verdict = judged(*runs)
+    verdict = judged(*((turn, label, "4 requests/s", 4.0, time, "") for turn, label, time in times))
     assert verdict["sentence"] == "time per output token: 1.499× [1.497, 1.501] faster (only 3 pairs)"
     assert verdict["metrics"]["p50_tpot_ms"]["ratio"] == pytest.approx(1.5, abs=1e-3)
-    slower = judged(*((turn, label, load, rate, 600 / time, "") for turn, label, load, rate, time, _ in runs))
+    slower = judged(*((turn, label, "4 requests/s", 4.0, 600 / time, "") for turn, label, time in times))
     assert ", slower" in slower["sentence"] and slower["metrics"]["p50_tpot_ms"]["ratio"] < 0.7
 
 
@@ -281,17 +278,15 @@ def test_compare_shows_the_saturating_load_of_the_latest_complete_benchmark(dens
     assert collect([pruned]).pruned[0].speed.verdict.main.ratio == pytest.approx(2.0, abs=0.02)
     edit_json(pruned / "later.json", complete=False, reason="killed")  # then that of 2026, which is complete
     assert collect([pruned]).pruned[0].speed.verdict.main.ratio == pytest.approx(1.5, abs=0.02)
-    for name, load in (("served.json", "4 requests/s"), ("all.json", "all at once, 8 in flight")):
+    loads = {"served.json": "4 requests/s", "all.json": "all at once, 8 in flight"}
+    for name, load in loads.items():
         content = json.loads(write_bench(pruned / name, dense, pruned, SPEEDS).read_text())
         for run in content["runs"]:
             run |= {"load": load, "metrics": {**run["metrics"], "p50_tpot_ms": 9.0}}
         edit_json(pruned / name, runs=content["runs"], verdicts=verdicts(content), started="2025")
     (pruned / "sharegpt.json").unlink()
     (pruned / "later.json").unlink()
-    assert {speed.verdict.load for speed in collect([pruned]).pruned[0].speeds} == {
-        "4 requests/s",
-        "all at once, 8 in flight",
-    }
+    assert {speed.verdict.load for speed in collect([pruned]).pruned[0].speeds} == {*loads.values()}
     assert collect([pruned]).pruned[0].speed.verdict.load == "all at once, 8 in flight"
 
 
@@ -311,12 +306,8 @@ def test_compare_shows_the_evaluation_with_most_tasks_then_most_rows_then_the_la
 
 
 def test_of_equally_fast_models_the_smallest_is_recommended(tmp_path: Path) -> None:
-    dense, sizes = write_dense(tmp_path / "base"), list[Path]()
-    losses = {"dense": [3.0, 3.1], "pruned": [3.0, 3.1]}
-    quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
-    for name, widths in (("large", [(2, 15), (2, 15)]), ("small", HALF), ("middle", [(2, 9), (2, 9)])):
-        sizes.append(write_model(tmp_path / name, widths=widths, origin=str(dense)))
-        write_masks(sizes[-1], {}, {"recipe": {"model": str(dense)}, "perplexity": quality})
+    dense, widths = write_dense(tmp_path / "base"), {"large": [(2, 15)] * 2, "small": HALF, "middle": [(2, 9)] * 2}
+    sizes = [write_size(tmp_path / name, dense, 0.0, widths=width) for name, width in widths.items()]
     best, _ = choice(collect(sizes), 1.1)
     assert best and best.name == "small"  # none was measured
 
@@ -324,20 +315,14 @@ def test_of_equally_fast_models_the_smallest_is_recommended(tmp_path: Path) -> N
 @pytest.mark.parametrize("less_is_better", [False, True])
 def test_the_dashed_line_joins_models_that_no_other_beats_in_both(less_is_better: bool) -> None:
     sign = -1 if less_is_better else 1
-    coordinates = {
-        "dense": (1.0, 9.0),
-        "beaten": (1.2, 5.0),
-        "good": (1.3, 8.0),
-        "fast": (2.0, 3.0),
-        "slow": (0.9, 8.5),
-    }
+    places = {"dense": (1.0, 9.0), "beaten": (1.2, 5.0), "good": (1.3, 8.0), "fast": (2.0, 3.0), "slow": (0.9, 8.5)}
     points = [
-        Point(name, name == "dense", (speed,) * 3, (sign * value,) * 3) for name, (speed, value) in coordinates.items()
+        Point(name, name == "dense", (speed,) * 3, (sign * value,) * 3) for name, (speed, value) in places.items()
     ]
     figure = Figure()
     draw_points(figure, points=points, quality="q", less_is_better=less_is_better)
     line = next(line for line in figure.axes[0].lines if line.get_linestyle() == "--")
-    front = [coordinates[name] for name in ("dense", "good", "fast")]
+    front = [places[name] for name in ("dense", "good", "fast")]
     assert [(x, sign * y) for x, y in zip(*line.get_data(), strict=True)] == front
 
 

@@ -1,4 +1,4 @@
-"""Report, model card and `inspect` of a pruned checkpoint: its numbers, its pictures, nothing fetched."""
+"""Report, model card, `inspect` and `push` of a pruned checkpoint: its numbers, its pictures, nothing fetched."""
 
 import dataclasses
 import json
@@ -7,10 +7,13 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import numpy as np
 import pytest
 from commands import assert_refused, invoke, passed
+from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
 from matplotlib.figure import Figure
 from safetensors.numpy import load_file, save_file
 from written_folders import PageReader, write_lines, write_masks, write_mixture, write_model, write_trained
@@ -201,3 +204,51 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
     assert named(llama, model_type="ddp_qwen3") == [True, True, True, False]
     mixture = write_mixture(tmp_path / "experts", [[24, 3, 24, 24, 24, 24, 24, 24]])
     assert named(read_checkpoint(mixture)) == [True, False, True, False]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """The hub's library, which takes only calls that it has, and answers without a network."""
+    api: Mock = create_autospec(HfApi, instance=True)
+    api.create_repo.return_value.repo_id = "me/tiny"
+    api.upload_file.return_value = "https://hub/me/tiny/commit/1"
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda **_: api)
+    return api
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "tiny", widths=[(1, 5), (2, 16)], origin="owner/tiny")
+
+
+def test_what_arrives_is_whole_and_says_how_to_load_it(tiny: Path, hub: Mock) -> None:
+    (tiny / "eval" / "deep").mkdir(parents=True)
+    local = ["eval/deep/results.json", "sharegpt-offline.json", "bench.json", "steps.json", "machine.json"]
+    local += ["page.html", "notes.txt", ".env", "run.py", "eval/config.json", "events.out.tfevents.1", "train.jsonl"]
+    (tiny / "additional_chat_templates").mkdir()
+    sent = ["tokenizer.json", "LICENSE", "report.html", "ddp_metrics.jsonl", "preprocessor_config.json", "vocab.txt"]
+    sent += ["additional_chat_templates/rag.jinja", "chat_template.jinja", "modeling_ddp.py"]
+    for name in (*local, *sent):
+        (tiny / name).write_text("{}")
+    done = passed(invoke("push", tiny, "me/tiny", "--private", "--license", "apache-2.0", "--revision", "new"))
+    assert done.stdout == "published: https://hub/me/tiny/commit/1\n"
+    hub.create_repo.assert_called_once_with("me/tiny", private=True, exist_ok=True)
+    hub.create_branch.assert_called_once_with("me/tiny", branch="new", exist_ok=True)
+    folder, card = hub.upload_folder.call_args.kwargs, hub.upload_file.call_args.kwargs
+    assert folder["folder_path"] == str(tiny) and folder["repo_id"] == card["repo_id"] == "me/tiny"
+    assert folder["revision"] == card["revision"] == "new" and card["path_in_repo"] == "README.md"
+    here = {str(path.relative_to(tiny)) for path in tiny.rglob("*") if path.is_file()}
+    assert {*filter_repo_objects(here, allow_patterns=folder["allow_patterns"])} == here - {"README.md", *local}
+    assert {*sent, "config.json", "model.safetensors"} <= here
+    text = card["path_or_fileobj"].decode()
+    assert "vllm serve me/tiny\n" in text and "license: apache-2.0" in text and "base_model: owner/tiny" in text
+
+
+def test_what_cannot_be_published_is_one_line(tiny: Path, hub: Mock) -> None:
+    hub.upload_file.side_effect = RuntimeError("401\nInvalid username or password.")
+    assert_refused(invoke("push", tiny, "me/tiny"), 5, "me/tiny was not published (RuntimeError: 401 Invalid user")
+    hub.create_branch.assert_not_called()
+    hub.reset_mock()
+    (tiny / "config.json").write_text("{}")
+    assert_refused(invoke("push", tiny, "me/tiny"), 7, "is not a pruned checkpoint")
+    hub.create_repo.assert_not_called()

@@ -16,9 +16,8 @@ METRICS = {"loss": 3.25, "kl": 0.5, "tokens": 8192.0, "seconds": 2.0}
 
 
 def run(console: SafeConsole, num_steps: int = 1000) -> None:
-    with StepProgress(
-        console, num_steps, lambda _: ("search", "sparsity attn 10.0% of 20%, mlp 10.0% "), True
-    ) as report:
+    describe = lambda _: ("search", "sparsity attn 10.0% of 20%, mlp 10.0% ")  # noqa: E731
+    with StepProgress(console, num_steps, describe, True) as report:
         for step in range(1, num_steps + 1):
             report(METRICS | {"step": step})
 

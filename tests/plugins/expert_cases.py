@@ -7,14 +7,8 @@ from typing import Any
 
 import torch
 
-from ddp_plugins.moe_experts import (
-    ExpertLayout,
-    empty_weights,
-    finish_weights,
-    pack_expert,
-    quantize_weights,
-    ragged_moe,
-)
+from ddp_plugins import moe_experts
+from ddp_plugins.moe_experts import ExpertLayout
 from ddp_plugins.moe_reference import Expert, ragged_moe_reference, round_to_fp8
 
 FORMATS = [(torch.float32, ""), (torch.float16, "tensor"), (torch.bfloat16, "channel")]  # dtype, kind of FP8 scales
@@ -75,13 +69,13 @@ class Problem:
     limit: float | None = None
 
     def finished(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return finish_weights(self.layout, self.w13, self.w2)
+        return moe_experts.finish_weights(self.layout, self.w13, self.w2)
 
     def run(self) -> torch.Tensor:
         """Run the operator, where all memory that it allocates is poisoned."""
         batch = (self.weights, self.ids, self.expert_map, self.scales, self.limit)
         with poisoned():
-            return ragged_moe(self.x, *self.finished(), self.layout, *batch)
+            return moe_experts.ragged_moe(self.x, *self.finished(), self.layout, *batch)
 
     def check(self, y: torch.Tensor) -> None:
         """Assert that y is the exact result, up to the rounding of its type."""
@@ -107,12 +101,12 @@ def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, fp8
         for w in widths
     ]
     # vLLM reloads weights into memory that holds anything
-    w13, w2 = (weight.fill_(torch.nan) for weight in empty_weights(layout, hidden, dtype, device))
+    w13, w2 = (weight.fill_(torch.nan) for weight in moe_experts.empty_weights(layout, hidden, dtype, device))
     for number, matrices in enumerate(experts):
-        pack_expert(layout, w13, w2, number, *matrices)
+        moe_experts.pack_expert(layout, w13, w2, number, *matrices)
     scales: Any = (None, None)
     if fp8:
-        w13, w2, *scales = quantize_weights(layout, w13, w2, per_tensor=fp8 == "tensor")
+        w13, w2, *scales = moe_experts.quantize_weights(layout, w13, w2, per_tensor=fp8 == "tensor")
         experts = [tuple(round_to_fp8(m, per_tensor=fp8 == "tensor") for m in matrices) for matrices in experts]
     scores = normal(case.num_tokens, len(widths))
     if case.only:

@@ -13,17 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tiny_models
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 12,
-    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.15,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+SIZES = tiny_models.SIZES | {"vocab_size": 320, "num_hidden_layers": 4}
 WEIGHTS = "model.safetensors"
 BLOCKS = [  # query heads, KV heads, channels; 0: the block is gone. Puzzletron keeps query heads and merges KV heads
     (12, 4, 40), (12, 2, 64), (0, 0, 33), (12, 4, 0)

@@ -1,11 +1,12 @@
 """Run real vLLM on checkpoints, one engine after the other in this process, and write down what each did.
 
 Several ranks are processes forked from it.
-Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`.
+Usage: serve_tiny.py KIND JOBS.json RESULTS.json; a job holds the arguments of the function that KINDS has for a kind.
 """
 
 import gc
 import json
+import os
 import pkgutil
 import sys
 import time
@@ -15,14 +16,18 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import vllm.config.vllm
 from safetensors.torch import load_file
 from serving import NUM_NEW_TOKENS, PROMPTS
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.plugins import load_general_plugins
+from vllm.transformers_utils import model_arch_config_convertor as convertors
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -86,6 +91,39 @@ def serve(
         "cache_scales": engine.apply_model(cache_scales)[0],
         "mlp_widths": engine.apply_model(mlp_widths)[0],
     }
+
+
+def serve_stock(folder: str, options: dict[str, Any], asks_layers: bool = True) -> dict[str, Any]:
+    """Serve without ddp-vllm, through vLLM's Transformers backend.
+
+    asks_layers: off, vLLM takes the heads of all layers for the dense model's, as old versions do.
+    """
+    kind = json.loads((Path(folder) / "config.json").read_text())["model_type"]
+    answer = {} if asks_layers else {"get_per_layer_hf_configs": lambda self: None}
+    base = convertors.ModelArchConfigConvertorBase
+    convertors.MODEL_ARCH_CONFIG_CONVERTORS[kind] = type("Convertor", (base,), answer)
+    return serve(folder, {"model_impl": "transformers", "trust_remote_code": True} | options)
+
+
+def plan(
+    folder: str, options: dict[str, Any], capability: int | None = None, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Let vLLM plan up to where it would load weights, so a GPU can be pretended.
+
+    capability: first number of the GPU's compute capability; None: this machine.
+    """
+    from ddp_plugins import limits
+
+    number = SimpleNamespace(major=capability, minor=0)
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: number)
+    with (
+        patch.object(limits, "current_platform", gpu if capability else limits.current_platform),
+        patch.object(vllm.config.vllm, "HAS_TRITON", True),  # as on a GPU, or V2 is refused
+        patch.dict(os.environ, environment or {}),
+    ):
+        engine = EngineArgs(folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", **options)
+        engine.create_engine_config()
+    return {}
 
 
 @contextmanager
@@ -157,22 +195,29 @@ def num_ranks(job: dict[str, Any]) -> int:
     return options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
 
 
-def run_jobs(jobs: list[dict[str, Any]], serve: Callable[..., dict[str, Any]]) -> None:
-    """Write what `serve` returns of each job, or its error."""
+def run_jobs(jobs: list[dict[str, Any]], run: Callable[..., dict[str, Any]]) -> list[Any]:
+    """Return what `run` returns of each job, or its error."""
     results: dict[int, Any] = {}
     for number in sorted(range(len(jobs)), key=lambda number: -num_ranks(jobs[number])):  # threads survive no fork
         gc.freeze()  # what earlier jobs imported, which each of an engine's collections would look at
         start = time.perf_counter()
         try:
-            results[number] = serve(**jobs[number])
+            results[number] = run(**jobs[number])
         except Exception as error:  # the test looks at the message
-            results[number] = {"error": f"{type(error).__name__}: {error}"}
+            results[number] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         cleanup_dist_env_and_memory()
         print(f"{jobs[number]['folder']}: {time.perf_counter() - start:.1f} s", flush=True)
-    Path(sys.argv[2]).write_text(json.dumps([results[number] for number in range(len(jobs))]))
+    return [results[number] for number in range(len(jobs))]
 
+
+KINDS = {"serve": serve, "serve stock": serve_stock, "plan": plan}
 
 if __name__ == "__main__":
-    all_jobs = json.loads(Path(sys.argv[1]).read_text())
-    skip_inspection(Path(job["folder"]) for job in all_jobs)
-    run_jobs(all_jobs, serve)
+    kind, jobs_file, results_file = sys.argv[1:]
+    all_jobs = json.loads(Path(jobs_file).read_text())
+    if kind == "serve stock":  # nothing of ddp-vllm can help, which an editable install would make importable
+        sys.modules.update(dict.fromkeys(("ddp_vllm", "ddp_prune", "ddp_plugins", "ddp_benchmarks")))
+        os.environ["VLLM_PLUGINS"] = ""
+    else:
+        skip_inspection(Path(job["folder"]) for job in all_jobs)
+    Path(results_file).write_text(json.dumps(run_jobs(all_jobs, KINDS[kind])))

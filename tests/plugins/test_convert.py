@@ -13,12 +13,11 @@ import torch
 from commands import assert_refused, cases, invoke, passed
 from foreign_folders import BLOCKS, FOLDERS, block_configs, llama, pruned
 from foreign_folders import SIZES as SIZES_OF_LLAMA
-from quantized import ROWS_OF_INT8, state_quantization
+from runs import Edit, config, edit_config, edit_weights, tensors, without
 from safetensors.torch import load_file, save_file
 from serving import PROMPTS, Serve, assert_same, job
-from test_gguf import furthest, save_tokenizer
-from test_gguf import serve as llama_cpp
-from tiny_models import edit_config, edit_weights, generate, load_model
+from test_gguf import Server, furthest, save_tokenizer
+from tiny_models import ROWS_OF_INT8, generate, load_model, state_quantization
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ddp_vllm.checkpoint import read_checkpoint
@@ -135,7 +134,7 @@ def test_other_verbs_read_a_converted_folder(converted: Any, tmp_path: Path) -> 
     words = ("apply", source, "--masks", folder / "ddp_masks.safetensors", "-o", tmp_path / "applied")
     assert_refused(invoke(*words), 3)
     passed(invoke("export", folder, "--outtype", "f32", "-o", tmp_path / "model.gguf"))
-    assert furthest(load_model(folder), llama_cpp(tmp_path / "model.gguf")) < 1e-3
+    assert furthest(load_model(folder), Server(tmp_path / "model.gguf")) < 1e-3
     llama(num_key_value_heads=12).save_pretrained(tmp_path / "dense")
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"the fox {n} jumps"}) + "\n" for n in range(400)))
     passed(invoke("convert", source, "-o", tmp_path / "out", "--dense", tmp_path / "dense"))
@@ -227,14 +226,6 @@ def test_a_dense_verb_takes_no_model_that_another_tool_pruned(converted: Any, tm
 Q, GATE = (f"model.layers.1.{name}.weight" for name in ("self_attn.q_proj", "mlp.gate_proj"))
 
 
-def weights(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    return lambda folder: edit_weights(folder, edit)
-
-
-def config(**values: Any) -> Callable[[Path], None]:
-    return lambda folder: edit_config(folder, lambda found: found.update(values))
-
-
 def cut(name: str, length: int) -> Callable[[dict[str, torch.Tensor]], None]:
     axis = int(name.endswith(("down_proj.weight", "o_proj.weight")))
     return lambda found: found.update({name: found[name].narrow(axis, 0, length).contiguous()})
@@ -258,16 +249,16 @@ def norms_alone(found: dict[str, torch.Tensor]) -> None:
     found["model.layers.1.mlp.down_proj.bias"] = torch.ones(48)
 
 
-REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # how a folder is made unfit, what the line says
-    "gate and up differ": (weights(cut(GATE, 39)), ["layers.1.mlp.gate_proj.weight has shape [39, 48]", "require 40"]),
-    "groups with two readings": (weights(heads(5, 2)), ["5 query heads for 2 KV heads", "which share one"]),
-    "a matrix is missing": (weights(lambda found: found.pop(GATE)), ["layer 1 lacks the tensors of mlp.gate_proj"]),
+REFUSED: dict[str, tuple[Edit, list[str]]] = {  # how a folder is made unfit, what the line says
+    "gate and up differ": (tensors(cut(GATE, 39)), ["layers.1.mlp.gate_proj.weight has shape [39, 48]", "require 40"]),
+    "groups with two readings": (tensors(heads(5, 2)), ["5 query heads for 2 KV heads", "which share one"]),
+    "a matrix is missing": (without(GATE), ["layer 1 lacks the tensors of mlp.gate_proj"]),
     "a config that lies": (config(per_layer_config={"1": {"intermediate_size": 41}}), ["layer 1 has", "40", "states"]),
     "nothing is pruned": (
-        weights(lambda found: [found.update({name: found[name.replace(".1.", ".0.")].clone()}) for name in [*found]]),
+        tensors(lambda found: [found.update({name: found[name.replace(".1.", ".0.")].clone()}) for name in [*found]]),
         ["vLLM serves it as it is"],
     ),
-    "a bias alone": (weights(norms_alone), ["down_proj.bias", "constant"]),
+    "a bias alone": (tensors(norms_alone), ["down_proj.bias", "constant"]),
     "pickles": (pickled, ["has no model*.safetensors", "pickles are not opened"]),
 }
 
@@ -297,7 +288,7 @@ def of_heads(folder: Path, family: str, counts: Sequence[int], stated: int, quer
 
     edit_weights(folder, edit)
     known = {"num_attention_heads": stated, "num_key_value_heads": max(1, stated // queries)}
-    edit_config(folder, lambda found: (found.pop("head_dim", None), found.update(known)))
+    edit_config(folder, lambda found: found.pop("head_dim", None), **known)
 
 
 HALF = [8, 4, 4, 4]

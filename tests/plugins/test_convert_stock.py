@@ -13,9 +13,9 @@ import torch
 from any_families import load
 from any_models import GEMMA, MODELS, UNSERVED, tiny_config, write_model
 from commands import assert_refused, cases, invoke, passed
+from runs import edit_config, edit_weights
 from safetensors.torch import load_file
 from serving import PROMPTS
-from tiny_models import edit_config, edit_weights
 
 from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
@@ -87,7 +87,7 @@ def zeroed(dense_model: Path, edit: Edit) -> Any:
 @pytest.mark.parametrize("family", cases(MODELS, BY_DAY))
 def test_the_widths_are_those_that_were_cut(family: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made(family) / "narrow", tmp_path / "tool"))
-    edit_config(folder, lambda config: config.pop("quantization_config"))
+    edit_config(folder, quantization_config=None)
     passed(invoke("convert", folder, "-o", tmp_path / "out"))
     places = made(family) / "narrow", tmp_path / "out"
     stated, written = (read_config(place)["quantization_config"] for place in places)
@@ -140,7 +140,7 @@ def test_a_tensor_that_the_class_has_otherwise_is_named(
     family, change, words = REFUSED[case]
     folder = Path(shutil.copytree(dense(family), tmp_path / "folder"))
     if isinstance(change, dict):
-        edit_config(folder, lambda config: config.update(change))
+        edit_config(folder, **change)
     else:
         edit_weights(folder, change)
     assert_refused(invoke("convert", folder, "-o", tmp_path / "out"), 3, *words)
@@ -182,7 +182,7 @@ def test_roles_are_those_of_the_class(case: str, dense: Callable[[str], Path], t
 def test_a_list_of_widths_is_the_classes_own(dense: Callable[[str], Path], tmp_path: Path) -> None:
     """HunYuan may state one width for each layer."""
     folder = Path(shutil.copytree(dense("hunyuan_v1_moe"), tmp_path / "folder"))
-    edit_config(folder, lambda config: config.update(moe_intermediate_size=[64, 64, 64]))
+    edit_config(folder, moe_intermediate_size=[64, 64, 64])
     edit_weights(folder, cut("1.mlp.experts.3.", to=40))
     passed(invoke("convert", folder, "-o", tmp_path / "out"))
     layers = read_checkpoint(tmp_path / "out").layers
@@ -192,7 +192,7 @@ def test_a_list_of_widths_is_the_classes_own(dense: Callable[[str], Path], tmp_p
 def test_the_dense_model_gives_the_widths(dense: Callable[[str], Path], tmp_path: Path) -> None:
     """Also where all layers are alike, and config.json has their width."""
     folder = Path(shutil.copytree(dense("olmo2"), tmp_path / "folder"))
-    edit_config(folder, lambda config: config.update(intermediate_size=80))
+    edit_config(folder, intermediate_size=80)
     edit_weights(folder, cut(".mlp.", to=80))
     assert_refused(invoke("convert", folder, "-o", tmp_path / "out"), 3, "vLLM serves it as it is")
     passed(invoke("convert", folder, "-o", tmp_path / "out", "--dense", dense("olmo2")))

@@ -8,21 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 from commands import cases
-from quantized import GROUPS_OF_INT4, add_cache_scales, state_quantization
 from serving import PROMPTS, UPDATES, Serve, assert_same, assert_same_outputs, job, selected
-from tiny_models import (
-    NOTHING_LAST,
-    PROJECTIONS,
-    RAGGED_LAYERS,
-    SIZES,
-    edit_weights,
-    generate,
-    load_model,
-    make_adapter,
-    make_checkpoint,
-    save_random,
-)
+from tiny_models import NOTHING_LAST, PROJECTIONS, RAGGED_LAYERS, generate, load_model, make_adapter, make_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.vllm
@@ -132,8 +121,8 @@ def adapted(models: Any, root: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def drafted(root: Path) -> dict[str, Any]:
     """What transformers generates with a dense model, whose seed lets the ragged model, its draft, agree at times."""
-    config = LlamaConfig(**SIZES, num_hidden_layers=len(RAGGED_LAYERS))
-    model = save_random(root / "dense", LlamaForCausalLM, config, seed=10)
+    config = LlamaConfig(**tiny_models.SIZES, num_hidden_layers=len(RAGGED_LAYERS))
+    model = tiny_models.save_random(root / "dense", LlamaForCausalLM, config, seed=10)
     return {"outputs": [generate(model, prompt, NUM_LONGER) for prompt in PROMPTS]}
 
 
@@ -159,7 +148,7 @@ def served(
         if tool in AT_NIGHT and tool not in selected(request, "tool", __file__):
             continue
         folder = shutil.copytree(folders["ragged"], root / tool)
-        add_cache_scales(folder, names)
+        tiny_models.add_cache_scales(folder, names)
         jobs[tool] = job(folder, dtype="bfloat16", kv_cache_dtype="bfloat16", updates=UPDATES)
     make_checkpoint(root / "another", "Llama", [RAGGED_LAYERS[1], *RAGGED_LAYERS[1:]])
     make_adapter(root / "adapter another", load_model(root / "another"))
@@ -176,11 +165,11 @@ def served(
     jobs["five ranks"] = job(folders["ragged"], tensor_parallel_size=5)
     jobs["adapters on two ranks"] = job(folders["ragged"], (adapters["ragged"],), tensor_parallel_size=2)
     make_checkpoint(root / "int4", "Llama", RAGGED_LAYERS, hidden_size=96)
-    state_quantization(root / "int4", GROUPS_OF_INT4)
+    tiny_models.state_quantization(root / "int4", tiny_models.GROUPS_OF_INT4)
     jobs["int4 of odd widths"] = job(root / "int4", dtype="bfloat16")
     jobs["no block"] = job(folders["ragged"], hf_overrides={"ddp_pad_channels_to": 0})
     broken = shutil.copytree(folders["ragged"], root / "missing weight")
-    edit_weights(broken, lambda weights: weights.pop("model.layers.4.self_attn.k_proj.weight"))
+    tiny_models.edit_weights(broken, lambda weights: weights.pop("model.layers.4.self_attn.k_proj.weight"))
     jobs["missing weight"] = job(broken)
     return serve(jobs)
 

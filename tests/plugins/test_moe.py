@@ -15,12 +15,13 @@ import pytest
 import torch
 from any_families import EXPERT_WIDTHS, load
 from any_models import MIXTURES, NUM_EXPERTS, SIZES, write_model
-from commands import cases, invoke, passed
+from commands import cases, invoke, passed, quick_commands
 from core_fixtures import tiny_model, tiny_text  # noqa: F401  # fixtures
+from runs import edit_config
 from safetensors.torch import load_file
 from seams import gated, open_source, read_masks
 from serving import PROMPTS, UPDATES, Serve, assert_same, assert_same_outputs, difference, job, selected
-from tiny_models import edit_config, generate, score
+from tiny_models import generate, score
 
 from ddp_plugins import moe_cpu_rows
 from ddp_plugins.moe_reference import round_to_fp8
@@ -78,10 +79,8 @@ def pruned(
 ) -> dict[str, tuple[Path, dict[str, Any], torch.Tensor]]:
     """Each folder that `prune` wrote; what the masked dense model generates, and its logits of some tokens."""
     root, folders = tmp_path_factory.mktemp("mixtures"), {}
-    with pytest.MonkeyPatch.context() as patch:
+    with quick_commands(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDP_VLLM_CACHE", str(root / "cache"))
-        patch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 2)
-        patch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
         for name in (name for name in MIXTURES if name in selected(request, "name", __file__) | {*BY_DAY}):
             dense, folder = write_model(name, root / f"dense-{name}"), root / name
             for file in tiny_model.glob("tokenizer*"):

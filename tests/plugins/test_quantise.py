@@ -8,15 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from click.testing import Result
 from commands import assert_refused, invoke
-from quantized import GROUP, ROWS_OF_INT8, state_quantization, unpack
 from safetensors.torch import load_file
 from seams import load_model as load_eval_model
 from seams import open_model
 from serving import Serve, job
-from tiny_models import PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
+from tiny_models import GROUP, PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, state_quantization
 from torch import nn
 
 PACKAGES = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
@@ -59,7 +59,7 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     assert_refused(result, 2, "llm-compressor is not installed; install it in a separate environment")
     assert result.stdout.startswith("layers 1, 4, 5 have widths that are not multiples of 16, ")
     make_checkpoint(tmp_path / "int8", "Llama", RAGGED_LAYERS)
-    state_quantization(tmp_path / "int8", ROWS_OF_INT8)
+    state_quantization(tmp_path / "int8", tiny_models.ROWS_OF_INT8)
     assert_refused(quantize(tmp_path / "int8", "FP8_DYNAMIC", tmp_path / "out"), 7, "is quantized already")
     assert not (tmp_path / "out").exists()
 
@@ -89,7 +89,9 @@ def reference(root: Path, scheme: str) -> Any:
             continue
         scale = saved[f"{name}.weight_scale"].float()
         if scheme == "W4A16":
-            weight = (unpack(saved[f"{name}.weight_packed"]).unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
+            weight = (
+                tiny_models.unpack(saved[f"{name}.weight_packed"]).unflatten(-1, (-1, GROUP)) * scale[..., None]
+            ).flatten(-2)
         else:
             weight = saved[f"{name}.weight"].float() * scale
             module.register_forward_pre_hook(_as_integers if scheme == "W8A8" else _as_floats)
@@ -131,7 +133,7 @@ def test_the_plugin_computes_what_the_scheme_says(scheme: str, tolerance: float,
         assert served[scheme]["mlp_widths"] == [17, 64, 1, 33]  # not padded
     model = reference(made, scheme)
     for prompt, output in zip(PROMPTS, served[scheme]["outputs"], strict=True):
-        assert output["logprobs"] == pytest.approx(score(model, prompt, output["tokens"]), abs=tolerance)
+        assert output["logprobs"] == pytest.approx(tiny_models.score(model, prompt, output["tokens"]), abs=tolerance)
     if scheme == "W8A8":
         assert served[scheme]["outputs"][0]["tokens"] == generate(model, PROMPTS[0])["tokens"]
 

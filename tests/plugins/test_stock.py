@@ -71,7 +71,7 @@ def served(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPa
     if "two ranks" in jobs:
         jobs["two ranks"]["options"]["tensor_parallel_size"] = 2
     jobs |= {"missing weight": job(broken), "old vLLM": job(models["ragged"][0], asks_layers=False)}
-    return serve(jobs, "stock_tiny.py")
+    return serve(jobs, "serve stock")
 
 
 @pytest.mark.parametrize("stock", cases((*DENSE, "two ranks", *MIXTURES), BY_DAY))

@@ -14,9 +14,10 @@ import pytest
 from any_families import EXPERT_WIDTHS, OPTIONS, WITHOUT_TRANSFORMERS, WRAPPERS, load
 from any_models import MODELS, SIZES
 from commands import cases, invoke, passed
+from runs import Edit, config, edit_config, edit_weights, without
 from safetensors.torch import load_file
 from serving import UPDATES, Serve, assert_same, assert_same_outputs, difference, job, selected
-from tiny_models import edit_config, edit_weights, make_adapter
+from tiny_models import make_adapter
 
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.families import register_pruned
@@ -56,28 +57,19 @@ ADAPTERS = {  # family -> modules of the adapter, modules that vLLM is told to a
 REFUSED_ADAPTERS = ("gemma4_text", "mixtral")  # families of which one is refused
 
 
-def other_widths(folder: Path) -> None:
-    edit_config(folder, lambda config: config["quantization_config"]["layers"][0].update(intermediate_size=65))
-
-
-def drop(name: str) -> Callable[[Path], None]:
-    return lambda folder: edit_weights(folder, lambda weights: weights.pop(name))
-
-
-def nothing(_: Path) -> None: ...
-
-
+other_widths = config(lambda content: content["quantization_config"]["layers"][0].update(intermediate_size=65))
+nothing = config()
 WEIGHT_ONLY = {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}
-BROKEN: dict[str, tuple[str, Callable[[Path], None], dict[str, Any], str]] = {
+BROKEN: dict[str, tuple[str, Edit, dict[str, Any], str]] = {
     # family, how to break it, options, what the user reads
     "widths of another checkpoint": ("glm4", other_widths, {},
         r"tensor model.layers.0.mlp.\w+.weight has shape .* require (65|130) along .*different checkpoints"),
     # which vLLM looks for in unquantized models alone; norms and routers are found as attention is, and tried at night
-    "a missing tensor of attention": ("glm4", drop("model.layers.1.self_attn.o_proj.weight"), {},
+    "a missing tensor of attention": ("glm4", without("model.layers.1.self_attn.o_proj.weight"), {},
         r"not initialized from checkpoint: \{'model.layers.1.self_attn.o_proj.weight'\}"),
-    "a missing norm": ("olmo2", drop("model.layers.2.post_feedforward_layernorm.weight"), {},
+    "a missing norm": ("olmo2", without("model.layers.2.post_feedforward_layernorm.weight"), {},
         r"not initialized from checkpoint: \{'model.layers.2.post_feedforward_layernorm.weight'\}"),
-    "a missing router": ("glm4_moe", drop("model.layers.1.mlp.gate.weight"), {},
+    "a missing router": ("glm4_moe", without("model.layers.1.mlp.gate.weight"), {},
         r"not initialized from checkpoint: \{'model.layers.1.mlp.gate.weight'\}"),
     "a format that no kernel multiplies": ("glm4_moe", nothing, WEIGHT_ONLY,
         r"experts quantized as int8_per_channel_static: .* --quantization fp8_per_channel or fp8_per_tensor"),
@@ -128,7 +120,7 @@ def test_transformers_and_inspect_refuse_a_missing_tensor(
     folder = Path(shutil.copytree(made(lacking) / "narrow", tmp_path / "folder"))
     passed(invoke("inspect", folder))
     stored, name = LACKING[lacking]
-    drop(stored)(folder)
+    without(stored)(folder)
     words = rf"tensor {name} is missing \(1 in all\); copy the whole folder again"
     assert re.search(words, (refused := invoke("inspect", folder)).stderr), refused.output
     with pytest.raises(WidthsError, match=words):
@@ -141,7 +133,7 @@ def add_further_layer(family: Path, folder: Path) -> Path:
     dense = load_file(family / "dense" / "model.safetensors")
     further = {name.replace("layers.2.", "layers.3."): dense[name] for name in dense if "layers.2." in name}
     edit_weights(folder, lambda weights: weights.update(further))
-    edit_config(folder, lambda config: config.update(num_nextn_predict_layers=1))
+    edit_config(folder, num_nextn_predict_layers=1)
     return folder
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from any_models import write_model
+from commands import quick_commands
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from random_models import train_tokenizer
@@ -76,9 +77,7 @@ def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathF
     from runs import prune
 
     folder = tmp_path_factory.mktemp("recover") / "pruned"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
-        patch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
+    with quick_commands():
         assert prune(tiny_model, tiny_text, folder).exit_code == 0
     return folder
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from click.testing import Result
-from commands import edit_json, invoke  # noqa: F401  # for other tests
+from commands import edit_json, invoke  # for other tests
 from safetensors.torch import load_file, save_file
 from seams import die_at, heldout_of, losses  # noqa: F401  # for tests/recover
 from transformers import AutoModelForCausalLM
 
 from ddp_vllm.checkpoint import read_checkpoint
 
+Edit = Callable[[Path], Any]  # a change of a folder
 SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--train", "masks", "--learning-rate", "2e-4"]
 
 
@@ -60,6 +61,23 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
     tensors = weights(folder)
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(folder: Path, *edits: Callable[[dict[str, Any]], Any], **changes: Any) -> None:
+    edit_json(folder / "config.json", *edits, **changes)
+
+
+def config(*edits: Callable[[dict[str, Any]], Any], **changes: Any) -> Edit:
+    """Return an edit of config.json, for tables of what is changed in a folder."""
+    return lambda folder: edit_config(folder, *edits, **changes)
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Edit:
+    return lambda folder: edit_weights(folder, change)
+
+
+def without(name: str) -> Edit:
+    return tensors(lambda weights: weights.pop(name))
 
 
 @contextmanager

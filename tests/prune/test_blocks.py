@@ -1,13 +1,14 @@
 """Blocks of tokens: their content, their first token, their cache, which of them are held out, and who takes turns."""
 
 import hashlib
+import importlib
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import datasets
 import pytest
 import seams
 import torch
@@ -256,6 +257,20 @@ def test_a_long_conversation_is_rendered_twice(tokenizer: Any, renderings: list[
     assert template.render(chat["messages"]) == rendered
 
 
+@pytest.mark.parametrize(
+    ("speaker", "role"),
+    [("assistant_1", "assistant"), ("human_0", "user"), ("User2", "user"), ("gpt-4o", "assistant"), ("bot_12", "")],
+)
+def test_an_ordinal_of_a_speaker_is_set_aside(speaker: str, role: str, tokenizer: Any) -> None:
+    notes = seams.Notes()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    turns.insert(2 if role == "user" else 1, {"role": speaker, "content": "said"})
+    text = seams.document({"messages": turns}, tokenizer, notes).text
+    assert f"<{role or 'assistant'}>" in text and (not role or not any("unknown" in note for note in notes.counts))
+    assert not role or f"<{role}>said" in text
+
+
 def test_several_short_files_are_split_and_not_held_out_whole(load: Load, tmp_path: Path) -> None:
     """A book that is one document, also if little is held out."""
     names = [tmp_path / f"{word}.txt" for word in WORDS[:3]]
@@ -280,14 +295,15 @@ def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Load) -> Non
             load(data)
 
 
-@pytest.fixture(autouse=True)
-def within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test here asks the hub itself."""
+@pytest.fixture
+def datasets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The library of the hub's data, which takes seconds to import, and a hub within reach that no test asks."""
     monkeypatch.setattr("seams.rows_module.hub_fault", lambda: "")
+    return importlib.import_module("datasets")
 
 
 def test_a_hub_dataset_is_streamed_with_a_file(
-    load: Load, tokenizer: Any, write_texts: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tokenizer: Any, write_texts: Write, tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real streaming, of a local file under any hub name."""
     names: list[tuple[Any, ...]] = []
@@ -312,7 +328,7 @@ def test_a_hub_dataset_is_streamed_with_a_file(
 
 
 def test_a_stream_whose_rows_hold_more_than_the_text_is_no_short_one(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As descriptions of tools, which the template leaves out: as much is trained on as of a file of these rows."""
     description = json.dumps([{"type": "function", "function": {"name": "f", "description": "x" * 9000}}])
@@ -324,7 +340,7 @@ def test_a_stream_whose_rows_hold_more_than_the_text_is_no_short_one(
     assert len(streamed.train) == pytest.approx(len(stored.train), rel=0.02)
 
 
-def test_a_hub_dataset_that_breaks_off_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_that_breaks_off_is_named(load: Load, datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise ConnectionError("no hub\nin this test")
 

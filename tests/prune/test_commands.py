@@ -269,8 +269,9 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
     pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Before the first regular save; a second one ends the run at once."""
-    step = Trainer.step
+    """Before the first regular save; a second one ends the run at once. Trackers are closed."""
+    step, closed = Trainer.step, list[object]()
+    monkeypatch.setattr(seams.jobs, "finish_run", closed.append)
 
     def interrupted(times: int) -> Callable[..., dict[str, float]]:
         def take(self: Trainer, number: int) -> dict[str, float]:
@@ -288,6 +289,7 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
         patch.setattr(Trainer, "step", interrupted(2))
         result = prune(tiny_model, tiny_text, tmp_path / "other")
         assert result.exit_code == 130 and result.stderr == "\nddp-vllm: stopped\n"
+    assert len(closed) == 2
     result = passed(prune(tiny_model, tiny_text, tmp_path / "out"))
     assert "resuming after step 4" in result.stdout and same_weights(tmp_path / "out", pruned)
 

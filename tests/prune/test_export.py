@@ -11,18 +11,11 @@ from typing import Any
 import pytest
 import seams
 import torch
+import transformers
 from runs import edit_json, weights
 from safetensors.torch import load_file
 from seams import Source, cut, export_whole, load_tokenizer, logits, open_source, random_gates
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from ddp_vllm.masks import MASKS_FILE
@@ -267,7 +260,7 @@ def test_a_tokenizer_that_transformers_repairs_by_model_type(
     expected, own = (AutoTokenizer.from_pretrained(folder, trust_remote_code=True) for folder in folders)
     text = "HelloWorld isn't 12345 THEend\n\n x"
     assert own(text)["input_ids"] == expected(text)["input_ids"]
-    as_stored = PreTrainedTokenizerFast.from_pretrained(tiny_model)(text)["input_ids"]
+    as_stored = transformers.PreTrainedTokenizerFast.from_pretrained(tiny_model)(text)["input_ids"]
     assert (expected(text)["input_ids"] == as_stored) == (not repaired)
 
 
@@ -291,7 +284,7 @@ def test_a_mistral_with_tekken_alone_keeps_its_tokens(tmp_path: Path) -> None:
     """transformers chooses the class by model type, and has none for ours."""
     pytest.importorskip("mistral_common")
     (tmp_path / "dense").mkdir()
-    config = MistralConfig(
+    config = transformers.MistralConfig(
         vocab_size=tekken(tmp_path / "dense" / "tekken.json"), hidden_size=32, intermediate_size=40, head_dim=8,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=None,
     )  # fmt: skip

@@ -11,24 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import two_processes
 from accelerate import Accelerator
 from commands import invoke, passed
 from runs import SMALL, die_at, prune
 from safetensors.torch import load_file, save_file
 from seams import GatedModel, Learned, Recipe, Run, Unsaved, learn, load_model, load_sharded, open_source, pools_of
 from transformers import Gemma2Config, Gemma2ForCausalLM
-from two_processes import (
-    BLOCKS,
-    SETTINGS,
-    command_line,
-    command_line_on,
-    forking,
-    launch,
-    learn_in_two,
-    stopped_command_line,
-    sum_gradients,
-    summed_gradients,
-)
+from two_processes import BLOCKS, SETTINGS, command_line, forking, launch, summed_gradients
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError
@@ -54,7 +44,7 @@ def learned(
     """What one process learns, and the folder of what two learned."""
     model = tiny_model if request.param == "dense" else tiny_experts
     folder = tmp_path_factory.mktemp("two")
-    for code, _, stderr in launch(folder, learn_in_two, str(model), folder):
+    for code, _, stderr in launch(folder, two_processes.learn_in_two, str(model), folder):
         assert code == 0, stderr
     source, recipe = open_source(str(model)), Recipe(model=str(model), **SETTINGS)
     gated = GatedModel(
@@ -112,7 +102,7 @@ def test_each_process_holds_its_share_of_every_layer_and_the_head(
 def test_sharded_gradients_are_summed_in_fp32(kind: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
     """As one process sums those of its passes. In bfloat16 the sum of every pass would be rounded to 8 bits."""
     model = tiny_model if kind == "dense" else tiny_experts
-    for code, _, stderr in launch(tmp_path, sum_gradients, str(model), tmp_path):
+    for code, _, stderr in launch(tmp_path, two_processes.sum_gradients, str(model), tmp_path):
         assert code == 0, stderr
     one = summed_gradients(load_model(open_source(str(model)), "bfloat16"), Accelerator(cpu=True), range(4))
     two, distances = load_file(tmp_path / "gradients"), {}
@@ -179,7 +169,7 @@ def test_a_terminal_that_is_gone_costs_no_model(tiny_model: Path, tiny_text: Pat
     master, slave = pty.openpty()
     words = ["prune", tiny_model, "--sparsity", "0.4", "--data", tiny_text, "-o", tmp_path / "out", "--no-proof"]
     arguments = [tmp_path / "cache", os.ttyname(slave), *map(str, words), *SMALL]
-    process = forking().Process(target=command_line_on, args=arguments)
+    process = forking().Process(target=two_processes.command_line_on, args=arguments)
     process.start()
     os.read(master, 1)  # its first line
     os.close(slave)
@@ -231,7 +221,7 @@ def test_a_run_resumes_on_another_number_of_processes(
         """Run in one process as in two: with the same state of torch."""
         if processes == 2:
             (code, out, err), _ = launch(
-                tmp_path, stopped_command_line, stop, *command, str(tmp_path / name), "--shard"
+                tmp_path, two_processes.stopped_command_line, stop, *command, str(tmp_path / name), "--shard"
             )
             assert code == (130 if stop >= 0 else 0), err
             return out

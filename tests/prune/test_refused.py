@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -19,7 +20,7 @@ from any_models import write_headers
 from click.testing import Result
 from commands import assert_refused, invoke, passed
 from huggingface_hub.utils import filter_repo_objects
-from runs import edit_json, edit_weights, prune, weights
+from runs import SMALL, Edit, config, edit_json, edit_weights, prune, tensors, weights, without
 from safetensors.torch import load_file, save_file
 from seams import check_head, load_model, open_source
 from transformers import AutoModelForCausalLM, HyperCLOVAXConfig, LlamaForCausalLM
@@ -28,20 +29,11 @@ from ddp_vllm.errors import ModelError, TrainingError
 from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
-Edit = Callable[[Path], Any]
 
 
 @pytest.fixture
 def model(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
-
-
-def config(**changes: Any) -> Edit:
-    return lambda folder: edit_json(folder / "config.json", **changes)
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Edit:
-    return lambda folder: edit_weights(folder, change)
 
 
 def tokenizer(change: Callable[[dict[str, Any]], Any]) -> Edit:
@@ -74,7 +66,7 @@ BROKEN: dict[str, tuple[Edit, list[str]]] = {  # an edit of the tiny model, word
     "weights that transformers would read instead": (
         config(transformers_weights="other.safetensors"), ["transformers_weights 'other.safe", "save_pretrained"]
     ),
-    "a missing projection": (tensors(lambda w: w.pop(UP)), ["layer 1", "mlp.up_proj", "again"]),
+    "a missing projection": (without(UP), ["layer 1", "mlp.up_proj", "again"]),
     "rows fewer than the heads of the config": (
         tensors(lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.ones(24, 64)})),
         ["model.layers.2.self_attn.k_proj.weight", "[24, 64]", "require 32 along axis 0"],
@@ -167,8 +159,8 @@ def test_an_output_head_that_is_unknown(dense: Callable[[str], Path]) -> None:
 def test_an_output_head_that_is_unknown_is_not_measured_either(model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """HyperCLOVAX multiplies its logits by what Granite divides them by."""
     sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = HyperCLOVAXConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, logits_scaling=0.25)
-    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    scaled = HyperCLOVAXConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, logits_scaling=0.25)
+    AutoModelForCausalLM.from_config(scaled).save_pretrained(model)
     for words in (
         ("eval", model, "--against", model, "--text", tiny_text, "--max-length", 16),
         ("prune", model, "--sparsity", 0.3, "--data", tiny_text, "--steps", 2, "--seq-len", 16, "--batch-size", 2),
@@ -229,6 +221,13 @@ def test_a_model_that_a_device_cannot_hold(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("device", ["xpu", "npu", "hpu"])
+def test_a_device_that_is_not_supported(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type=device))
+    with pytest.raises(TrainingError, match=f"torch computes on {device}, which ddp-vllm does not support"):
+        seams.devices.make_accelerator(tmp_path / "out", None)
+
+
 def apply(model: Path, masks: Path, output: Path, *more: str) -> Result:
     return invoke("apply", model, "--masks", masks, "-o", output, *more)
 
@@ -253,6 +252,22 @@ def test_outputs_that_exist_or_cannot_be_written(pruned: Path, model: Path, tiny
     assert not (output / "old").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "thesis.txt"}
     assert thesis.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("output", ["", ".", "/", "..", "x/.."])
+def test_an_output_without_a_name(
+    output: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an unset variable gives it."""
+    monkeypatch.chdir(tmp_path)
+    code, words = (5, "has no name of its own") if output else (2, "--output is empty")
+    for command in (
+        ("prune", tiny_model, "--sparsity", "0.4", "--data", tiny_text, *SMALL),
+        ("recover", pruned, "--teacher", tiny_model, "--tokens", "64"),
+        ("apply", tiny_model, "--masks", pruned / MASKS_FILE),
+        ("convert", tiny_model),
+    ):
+        assert_refused(invoke(*command, "-o", output), code, words)
 
 
 PROVENANCE: dict[str, str] = {  # of masks; words of the refusal
@@ -285,6 +300,16 @@ def test_masks_that_cannot_be_applied(pruned: Path, tiny_model: Path, tmp_path: 
     passed(apply(tiny_model, masks, tmp_path / "fine"))  # fields that are not read may be odd
     shutil.rmtree(tmp_path / "fine")
     assert [path.name for path in tmp_path.iterdir()] == [MASKS_FILE]
+
+
+def test_masks_of_another_model_are_applied_with_a_warning(
+    pruned: Path, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    passed(apply(model, pruned / MASKS_FILE, tmp_path / "same"))
+    assert "was made for other weights" not in caplog.text
+    edit_weights(model, lambda weights: weights["model.norm.weight"].mul_(2))
+    passed(apply(model, pruned / MASKS_FILE, tmp_path / "out"))
+    assert "was made for other weights" in caplog.text
 
 
 @pytest.mark.parametrize("verb", ["prune", "convert", "export"])

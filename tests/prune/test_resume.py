@@ -29,16 +29,23 @@ TENSORS = {"z.mlp": torch.ones(4), "rate": torch.tensor(7, dtype=torch.bfloat16)
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 
 
+TEXT = "text [v2].jsonl"
+
+
 @pytest.fixture
 def work(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
     """A folder with a model and a text."""
     shutil.copytree(tiny_model, tmp_path / "model")
-    shutil.copyfile(tiny_text, tmp_path / "text [v2].jsonl")
+    shutil.copyfile(tiny_text, tmp_path / TEXT)
     return tmp_path
 
 
-def run_in(work: Path, *more: str, name: str = "out") -> Result:
-    return prune(work / "model", work / "text [v2].jsonl", work / name, "--save-every", "2", *more)
+def run_in(work: Path, *more: str) -> Result:
+    return prune(work / "model", work / TEXT, work / "out", "--save-every", "2", *more)
+
+
+def family_in(work: Path, *more: str, text: str = TEXT, sizes: str = "0.2,0.4", output: str = "out") -> Result:
+    return prune(work / "model", work / text, work / output, "--steps", "12", *more, sparsity=sizes)
 
 
 ALM = ["--controller", "alm", "--recipe", "alm.toml"]
@@ -84,28 +91,41 @@ def test_weights_are_trained_where_memory_holds_it_and_a_resumed_run_keeps_its_c
 
 
 def test_an_interrupted_overwrite_resumes_without_being_told_again(work: Path) -> None:
+    """But the permission holds for its command: the run is not discarded later without it."""
+    text = (work / TEXT).read_text()
     passed(run_in(work))
     (work / "out" / "mark").touch()
     die_at(4, lambda: run_in(work, "--overwrite", "--seed", "1"))
     assert (work / "out" / "mark").exists()  # until the new one is there
+    (work / TEXT).write_text(text.replace("fox", "cat"))
+    assert_refused(run_in(work, "--seed", "1"), 5, "the text changed since the run", "--overwrite")
+    (work / TEXT).write_text(text)
     assert "resuming after step 4" in passed(run_in(work, "--seed", "1")).stdout
-    assert not (work / "out" / "mark").exists()
+    assert not (work / "out" / "mark").exists() and not (work / "out.run").exists()
 
 
 def test_a_run_of_another_recipe_or_of_other_inputs_is_refused_and_given_up_by_overwrite(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another recipe before torch is asked."""
+    """Another recipe before torch is asked. A mistake in the new command, or one that shows when the model is loaded,
+    costs nothing of the old run."""
     die_at(4, lambda: run_in(work))
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "prune", None)
         assert_refused(run_in(work, "--seed", "1"), 5, "seed 0 instead of 1", "--overwrite")
         assert_refused(run_in(work, "--sparsity", "0.2,0.4"), 5, "1 sizes instead of 2", "--overwrite")
-    text = work / "text [v2].jsonl"
-    before = text.read_text()
-    text.write_text(before.replace("fox", "cat"))
+    text = (work / TEXT).read_text()
+    (work / TEXT).write_text(text.replace("fox", "cat"))
     assert_refused(run_in(work), 5, "the text changed since", "--overwrite")
-    text.write_text(before)
+    (work / TEXT).write_text("Too short.")
+    wrong = [run_in(work, "--overwrite")]
+    (work / TEXT).write_text(text)
+    wrong.append(run_in(work, "--overwrite", "--seq-len", "4096"))
+    with monkeypatch.context() as patch:
+        patch.setattr(resolve, "load", seams.out_of_memory)
+        wrong.append(run_in(work, "--overwrite", "--seed", "7"))
+    assert [result.exit_code for result in wrong] == [4, 2, 6], [result.output for result in wrong]
+    assert "resuming after step 4" in die_at(5, lambda: run_in(work)).output
     edit_weights(work / "model", lambda weights: weights["model.layers.1.mlp.up_proj.weight"].mul_(1.5))
     assert_refused(run_in(work), 5, "the weights changed since", "--overwrite")
     assert (work / "out.run" / "state-0-4").exists()
@@ -240,35 +260,34 @@ def test_metrics_of_a_run_that_resumes_end_with_its_state(run: RunFolder) -> Non
 NAMES = ["sparsity-0.2", "sparsity-0.4", "sparsity-0.6"]
 
 
-def family_in(output: Path, model: Path, text: Path, *more: str, sizes: str = "0.2,0.4,0.6") -> Result:
-    return prune(model, text, output, "--steps", "12", *more, sparsity=sizes)
+def test_sizes_that_differ_in_the_seventh_digit_have_folders_of_their_own(tmp_path: Path) -> None:
+    recipes = [seams.Recipe(model="m", sparsity=size) for size in (0.2, 0.3000001, 0.3000002)]
+    names = [folder.name for folder in jobs.folders_of(recipes, tmp_path)]
+    assert names == ["sparsity-0.2", "sparsity-0.3000001", "sparsity-0.3000002"]
 
 
 @pytest.mark.parametrize("train", ["masks", pytest.param("weights", marks=pytest.mark.nightly)])
-def test_sizes_of_a_family_are_nested_and_exact(train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_sizes_of_a_family_are_nested_and_exact(train: str, work: Path) -> None:
     """Several times as many steps as sizes; every folder is a checkpoint of its own."""
-    output = tmp_path / "out"
-    passed(family_in(output, tiny_model, tiny_text, "--train", train))
-    assert sorted(path.name for path in output.iterdir()) == NAMES
+    run = partial(family_in, work, "--train", train, sizes="0.2,0.4,0.6")
+    passed(run())
+    assert sorted(path.name for path in (work / "out").iterdir()) == NAMES
     kept = []
     for name, share in zip(NAMES, (0.2, 0.4, 0.6), strict=True):
-        provenance = read_checkpoint(output / name).provenance
+        provenance = read_checkpoint(work / "out" / name).provenance
         assert provenance["recipe"]["sparsity"] == share and provenance["run"]["train"] == train
-        gates, _ = seams.read_masks(output / name / MASKS_FILE)
+        gates, _ = seams.read_masks(work / "out" / name / MASKS_FILE)
         kept.append({kind: values > 0 for kind, values in gates.items()})
         for kind, support in kept[-1].items():
             assert int(support.sum()) == round((1 - share) * support.numel()), kind
     for larger, smaller in pairwise(kept):
         assert all((smaller[kind] <= larger[kind]).all() for kind in larger)
-    assert_refused(family_in(output, tiny_model, tiny_text, "--train", train), 5, NAMES[0], "exists")
+    assert_refused(run(), 5, NAMES[0], "exists")
 
 
-def test_a_killed_family_resumes_to_the_bit(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_family_resumes_to_the_bit(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It saves by time, as by default, and is killed at the first step of the search and in the polish of each size."""
-    run = partial(family_in, model=tiny_model, text=tiny_text, sizes="0.2,0.4")
-    passed(run(tmp_path / "anew"))
+    passed(family_in(work, output="anew"))
     step, killed = Trainer.step, set[tuple[float, bool]]()
 
     def die_once(self: Trainer, number: int) -> dict[str, float]:
@@ -279,25 +298,23 @@ def test_a_killed_family_resumes_to_the_bit(
         return step(self, number)
 
     monkeypatch.setattr(Trainer, "step", die_once)
-    codes = [run(tmp_path / "out").exit_code for _ in range(5)]
-    assert codes == [130] * 4 + [0] and not (tmp_path / "out.run").exists()
+    codes = [family_in(work).exit_code for _ in range(5)]
+    assert codes == [130] * 4 + [0] and not (work / "out.run").exists()
     for name in NAMES[:2]:
-        assert_same_weights(tmp_path / "anew" / name, tmp_path / "out" / name)
+        assert_same_weights(work / "anew" / name, work / "out" / name)
 
 
 def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    work: Path, write_texts: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder of others, before the text is read; one of the same recipe and other text, before a model is loaded.
     And two families are not written into one folder at once."""
-    output = tmp_path / "out"
+    output = work / "out"
     (output / NAMES[1] / "of others").mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "read_text", None)
         for more in ([], ["--overwrite"]):
-            refused = family_in(output, tiny_model, tiny_text, *more, sizes="0.2,0.4")
-            assert_refused(refused, 5, NAMES[1], "did not write it; choose another folder")
+            assert_refused(family_in(work, *more), 5, NAMES[1], "did not write it; choose another folder")
     shutil.rmtree(output / NAMES[1])
     other = write_texts("other.jsonl", [" ".join(f"word {i * j}" for j in range(99)) for i in range(40)])
     met: list[Result] = []
@@ -305,57 +322,23 @@ def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
 
     def meet(*arguments: Any, **options: Any) -> Any:  # while the first writes a size that the second has not
         if not met:
-            met.append(family_in(output, tiny_model, other, sizes="0.3,0.5"))
+            met.append(family_in(work, text=other.name, sizes="0.3,0.5"))
         return write(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "_write", meet)
-        passed(family_in(output, tiny_model, other, sizes="0.2,0.4"))
+        passed(family_in(work, text=other.name))
     assert_refused(met[0], 5, "another process works on", "wait for it")
     shutil.rmtree(output / NAMES[0])
-    shutil.copy(tiny_text, other)
+    shutil.copy(work / TEXT, other)
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "_learn_size", None)
-        assert_refused(family_in(output, tiny_model, other, sizes="0.2,0.4"), 5, NAMES[1], "exists")
+        assert_refused(family_in(work, text=other.name), 5, NAMES[1], "exists")
     assert [path.name for path in output.iterdir()] == [NAMES[1]]
 
 
-def test_a_permission_to_overwrite_holds_for_its_command(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
-) -> None:
-    """A run that was begun with --overwrite is not discarded later without it."""
-    text = write_texts("own.jsonl", tiny_text.read_text().splitlines())
-    run = partial(prune, tiny_model, text, tmp_path / "out", "--save-every", "1")
-    die_at(3, partial(run, "--overwrite"))
-    write_texts("own.jsonl", tiny_text.read_text().splitlines()[:-1])
-    assert_refused(run(), 5, "the text changed since the run", "--overwrite")
-    write_texts("own.jsonl", tiny_text.read_text().splitlines())
-    assert "resuming after step 3" in passed(run()).output
-
-
-def test_a_run_is_given_up_when_the_new_one_has_something_to_resume_from(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mistake in the new command, or one that shows when the model is loaded, costs nothing of the old run."""
-    run = partial(prune, tiny_model, tiny_text, tmp_path / "out", "--save-every", "1")
-    die_at(3, run)
-    (tmp_path / "short.txt").write_text("Too short.")
-    wrong = [prune(tiny_model, tmp_path / "short.txt", tmp_path / "out", "--overwrite")]
-    wrong.append(run("--overwrite", "--seq-len", "4096"))
-    with monkeypatch.context() as patch:
-        patch.setattr(seams.resolve, "load", seams.out_of_memory)
-        wrong.append(run("--overwrite", "--seed", "7"))
-    assert [result.exit_code for result in wrong] == [4, 2, 6], [result.output for result in wrong]
-    assert "resuming after step 3" in passed(run()).output
-    assert not (tmp_path / "out.run").exists()
-
-
-def test_a_family_is_overwritten_from_other_text_at_once(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
-) -> None:
+def test_a_family_is_overwritten_from_other_text_at_once(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the sizes that the interrupted command had written."""
-    text = write_texts("own.jsonl", tiny_text.read_text().splitlines())
-    run = partial(family_in, tmp_path / "out", tiny_model, text, sizes="0.2,0.4")
     step = Trainer.step
 
     def die_in_second(self: Trainer, number: int) -> dict[str, float]:
@@ -363,12 +346,12 @@ def test_a_family_is_overwritten_from_other_text_at_once(
             raise KeyboardInterrupt
         return step(self, number)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", die_in_second)
-        assert run().exit_code == 130
-    before = read_checkpoint(tmp_path / "out" / NAMES[0]).provenance["run_id"]
-    write_texts("own.jsonl", tiny_text.read_text().splitlines()[:-1])
-    assert_refused(run(), 5, "the text changed since the run")
-    passed(run("--overwrite"))
-    ids = {read_checkpoint(tmp_path / "out" / name).provenance["run_id"] for name in NAMES[:2]}
+        assert family_in(work).exit_code == 130
+    before = read_checkpoint(work / "out" / NAMES[0]).provenance["run_id"]
+    (work / TEXT).write_text("".join((work / TEXT).read_text().splitlines(keepends=True)[:-1]))
+    assert_refused(family_in(work), 5, "the text changed since the run")
+    passed(family_in(work, "--overwrite"))
+    ids = {read_checkpoint(work / "out" / name).provenance["run_id"] for name in NAMES[:2]}
     assert len(ids) == 1 and before not in ids

@@ -13,8 +13,6 @@ import seams
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from hypothesis import given
-from hypothesis import strategies as st
 from seams import BLOCKS, STEPS, WARMUP, Lab, Learned, Recipe, assert_same, gate, learn_module, rate_of, retention_score
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -289,11 +287,10 @@ def test_gradients_of_weights_are_clipped_to_norm_1() -> None:
     assert float(second.flatten()[0]) == pytest.approx(0.05 / norm**2, rel=1e-4)
 
 
-@given(st.floats(0.01, 1.0), st.integers(0, 2**31))
-def test_the_gradient_of_the_score_passes_its_clamp(mu: float, seed: int) -> None:
+@pytest.mark.parametrize("mu", [0.01, 0.05, 0.3, 0.5, 1.0])
+def test_the_gradient_of_the_score_passes_its_clamp(mu: float) -> None:
     """Inside (0, 2μ) it is the true derivative; outside, where the true one is 0, it still pulls."""
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.rand(32, generator=generator, dtype=torch.float64) * 4 * mu - mu
+    z = torch.rand(640, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4 * mu - mu
     leaf = z.clone().requires_grad_()
     retention_score(leaf, mu).sum().backward()
     assert leaf.grad is not None and (leaf.grad > 0).all()

@@ -18,19 +18,7 @@ from accelerate import Accelerator
 from click.testing import Result
 from commands import invoke, passed
 from runs import assert_same_weights
-from seams import (
-    MODES,
-    RATES,
-    Devices,
-    Mode,
-    choose_in_minutes,
-    devices,
-    die_at,
-    fit_minutes,
-    load_recipe,
-    open_source,
-    resolve,
-)
+from seams import MODES, Devices, Mode, die_at, load_recipe, open_source, resolve
 
 import ddp_vllm
 from ddp_vllm.checkpoint import read_checkpoint
@@ -59,7 +47,7 @@ def test_trials_find_the_rate_and_leave_no_trace(mode: str, tiny_model: Path, ti
     result = passed(run("found"))
     assert "resuming after step 24" in result.output and "held-out loss" not in result.output
     found = read_checkpoint(tmp_path / "found").provenance["learning_rate"]
-    assert found["highest"] in RATES[mode] and f"{found['highest']:g}" in found["trials"]
+    assert found["highest"] in seams.RATES[mode] and f"{found['highest']:g}" in found["trials"]
     passed(run("told", "--learning-rate", str(found["highest"])))
     assert_same_weights(tmp_path / "found", tmp_path / "told")
 
@@ -74,8 +62,8 @@ def test_trials_find_the_rate_and_leave_no_trace(mode: str, tiny_model: Path, ti
     ],
 )
 def test_the_highest_rate_below_a_harmful_one_is_taken(losses: list[float], chosen: float, num_trials: int) -> None:
-    tried = dict(zip(RATES["weights"][1:], losses, strict=True))
-    rate, after = seams.find_rate(RATES["weights"], 3.0, tried.__getitem__)
+    tried = dict(zip(seams.RATES["weights"][1:], losses, strict=True))
+    rate, after = seams.find_rate(seams.RATES["weights"], 3.0, tried.__getitem__)
     assert rate == chosen and len(after) == num_trials
     changes = [seams.change(loss, 3.0) for loss in (2.999, 3.0, 3.2, 2.8, math.nan)]
     assert changes == ["+0.00", "+0.00", "+0.20", "-0.20", "no number"]
@@ -117,11 +105,11 @@ def test_tokens_per_step_follow_from_the_time(
     settings = {"model": "m", "sparsity": 0.2, "minutes": minutes, "batch_size": batch}
     measure = lambda recipe: -(-recipe.batch_size // devices) * recipe.seq_len / 1000.0  # noqa: E731
     mode = Mode(train, "adamw" * (train != "masks"))
-    assert fit_minutes(load_recipe(None, settings), mode, measure, devices)[:3] == shape
+    assert seams.fit_minutes(load_recipe(None, settings), mode, measure, devices)[:3] == shape
     if devices == 1:
         short = load_recipe(None, settings | {"minutes": 0.15, "train": "masks"})
         with pytest.raises(SettingError, match=r"enough for 17 steps of 2 × 256 tokens where 20 are needed; give at"):
-            choose_in_minutes(short, MASKS, lambda _: measure, print)
+            seams.choose_in_minutes(short, MASKS, lambda _: measure, print)
 
 
 # minutes, the mode that the user names; the mode that is taken, steps and tokens of a sequence; words of the line
@@ -157,9 +145,9 @@ def test_minutes_choose_the_best_mode_that_fits(case: str) -> None:
 
     if chosen is None:
         with pytest.raises(SettingError, match=words):
-            choose_in_minutes(recipe, MODES[0], open_mode, lines.append)
+            seams.choose_in_minutes(recipe, MODES[0], open_mode, lines.append)
         return
-    mode, shape = choose_in_minutes(recipe, MODES[0], open_mode, lines.append)
+    mode, shape = seams.choose_in_minutes(recipe, MODES[0], open_mode, lines.append)
     assert (mode.train, shape.steps, shape.seq_len) == chosen and re.search(words, lines[1]), (lines, shape)
     assert lines[0] == "timing steps on random tokens"
     assert opened == ["weights", "lora", "masks"][: ["weights", "lora", "masks"].index(mode.train) + 1]
@@ -280,9 +268,9 @@ def test_memory_in_a_container(limit: str | None, free: int, tmp_path: Path, mon
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text("300\n")
         (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 100\n")
-    monkeypatch.setattr(devices, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(seams.devices, "CONTROL_GROUP", tmp_path)
     for answer in ({"cpu": 1000}, {"mps": 1000}, {0: 5, "cpu": 1000}):
-        monkeypatch.setattr(devices, "get_max_memory", lambda answer=answer: answer)
+        monkeypatch.setattr(seams.devices, "get_max_memory", lambda answer=answer: answer)
         assert seams.free_memory(Accelerator(cpu=True)) == free
 
 

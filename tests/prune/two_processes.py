@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-sys.modules["sklearn"] = None  # type: ignore[assignment]  # as in conftest.py
+sys.modules |= dict.fromkeys(("sklearn", "scipy"))  # as in conftest.py
 
 import seams
 import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, edit_json, invoke, passed
 from msgspec import convert
 
 from ddp_prune.core.loss import OutputHead, agreement, perplexity_of
@@ -120,6 +120,16 @@ def test_a_text_that_is_longer_than_the_context_is_read_in_parts(tiny_model: Pat
         nats = sum(model(part, labels=part).loss.item() * (part.shape[1] - 1) for part in parts)
         (bits,), num_tokens = bits_of(model, tokenizer, [text], max_length)
         assert bits == pytest.approx(nats / math.log(2), rel=1e-4) and num_tokens == len(ids)
+
+
+def test_text_is_not_evaluated_beyond_the_positions_of_a_model(
+    folder: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """By default too, as `prune` refuses it."""
+    edit_json(folder / "config.json", max_position_embeddings=512)
+    words = ["eval", folder, "--against", tiny_model, "--text", tiny_text, "-o", tmp_path / "out"]
+    assert_refused(invoke(*words), 2, "--max-length is 2048, but", "takes 512; lower --max-length")
+    assert_refused(invoke(*words, "--max-length", "513"), 2, "--max-length is 513")
 
 
 def test_what_is_not_compared(folder: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
