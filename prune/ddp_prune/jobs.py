@@ -17,6 +17,7 @@ from ddp_prune.core.budget import Pool
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import Learned, learn
 from ddp_prune.core.loop import Training
+from ddp_prune.core.loss import perplexity_of
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.devices import describe_device, explained, finish_run, make_accelerator, start_tracker
@@ -47,7 +48,7 @@ from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.proof import Reference
 from ddp_vllm.remote_code.files import weight_files
 
-NOTICEABLE = 1.01  # times a divergence; below it, training the weights changed nothing to speak of
+NOTICEABLE = 1.01  # times a perplexity; below it, training the weights changed nothing to speak of
 
 
 @contextmanager
@@ -307,7 +308,7 @@ def _learn_size(
             if teacher is not None:
                 dense = GatedModel(teacher, source.widths, source.sizes, gated.head_unit)
             with dense.masks(gates), weights.adapters_disabled():
-                untrained = evaluation.divergences_of(dense.model)
+                untrained = evaluation.losses_of(dense.model)
         transform = weights.finish()
     with gated.masks(gates):
         evaluation.evaluate("pruned", gated.model)
@@ -324,21 +325,21 @@ def _learn_size(
 def warn_of_harm(
     evaluation: Evaluation, untrained: Mapping[str, Sequence[float]], print_line: Callable[[str], None]
 ) -> None:
-    """Print where the trained weights diverge further from the dense model than its own weights under
-    these gates: noticeably, and in more blocks than chance allows (95 %).
+    """Print where perplexity is higher than with the dense model's own weights under these gates:
+    noticeably, and in more blocks than chance allows (95 %).
 
-    untrained: the divergences of the latter, by block.
+    untrained: the losses of the latter, in nats per token of each block.
     """
     for name, before in untrained.items():
-        after, tokens = evaluation.divergences[name]["pruned"], evaluation.block_tokens[name]
-        mean, _ = mean_loss(before, tokens)
+        after, tokens = evaluation.losses[name]["pruned"], evaluation.block_tokens[name]
         rise, error = mean_loss([one - other for one, other in zip(after, before, strict=True)], tokens)
         chance = 0.0 if error is None else t_quantile(len(before) - 1) * error
-        if not rise <= max(chance, (NOTICEABLE - 1.0) * mean):  # not a number is no agreement either
+        if not rise <= max(chance, math.log(NOTICEABLE)):  # not a number is no improvement either
+            trained, own = (perplexity_of(losses, tokens) for losses in (after, before))
             print_line(
-                f"on {name} training the weights did harm: KL {mean + rise:.3f} from the dense model, {mean:.3f} with "
-                "its own weights under the same masks; ddp-vllm apply makes that model from the masks file, and "
-                "--train masks trains masks only"
+                f"on {name} training the weights did harm: perplexity {trained:.4g}, {own:.4g} with the dense model's "
+                "own weights under the same masks; ddp-vllm apply makes that model from the masks file, and --train "
+                "masks trains masks only"
             )
 
 

@@ -185,28 +185,44 @@ def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_s
 
 
 def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """A model that knew of rain, and forgot it over another text, which it learned."""
     (other := tmp_path / "other.txt").write_text(RAIN)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), load_tokenizer(str(tiny_model))
+    blocks = torch.tensor(tokenizer(RAIN, verbose=False)["input_ids"])[:1024].view(16, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(40):
+        model(blocks, labels=blocks).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    knowing = shutil.copytree(tiny_model, tmp_path / "model")
+    model.save_pretrained(knowing)
 
     def run(name: str, rate: str) -> str:
         options = ["--train", "weights", "--steps", "12", "--learning-rate", rate, "--watch", other]
-        return passed(prune(tiny_model, tiny_text, tmp_path / name, *options)).output.replace("\n", " ")
+        return passed(prune(knowing, tiny_text, tmp_path / name, *options)).output.replace("\n", " ")
 
-    harmed, sound = run("harmed", "0.3"), run("sound", "1e-5")
+    harmed, sound = run("harmed", "0.1"), run("sound", "1e-5")
     assert re.search(f"perplexity on held-out text of {other}: dense [0-9.]+ → pruned [0-9.]+", sound)
-    assert f"on {other} training the weights did harm" in harmed and "did harm" not in sound
-    assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0
+    assert "did harm" not in sound and f"on {tiny_text} training the weights did harm" not in harmed
+    found = re.search(f"on {other} training the weights did harm: perplexity ([0-9.]+), ([0-9.]+) with", harmed)
+    perplexity = read_checkpoint(tmp_path / "harmed").provenance["watched"]["other.txt"]
+    assert (
+        found and float(found[1]) == pytest.approx(perplexity["pruned"], rel=1e-3) and float(found[2]) < float(found[1])
+    )
+    assert perplexity["dense"] < 20 and perplexity["agreement"]["pruned"]["kl"] >= 0
 
 
 @pytest.mark.parametrize(("after", "is_harm"), [
-    ([0.5, 0.52, 0.51, 0.5], True),
-    ([0.4, 0.2, 0.5, 0.19], False),  # 0.02 higher on average, which four blocks cannot tell from chance
-    ([0.3005, 0.3005, 0.3005, 0.3005], False),  # certain, and too little to speak of
-    ([math.nan, 0.3, 0.3, 0.3], True),
+    ([3.2, 3.22, 3.21, 3.2], True),
+    ([3.1, 2.9, 3.2, 2.89], False),  # 0.02 higher on average, which four blocks cannot tell from chance
+    ([3.009, 3.009, 3.009, 3.009], False),  # certain, and too little to speak of
+    ([2.8, 2.81, 2.79, 2.8], False),  # further from the dense model, because it learned the text
+    ([math.nan, 3.0, 3.0, 3.0], True),
 ])  # fmt: skip
 def test_harm_is_claimed_where_blocks_agree_on_it(after: list[float], is_harm: bool) -> None:
     lines = list[str]()
-    evaluated = SimpleNamespace(divergences={"text": {"pruned": after}}, block_tokens={"text": [9] * 4})
-    seams.jobs.warn_of_harm(evaluated, {"text": [0.3] * 4}, lines.append)
+    evaluated = SimpleNamespace(losses={"text": {"pruned": after}}, block_tokens={"text": [9] * 4})
+    seams.jobs.warn_of_harm(evaluated, {"text": [3.0] * 4}, lines.append)
     assert ("training the weights did harm" in "".join(lines)) is is_harm
 
 

@@ -61,8 +61,6 @@ class Evaluation:
         self.num_tokens = {name: int(mask[:, 1:].sum()) if loss_masks else mask.numel() for name, mask in masks.items()}
         self.losses: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
         self.agreements: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
-        self.divergences: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
-        """The KL divergence from the first model in each block, in nats per token."""
         self.answers: dict[str, list[str]] = {}
         self.first: tuple[OutputHead, dict[str, list[torch.Tensor]]] | None = None
 
@@ -99,19 +97,14 @@ class Evaluation:
             pairs = zip(states, first_hidden[name], strict=True)
             sums = [agreement(here, head, first.to(first_head.weight), first_head) for here, first in pairs]
             divergence, agreed = (sum(values) / sum(map(len, states)) for values in zip(*sums, strict=True))
-            by_block = zip(sums, states, strict=True)
-            self.divergences[name][who] = [total / max(1, len(state)) for (total, _), state in by_block]
             # as in `perplexity_of`
             kl = math.inf if math.isnan(divergence) else max(0.0, divergence)
             self.agreements[name][who] = {"kl": kl, "top1": agreed}
 
-    def divergences_of(self, model: Any) -> dict[str, list[float]]:
-        """Return the KL divergence of a model from the first one in each block of each text, in nats
-        per token; nothing is kept."""
-        self.evaluate_texts("tried", model)
-        for name in self.texts:
-            del self.losses[name]["tried"], self.agreements[name]["tried"]
-        return {name: divergences.pop("tried") for name, divergences in self.divergences.items()}
+    @torch.no_grad()
+    def losses_of(self, model: Any) -> dict[str, list[float]]:
+        """Return the loss of a model in each block of each text, in nats per token; nothing is kept."""
+        return {name: losses_of(model, blocks, self.loss_masks[name])[0] for name, blocks in self.texts.items()}
 
     def perplexity(self, text: str) -> dict[str, Any]:
         """Return each model's perplexity on a text, its losses by block, and its agreement with the
