@@ -372,7 +372,7 @@ def test_a_run_warns_of_a_missing_bos_and_its_remedy_works(tiny_model: Path, tin
 def test_there_is_no_warning_for_a_model_that_needs_no_bos(tiny_model: Path, tiny_text: Path) -> None:
     """Many configs name a BOS token that no text begins with, such as Qwen's."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), load_tokenizer(str(tiny_model))
-    heldout = seams.heldout_of(tiny_model, tiny_text)
+    heldout = seams.heldout_of(tiny_model, tiny_text, 16)
     for bos in (None, BOS, VOCABULARY):
         model.config.bos_token_id = bos
         assert seams.bos_warning(model, "tiny", tokenizer, heldout) == ""

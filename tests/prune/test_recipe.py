@@ -175,11 +175,11 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise SettingError("enough")
 
     monkeypatch.setattr(verbs, "load_recipes", keep)
-    (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nheldout_blocks = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
+    (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nsave_every = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
     more = ["--scope", "layer", "--polish", "0", "--shard", "--align", "128", "--recipe", str(tmp_path / "r.toml")]
     assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")
     settings = {"model": "m", "data": "t", "scope": "layer", "polish": 0.0, "shard": True, "align": 128, "tp": 4}
-    settings |= {"heldout_blocks": 3, "steps": 6, "budget": "units"}
+    settings |= {"save_every": 3, "steps": 6, "budget": "units"}
     assert {name: getattr(seen[0], name) for name in settings} == settings and seen[0].alm.mu_end == 0.1
     for budget, amount in ((), "70K"), (("--budget", "flops"), "1.5G"), (("--budget", "kv-bytes"), "3e3"):
         assert_refused(prune("m", "t", tmp_path / "out", "--target", amount, *budget, "--sparsity", "0"), 2, "enough")

@@ -96,15 +96,16 @@ def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
 ) -> None:
     """A recovered model is recovered once more, on another text; text that is trained on is not watched."""
     numbers = write_texts("numbers.jsonl", [" ".join(str(i * j) for i in range(40)) for j in range(60)])
-    passed(recover(pruned, tmp_path / "good", "--learning-rate", "5e-3"))
-    badly = ("--learning-rate", "0.03", "--warmup", "0")
+    many = ("--heldout-blocks", "16")
+    passed(recover(pruned, tmp_path / "good", "--learning-rate", "5e-3", *many))
+    badly = ("--learning-rate", "0.03", "--warmup", "0", *many)
     result = passed(recover(tmp_path / "good", tmp_path / "out", "--data", str(numbers), *badly))
     (name,) = read_checkpoint(tmp_path / "out").provenance["recovery"]["watched"]
     assert re.search(f"worse than before recovery on .*/{name};", result.output)
     assert f"worse than before recovery on {numbers}" not in result.output
     rows = [f"the fox number {i} jumps over {i * i} clouds and rests" for i in range(60)]
     text, part = write_texts("rows.jsonl", rows), write_texts("part.jsonl", rows[:30])
-    result = recover(recovered, tmp_path / "no", "--data", str(text), "--watch", str(part))
+    result = recover(recovered, tmp_path / "no", "--data", str(text), "--watch", str(part), *many)
     assert_refused(result, 4, f"{text} trains on", f"held out of {part}", "--watch")
 
 
