@@ -15,7 +15,7 @@ import pytest
 import seams
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, invoke, passed, write_lines
 from family_cases import CASES, SIZES, write_random
 from runs import assert_written_as_evaluated, loss_of, prune, recover, same_weights, weights
 from safetensors.torch import load_file
@@ -244,8 +244,7 @@ def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, t
 
     def chats(name: str, *roles: str) -> Path:
         rows = [{"messages": [{"role": role, "content": f"nine foxes {i} jump"} for role in roles]} for i in range(90)]
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return tmp_path / name
+        return write_lines(tmp_path / name, rows)
 
     both, masks = chats("both.jsonl", "user", "assistant"), []
     for source in ("all", "assistant"):

@@ -188,22 +188,6 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
 
 
-SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, words of the refusal
-    "two sizes": (["--target", "70K"], ["--sparsity and --target are given"]),
-    "sequences too long": (["--seq-len", "2049"], ["--seq-len is 2049", "takes 2,048", "lower --seq-len"]),
-    "a budget in every expert": (["--scope", "expert"], ["scope is 'expert'", "not a mixture of experts"]),
-    "whole experts of a dense model": (["--whole-experts"], ["not a mixture of experts", "no whole experts"]),
-    "shards in one process": (["--shard"], ["there is one", "accelerate launch"]),
-}
-
-
-@pytest.mark.parametrize("case", SETTINGS)
-def test_settings_that_cannot_be_met(case: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    options, words = SETTINGS[case]
-    assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, *words)
-    assert list(tmp_path.iterdir()) == []
-
-
 MEASURED = ["--profile", "PROFILE", "--other-machine", "--context-length", "1024"]
 PREFILL = [*MEASURED, "--phase", "prefill", "--concurrency", "1"]
 DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
