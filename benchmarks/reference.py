@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=40.0, help="The call is interrupted after these.")
     parser.add_argument("--work", type=Path, help="Folder for pruned models.")
-    parser.add_argument("--cells-only", action="store_true", help="Measure no speed and ask no questions.")
+    parser.add_argument("--without", default="", help="Of a table, leave out speed or tasks, or both by commas.")
     parser.add_argument("--include-path", type=Path, help="lm-eval's task files that read local data, under its names.")
     arguments = parser.parse_args()
     if arguments.prepare:
@@ -142,8 +142,7 @@ def main() -> None:
             if not cell.file.exists() and cell.evaluates in ("", *models):
                 print(f"{now()} {cell.table}: {cell.name}", flush=True)
                 run(cell, models, ddp_vllm, work, table)
-        if arguments.cells_only:
-            continue
+        table = {part: content for part, content in table.items() if part not in arguments.without.split(",")}
         timed = {**table, "rows": [row for row in table["rows"] if row.get("timed", True)]}
         for model, path in of_table.items() if "speed" in table and timed["rows"] else ():
             measure_speed(list(cells(name, timed, [model], 1)), path, ddp_vllm, work, table["speed"])

@@ -98,22 +98,21 @@ class StepTimes:
     """`attention` by the number of KV heads, each with all its query heads, and `mlp` by the number
     of channels; of a mixture of experts only `experts`, by the mean width of the routed experts of a
     layer, as the plugin's kernel runs them."""
-    prunable: float
-    """The part of the dense step spent in all prunable blocks."""
+    prunable: Mapping[str, float]
+    """The part of the dense step spent in the blocks of each kind."""
     sizes: Dimensions
     mixture: float = 0.0
     """Of each further number of KV heads that layers have, or of routed experts of several widths."""
 
-    @property
-    def unremovable(self) -> float:
-        """The fixed cost of all routed layers, which remains however many of their channels are
-        removed."""
-        return self.curves["experts"].fixed * len(self.sizes.routed_layers) if "experts" in self.curves else 0.0
+    def removable(self, kinds: Iterable[str]) -> float:
+        """Return the seconds that pruning these kinds of blocks saves at most: the fixed cost of a
+        routed layer remains however many of its channels are removed."""
+        remaining = len(self.sizes.routed_layers)
+        return sum(self.prunable[kind] - remaining * self.curves[kind].fixed for kind in kinds)
 
-    @property
-    def max_speedup(self) -> float:
-        """The speedup that pruning approaches as it removes everything."""
-        return self.dense / max(self.dense - self.prunable + self.unremovable, 1e-9)
+    def max_speedup(self, kinds: Iterable[str]) -> float:
+        """Return the speedup that pruning these kinds of blocks approaches as it removes everything."""
+        return self.dense / max(self.dense - self.removable(kinds), 1e-9)
 
     def of_layer(self, widths: LayerWidths) -> float:
         """Return the seconds that the prunable blocks of a layer add."""
@@ -132,7 +131,7 @@ class StepTimes:
 
     def of_layers(self, layers: Sequence[LayerWidths]) -> float:
         """Return the seconds of a step as the sum of its layers."""
-        return self.dense - self.prunable + sum(map(self.of_layer, layers))
+        return self.dense - sum(self.prunable.values()) + sum(map(self.of_layer, layers))
 
 
 def further_widths(layers: Sequence[LayerWidths]) -> int:
@@ -273,7 +272,7 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
         if sizes.num_experts:
             kinds = {"experts": (sizes.expert_intermediate_size, 1)}
         layers = len(sizes.routed_layers) or sizes.num_layers
-        curves, blocks = dict[str, Curve](), 0.0
+        curves, prunable = dict[str, Curve](), dict[str, float]()
         for kind, (full, multiple) in kinds.items():
             # a model without attention keeps it in one layer
             removed = max(1, layers - (kind == "attention"))
@@ -284,8 +283,8 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
                 points[number] = highest = max(highest, block - (dense - value) / layers)
             points.setdefault(full, block)
             curves[kind] = Curve(points=tuple(points.items()), multiple=multiple)
-            blocks += block
-        times = StepTimes(dense=dense, curves=curves, prunable=layers * blocks, sizes=sizes)
+            prunable[kind] = layers * block
+        times = StepTimes(dense=dense, curves=curves, prunable=prunable, sizes=sizes)
         if not mixed:
             return times
         widths = _mixed(self.config, {run.shape for run in runs})

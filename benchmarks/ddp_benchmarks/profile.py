@@ -149,9 +149,8 @@ def describe(path: Path) -> list[str]:
         times = profile.times(work)
         layers = len(times.sizes.routed_layers) or times.sizes.num_layers
         shares = (f"{layers * curve.points[-1][1] / times.dense:.0%} {name}" for name, curve in times.curves.items())
-        lines.append(
-            f"{work}: {times.dense * 1e3:.2f} ms per step; {', '.join(shares)}; at most {times.max_speedup:.2f}×"
-        )
+        most = times.max_speedup(times.curves)
+        lines.append(f"{work}: {times.dense * 1e3:.2f} ms per step; {', '.join(shares)}; at most {most:.2f}×")
         if times.mixture:
             lines.append(
                 f"layers that differ take longer than they do alone: {times.mixture / times.dense:.1%} of a step for "

@@ -56,8 +56,8 @@ def headline(model: Model, comparison: Comparison) -> str:
         parts.append(f"{with_interval(*model.predicted)} as fast, predicted")
     if lost := difference(model, dense):
         parts.append(f"accuracy: {in_points(*lost)}")
-    if model.heldout:
-        parts.append(f"held-out perplexity {with_interval(*model.heldout)} the dense model's")
+    if model.loss:
+        parts.append(model.loss.sentence)
     for label, fact in (("fewer parameters", "parameters"), ("less KV cache per token", "kv_bytes_per_token")):
         before, after = (getattr(facts.facts, fact) if facts else None for facts in (dense, model))
         if before and after:
@@ -136,7 +136,7 @@ def draw(comparison: Comparison) -> Iterator[Picture]:
          "Perplexity on text held out of each model's training text."),
     ):  # fmt: skip
         points = [
-            Point(model.name, not model.facts.pruned, model.speedup, value)
+            Point(model.name, model.is_dense, model.speedup, value)
             for model in comparison.models
             if model.speedup and (value := value_of(model))
         ]
@@ -156,23 +156,28 @@ def _percent(model: Model) -> Interval | None:
 
 
 def choice(comparison: Comparison, tolerance: float, min_agreement: float | None = None) -> tuple[Model | None, str]:
-    """Return the fastest model, by its measured or else its predicted speed, whose held-out perplexity
-    is at most this many times the dense model's and whose top-1 agreement is high enough, if it is
-    known, and the same in words; None if there is none."""
+    """Return the fastest model, by its measured or else its predicted speed, whose perplexity is at most
+    this many times the dense model's and whose top-1 agreement is high enough, if it is known, and the
+    same in words; if there is none, None and what the user can do."""
     least = lowest_agreement(tolerance, min_agreement)
+    known = [(model, loss) for model in comparison.pruned if (loss := model.loss)]
     within = [
-        model
-        for model in comparison.pruned
-        if model.heldout and model.heldout[0] <= tolerance and model.quality and agrees(model.quality, least)
+        (model, loss)
+        for model, loss in known
+        if loss.ratio[0] <= tolerance and (loss.quality is None or agrees(loss.quality, least))
     ]
-    by_speed = lambda model: ((model.speedup or (0.0,))[0], -float(model.facts.parameters or 0))  # noqa: E731
-    best = max(within, key=by_speed, default=None)
-    if best is None:
-        agreement = f" and {least:.0%} top-1 agreement" * bool(least)
-        return None, f"none has a known held-out perplexity of at most {tolerance:g} times the dense model's{agreement}"
-    assert best.heldout
-    gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
-    return best, f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
+    by_speed = lambda pair: ((pair[0].speedup or (0.0,))[0], -float(pair[0].facts.parameters or 0))  # noqa: E731
+    best, loss = max(within, key=by_speed, default=(None, None))
+    if best and loss:
+        gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
+        return best, f"{best.name}: {loss.sentence}{gain}"
+    agreement = f" and {least:.0%} top-1 agreement" * bool(least)
+    sentence = f"none has a known perplexity of at most {tolerance:g} times the dense model's{agreement}"
+    remedy = "train for longer with ddp-vllm recover, or remove less"
+    if unknown := [model.name for model in comparison.pruned if not model.loss]:
+        dense = comparison.dense.facts.model if comparison.dense else "DENSE"
+        remedy = f"measure {', '.join(unknown)} with ddp-vllm eval FOLDER --against {dense} --text FILE"
+    return None, f"{sentence}; {remedy}"
 
 
 def _speed_measured(bench: Bench) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
 from ddp_vllm.evaluations import (
     FIDELITY_FORMAT,
@@ -22,11 +22,13 @@ from ddp_vllm.evaluations import (
     mean_accuracy,
     mean_difference,
     perplexity_ratio,
+    perplexity_ratio_of_bits,
 )
+from ddp_vllm.intervals import with_interval
 from ddp_vllm.masks import MASKS_FILE, Provenance, Quality
-from ddp_vllm.model_facts import ModelFacts, describe_model, identify, known_folder, tokens_differ, unrelated
+from ddp_vllm.model_facts import ModelFacts, describe_model, identify, is_pruned, known_folder, tokens_differ, unrelated
 from ddp_vllm.names import bare_name
-from ddp_vllm.provenance import local_provenance
+from ddp_vllm.provenance import local_provenance, provenance_of
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import FORMAT, Bench, LoadVerdict, undamaged
 from ddp_vllm.schema import Kind
@@ -36,8 +38,25 @@ Interval = tuple[float, float, float]
 Results = Bench | Evaluation | Fidelity
 Notes = list[str]
 """A sentence on each missing or incomparable result."""
+HELD_OUT = "held-out"
 # of results in a folder
 PLACES = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")
+
+
+class Loss(NamedTuple):
+    """What a model lost on one text."""
+
+    text: str
+    """`held-out` for text of the kind it was trained on."""
+    ratio: Interval
+    """Perplexity over the dense model's."""
+    quality: Quality | None = None
+    """None if its tokens differ from the dense model's."""
+
+    @property
+    def sentence(self) -> str:
+        place, name = ("", "held-out ") if self.text == HELD_OUT else (f" on {self.text}", "")
+        return f"{name}perplexity {with_interval(*self.ratio)} the dense model's{place}"
 
 
 class Speed(NamedTuple):
@@ -52,6 +71,8 @@ class Model:
     """One model of a comparison, and what is known of it."""
 
     facts: ModelFacts
+    is_dense: bool = False
+    """Whether it is the one that the others are compared with."""
     quality: Quality | None = None
     """Perplexities on held-out text of the kind it was trained on, as `prune` stores them."""
     predicted: Interval | None = None
@@ -65,14 +86,26 @@ class Model:
 
     @property
     def name(self) -> str:
-        return self.facts.name if self.facts.pruned else f"{self.facts.name} (dense)"
+        return f"{self.facts.name} (dense)" if self.is_dense else self.facts.name
 
     @property
     def heldout(self) -> Interval | None:
         """Its own perplexity on that text over the dense model's, which is 1 of the dense model."""
-        if not self.facts.pruned:
+        if self.is_dense:
             return 1.0, 1.0, 1.0
         return perplexity_ratio(self.quality) if self.quality else None
+
+    @property
+    def loss(self) -> Loss | None:
+        """What a limit judges: the loss on held-out text, or if that is unknown the largest on a text of
+        `eval --text`."""
+        if self.heldout:
+            return Loss(HELD_OUT, self.heldout, self.quality)
+        losses = [Loss(text, perplexity_ratio_of_bits(bits)) for text, bits in self.bits.items()]
+        for text, quality in self.texts.items():
+            if ratio := perplexity_ratio(quality):
+                losses.append(Loss(text, ratio, quality))
+        return max(losses, key=lambda loss: loss.ratio[0], default=None)
 
     @property
     def accuracy(self) -> dict[str, Any] | None:
@@ -89,7 +122,7 @@ class Model:
     def speedup(self) -> Interval | None:
         """The speedup over the dense model that was measured, or else the predicted one; without an
         interval, both ends are the ratio."""
-        if not self.facts.pruned:
+        if self.is_dense:
             return 1.0, 1.0, 1.0
         if self.speed is None:
             return self.predicted
@@ -111,33 +144,42 @@ class Comparison:
 
 
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
-    """Gather everything about the pruned checkpoints in `folders` and their dense model.
+    """Gather everything about the pruned or trimmed models in `folders` and their dense model.
 
-    Raises: CheckpointError if a folder is not a pruned checkpoint; SettingError if they come from
+    Raises: CheckpointError if a folder is neither; SettingError if they come from
         different models; TextError if a passed file is not a results file.
     """
-    checkpoints = [read_checkpoint(folder) for folder in folders]
+    histories = [_history(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
-    dense = dense or _common_dense(checkpoints)
+    dense = dense or _common_dense(folders)
     nearby = [*folders]
     if dense:
         nearby.append(Path(dense) if Path(dense).is_dir() else default_output(dense))
     files = _read_files(nearby, results)
     notes: Notes = []
-    pruned = tuple(_as_compared(_pruned_model(checkpoint, files, notes), dense, notes) for checkpoint in checkpoints)
+    pruned = tuple(
+        _as_compared(_pruned_model(folder, history, files, notes), dense, notes)
+        for folder, history in zip(folders, histories, strict=True)
+    )
     return Comparison(dense=_dense_model(dense, files, pruned, notes), pruned=pruned, notes=[*dict.fromkeys(notes)])
 
 
-def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:
-    """Return the model that all checkpoints were pruned from, as the first one names it. Raises:
+def _history(folder: Path) -> Provenance:
+    """Return what a pruned or trimmed folder states. Raises: CheckpointError."""
+    history = Provenance.of(provenance_of(folder))
+    return history if history.trimmed and not is_pruned(folder) else read_checkpoint(folder).history
+
+
+def _common_dense(folders: Sequence[Path]) -> str | None:
+    """Return the model that all folders were made from, as the first one names it. Raises:
     SettingError."""
-    provenances = [local_provenance(checkpoint.folder / MASKS_FILE) for checkpoint in checkpoints]
+    provenances = [local_provenance(folder / MASKS_FILE) for folder in folders]
     parents = [dense for provenance in provenances if (dense := Provenance.of(provenance).dense_model)]
     if len(different := sorted(set(map(identify, parents)))) > 1:
         raise SettingError(
-            f"the folders were pruned from different models ({', '.join(different)}); compare those of one model, or "
+            f"the folders were made from different models ({', '.join(different)}); compare those of one model, or "
             "pass --dense if these are copies of one"
         )
     return parents[0] if parents else None
@@ -175,9 +217,9 @@ def _read_file(path: Path) -> Results | None:
     return undamaged(content, kind, path) if kind else None
 
 
-def _pruned_model(checkpoint: Checkpoint, files: Sequence[Results], notes: Notes) -> Model:
+def _pruned_model(folder: Path, history: Provenance, files: Sequence[Results], notes: Notes) -> Model:
     """Return a pruned model with its measurements, and add notes on missing ones."""
-    facts, latency = describe_model(str(checkpoint.folder)), checkpoint.history.latency
+    facts, latency = describe_model(str(folder)), history.latency
     evaluation = _best_evaluation(files, facts, notes)
     latest: dict[str, Speed] = {}
     """Load -> the verdict of the latest benchmark that ended, or else of the latest."""
@@ -196,7 +238,7 @@ def _pruned_model(checkpoint: Checkpoint, files: Sequence[Results], notes: Notes
         notes.append(f"{facts.name} was not {what}; ddp-vllm eval does that")
     return Model(
         facts=facts,
-        quality=checkpoint.history.perplexity,
+        quality=history.perplexity,
         predicted=(latency.speedup, latency.low, latency.high) if latency else None,
         evaluation=evaluation,
         texts=texts,
@@ -266,7 +308,7 @@ def _dense_model(dense: str | None, files: Sequence[Results], pruned: Sequence[M
     if any(others != questions[0] for others in questions[1:]):
         notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")
     known = [model for model in baselines if _is_same(model, facts, [])]
-    return Model(facts=known[0] if known and facts.parameters is None else facts, evaluation=evaluation)
+    return Model(facts=known[0] if known and facts.parameters is None else facts, is_dense=True, evaluation=evaluation)
 
 
 def difference(model: Model, dense: Model | None) -> tuple[float, float] | None:

@@ -87,7 +87,7 @@ def _print_comparison(comparison: "Comparison", values: Mapping[str, Any]) -> No
         best, sentence = choice(comparison, tolerance, values["min_agreement"])
         echo(f"within {tolerance:g} times: {sentence}")
         if best is None:
-            raise LimitError(f"{sentence}; train for longer with ddp-vllm recover, or remove less")
+            raise LimitError(sentence)
 
 
 def _records(comparison: "Comparison", values: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def compare(
     min_agreement: Annotated[float | None, MIN_AGREEMENT] = None,
     overwrite: Annotated[bool, Option("Replace the page.")] = False,
 ) -> "Comparison":
-    """Put quality and speed of the pruned checkpoints in FOLDERS into one table, here and on a
+    """Put quality and speed of the pruned and trimmed models in FOLDERS into one table, here and on a
     page in HTML and Markdown.
 
         ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
@@ -132,7 +132,7 @@ def compare(
     from ddp_vllm.pages.page import HTML, MARKDOWN, to_html, to_markdown
 
     if not (folders := [*map(Path, folders)]):
-        raise SettingError("folders", "names no pruned checkpoint; give one or several")
+        raise SettingError("folders", "names no pruned or trimmed model; give one or several")
     if Path(output).suffix not in ("", ".html", ".md"):
         raise SettingError("output", f"is {output}; the page is written as .html and .md, so give a name with .html")
     page, markdown = (Path(output).with_suffix(suffix) for suffix in (".html", ".md"))

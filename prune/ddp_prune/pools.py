@@ -157,13 +157,14 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         steps[kind], widths = _table_widths(shape[-1], align, EXPERT_BLOCK if is_routed else curve.multiple)
         seconds = [max(0.0, curve.seconds(width) - curve.fixed * is_routed) for width in widths]
         tables[kind] = per_layer[:, None] * torch.tensor(seconds, dtype=torch.float64)
-    removable = times.prunable - times.unremovable
+    pruned = [BLOCK_NAMES[kind] for kind in layout["shapes"]]
+    removable = times.removable(pruned)
     saved = times.dense * (1.0 - 1.0 / recipe.speedup) if recipe.speedup else recipe.sparsity * removable
     if saved >= removable:
         raise SettingError(
             "speedup",
-            f"is {recipe.speedup:g}, but {times.max_speedup:.2f} is the most for {recipe.workload}: "
-            f"{1 - removable / times.dense:.0%} of a step is spent outside of prunable blocks",
+            f"is {recipe.speedup:g}, but {times.max_speedup(pruned):.2f} is the most for {recipe.workload}: "
+            f"{1 - removable / times.dense:.0%} of a step is spent outside of {', '.join(pruned)}",
         )
     return LatencyPool(
         name="latency",
@@ -172,7 +173,7 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         fixed=fixed,
         tables=tables,
         mixture=1e6 * times.mixture if "attn" in tables else 0.0,
-        kept=1e6 * (removable - saved - (0.0 if "attn" in tables else times.mixture)),
+        kept=1e6 * (removable - saved - (times.mixture if "experts" in tables else 0.0)),
         **layout | {"blocks": steps},
     )
 
@@ -228,10 +229,10 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
         return None
     stock = read_config(source.folder)
     has_times = stock["model_type"] in KNOWN
-    if not has_times or source.sizes.blocks != dimensions_of(stock).blocks:
+    if not has_times or not {*source.sizes.blocks} <= {*dimensions_of(stock).blocks}:
         raise SettingError(
             "a speedup requires times by heads and channels, which ddp-vllm profile measures of models with a row in "
-            "docs/models.md that are pruned whole; give a sparsity or a target"
+            "docs/models.md, or by expert channels of their mixtures; give a sparsity or a target"
         )
     return find_profile(
         recipe.profile, source.folder, stock, recipe.workload, measure, other_machine=recipe.other_machine

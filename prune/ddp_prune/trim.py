@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec import convert
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from ddp_prune.models.evaluation import bits_of
 from ddp_prune.models.loading import load_model
@@ -135,7 +135,7 @@ def trim(
         costs = _costs({model: folder, str(writing): writing}, texts)
         name = folder.resolve().name if Path(model).is_dir() else model  # not the hash of a snapshot
         entry = {"name": name, "tokens": (len(ids), len(rows)), **costs}
-        write_provenance(writing / MASKS_FILE, {"trimmed": entry, "proof": proved})
+        write_provenance(writing / MASKS_FILE, {"trimmed": entry, "applied_to": model, "proof": proved})
         trimmed = convert(entry, Trimmed)
         write_trimmed_pages(writing, output.name, trimmed)
     for topic, statement in trimming(trimmed):
@@ -145,14 +145,30 @@ def trim(
 def _checked(folder: Path) -> Json:
     """Return the config of a dense model. Raises: ModelError."""
     config = read_config(folder)
-    if is_pruned(folder) or ((folder / MASKS_FILE).exists() and "trimmed" not in provenance_of(folder)):
+    if trimmed := provenance_of(folder).get("trimmed"):
+        raise ModelError(
+            f"{folder} is trimmed already, and its pages would state the cost of the second time only; trim "
+            f"{trimmed['name']} to as many tokens in one go"
+        )
+    if is_pruned(folder) or (folder / MASKS_FILE).exists():
         raise ModelError(f"{folder} is pruned or converted already; trim the dense model first, then prune the result")
     check_dense(config)
-    if not isinstance(text_config(config).get("vocab_size"), int):
+    part: Any = text_config(config)
+    part["vocab_size"] = part.get("vocab_size", _usual_vocab_size(folder))
+    if not isinstance(part["vocab_size"], int):
         raise ModelError(f"{folder}/config.json has no vocab_size; download the model again")
     if "vocab_offset" in json.dumps(config):
         raise ModelError(f"{folder} has a second vocabulary (vocab_offset), which trim does not move; prune it instead")
     return config
+
+
+def _usual_vocab_size(folder: Path) -> int | None:
+    """Return the number of tokens of the class, which config.json need not state, as that of Gemma 3 with images."""
+    try:
+        usual: int | None = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    except (OSError, ValueError, AttributeError):
+        return None
+    return usual
 
 
 def _row_counts(config: Json) -> dict[str, int]:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from written_folders import MACHINE, PageReader, write_bench, write_evaluation, write_masks, write_model
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.evaluations import in_points, perplexity_ratio
+from ddp_vllm.evaluations import FIDELITY_FORMAT, in_points, perplexity_ratio
 from ddp_vllm.intervals import judge, t_quantile
 from ddp_vllm.masks import Provenance, Quality
 from ddp_vllm.model_facts import describe_model
@@ -180,7 +180,7 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     assert "Held-out perplexity against speed" in html
     assert "1.50× [1.49, 1.51] as fast, predicted; held-out perplexity 1.6" in page
     result = invoke(*arguments, "1.01", "--overwrite")
-    assert result.exit_code == 9 and "none has a known held-out perplexity of at most 1.01 times" in result.stdout
+    assert result.exit_code == 9 and "none has a known perplexity of at most 1.01 times" in result.stdout
     assert result.stderr.endswith("; train for longer with ddp-vllm recover, or remove less\n")
     records = json.loads(passed(invoke(*arguments, "1.2", "--overwrite", "--json")).stdout)
     assert records["chosen"] == "speedup-1.25" and len(records["models"]) == 3
@@ -362,8 +362,20 @@ def test_damaged_results_are_one_line(pruned: Path, tmp_path: Path) -> None:
 
 def test_a_model_of_unknown_perplexity_is_within_no_tolerance(tmp_path: Path) -> None:
     pruned = write_pruned(tmp_path / "half", "owner/dense")
-    result = invoke("compare", pruned, "--tolerance", "1.1", "-o", tmp_path / "page.md")
-    assert result.exit_code == 9 and "none has a known held-out perplexity of at most 1.1 times" in result.stderr
+    words = ["compare", pruned, "--tolerance", "1.1", "--overwrite", "-o", tmp_path / "page.md"]
+    result = invoke(*words)
+    assert result.exit_code == 9 and "none has a known perplexity of at most 1.1 times" in result.stderr
+    assert result.stderr.endswith("; measure half with ddp-vllm eval FOLDER --against owner/dense --text FILE\n")
+    texts = dict[str, Any]()
+    for text, loss in (("chats", 0.05), ("prose", 0.08)):  # the worse one counts
+        losses = {"dense": [3.0, 3.1], "pruned": [3.0 + loss, 3.1 + loss]}
+        texts[text] = {"dense": 20.0, "pruned": 21.0, "tokens": 48, "block_losses": losses}
+    content = {"format": FIDELITY_FORMAT, "started": "2026", "model": describe_model(str(pruned)).to_json(), **MACHINE}
+    (pruned / "text.json").write_text(json.dumps(content | {"texts": texts}))
+    chosen = passed(invoke(*words)).output
+    assert "within 1.1 times: half: perplexity 1.0833× [1.0833, 1.0833] the dense model's on prose" in chosen
+    words[3] = "1.07"
+    assert invoke(*words).stderr.endswith("; train for longer with ddp-vllm recover, or remove less\n")
     assert (tmp_path / "page.html").exists() and (tmp_path / "page.md").exists()
 
 

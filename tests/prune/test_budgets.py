@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.costs import attended, prices, whole_model
-from ddp_vllm.dimensions import dimensions_of, widths_of
+from ddp_vllm.dimensions import BLOCK_NAMES, dimensions_of, widths_of
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import read_profile
 from ddp_vllm.remote_code.widths import LayerWidths
@@ -238,8 +238,9 @@ def test_sliding_windows_limit_the_attended_tokens() -> None:
 def timed(profile: Path, config: dict[str, Any] = CONFIG, **changes: Any) -> tuple[Recipe, Pool]:
     """Return a recipe with a budget in measured time, and its pool."""
     values: dict[str, Any] = {"speedup": 1.3, "context_length": 256, "budget": "latency", "profile": str(profile)}
-    recipe = Recipe(model="m", **values | changes)
-    (pool,) = make_pools(config, {}, dimensions_of(config), "kv-group", recipe, read_profile(profile))
+    recipe, sizes = Recipe(model="m", **values | changes), dimensions_of(config)
+    sizes = replace(sizes, blocks=recipe.blocks or sizes.blocks)
+    (pool,) = make_pools(config, {}, sizes, "kv-group", recipe, read_profile(profile))
     return recipe, pool
 
 
@@ -255,7 +256,7 @@ def all_open(pool: Pool) -> Masks:
 def shown(pool: Pool, kept: Masks, profile: Path, recipe: Recipe) -> float:
     """Return the speedup that the share of time on the progress bar stands for."""
     times = read_profile(profile).times(recipe.workload)
-    removable = times.prunable - times.unremovable
+    removable = times.removable(BLOCK_NAMES[kind] for kind in kept)
     return times.dense / (times.dense - removable + 1e-6 * (1 - pool.removed_share(kept)) * pool.total)
 
 
@@ -272,6 +273,22 @@ def test_the_speedup_is_met_within_a_step_of_the_staircase(speedup: float, align
         assert speedup <= predicted < speedup * (1.04 if align == 1 else 1.08)
         assert all(layer.intermediate_size % 128 == 0 and layer.intermediate_size % align == 0 for layer in widths)
     assert "µs per step of attn, mlp" in pool.describe()
+
+
+@pytest.mark.parametrize(("block", "units"), [("attn", 4), ("mlp", 1024)])
+def test_the_speedup_is_met_by_one_kind_of_blocks(block: str, units: int, tmp_path: Path) -> None:
+    """The other one stays as it is, and so do its time and its share of the most that is possible."""
+    path = written(tmp_path, mixture=0.01)
+    recipe, pool = timed(path, speedup=1.1, prune=BLOCK_NAMES[block])
+    kept, times = pool.choose(saliency(pool, 0), all_open(pool)), read_profile(path).times(recipe.workload)
+    whole = {kind: torch.ones(shape, dtype=torch.bool) for kind, shape in {"attn": (4, 4), "mlp": (4, 1024)}.items()}
+    assert [*kept] == [block] and whole[block].shape == kept[block].shape
+    predicted, _, _ = read_profile(path).speedup(kept_widths(whole | kept), recipe.workload)
+    assert 1.1 <= predicted < 1.2 and shown(pool, kept, path, recipe) <= predicted + 1e-9
+    most = times.max_speedup([BLOCK_NAMES[block]])
+    assert most < times.max_speedup(times.curves)
+    with pytest.raises(SettingError, match=f"but {most:.2f} is the most .* outside of {BLOCK_NAMES[block]}"):
+        timed(path, speedup=most + 0.01, prune=BLOCK_NAMES[block])
 
 
 @pytest.mark.parametrize(("speedup", "kernel"), [(1.1, 0.9), (1.3, 1.0), (1.3, 1.2), (2.0, 0.9)])

@@ -14,7 +14,9 @@ from seams import cut, open_source, trim_module, vocabulary_module
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
+    Gemma3Config,
     HyperCLOVAXConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,7 +26,7 @@ from transformers import (
 from ddp_vllm.api import read
 from ddp_vllm.evaluations import bits_ratio, perplexity_ratio_of_bits
 from ddp_vllm.masks import MASKS_FILE, read_provenance
-from ddp_vllm.pages.compare import comparison_table
+from ddp_vllm.pages.compare import choice, comparison_table
 from ddp_vllm.pages.measurements import collect
 from ddp_vllm.pages.report import write_report
 from random_models import SENTENCES, train_tokenizer
@@ -175,7 +177,16 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
     assert rows["perplexity on text.jsonl, × dense"][1].startswith(f"{perplexity:.2f}×")
     assert not any("held-out" in name or "KL" in name for name in rows)
     assert "is compared by bits per byte" in " ".join(comparison.notes)
+    assert [choice(comparison, limit)[0] for limit in (perplexity + 0.001, perplexity - 0.001)] == [
+        comparison.pruned[0],
+        None,
+    ]
     assert not any("bits" in row[0] for row in comparison_table(collect([half], dense=str(trimmed[0]))).rows)
+    both = collect([trimmed[0], half], dense=str(dense))  # the trimmed model itself has a column, too
+    assert [model.name for model in both.models] == ["model (dense)", "trimmed", "half"] and both.pruned[
+        0
+    ].heldout is None
+    assert collect([trimmed[0]]).dense == both.dense
 
 
 PAD = {"content": "<pad>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
@@ -294,13 +305,48 @@ def test_what_the_chat_template_writes_and_a_kept_text_stay(dense: Path, text: P
         assert before.tokenize(stays) == after.tokenize(stays)
 
 
-def test_a_trimmed_model_can_be_trimmed_again_and_a_pruned_one_cannot(
+def test_a_trimmed_or_pruned_model_is_refused(
     dense: Path, text: Path, trimmed: tuple[Path, str], tmp_path: Path
 ) -> None:
-    again = invoke("trim", trimmed[0], "--tokens", 300, "--data", text, "-o", tmp_path / "new", "--no-proof")
-    assert_refused(again, 2, "tokens is 256", "require 384")
+    """Pages state the cost of one trimming, so two would hide the first."""
     pruned = edited(dense, tmp_path / "pruned", "config.json", ddp_layers=[{}, {}])
-    assert_refused(invoke("trim", pruned, "--tokens", 384, "--data", text, "-o", tmp_path / "no"), 3, "dense", "first")
+    for folder, words in ((trimmed[0], ("trim model to as many tokens",)), (pruned, ("dense", "first"))):
+        refused = invoke("trim", folder, "--tokens", 300, "--data", text, "-o", tmp_path / "new", "--no-proof")
+        assert_refused(refused, 3, *words)
+
+
+def test_ids_that_a_generation_config_weights_or_forces(dense: Path, text: Path, tmp_path: Path) -> None:
+    names = {number: name for name, number in AutoTokenizer.from_pretrained(dense).get_vocab().items()}
+    ids = [505, 480]
+    changes = {"sequence_bias": [[ids, 5], [ids[:1], -2.5]], "force_words_ids": [[ids, ids[:1]]]}
+    folder = edited(dense, tmp_path / "model", "generation_config.json", **changes)
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    settings = json.loads((tmp_path / "new" / "generation_config.json").read_text())
+    vocab = AutoTokenizer.from_pretrained(tmp_path / "new").get_vocab()
+    new = [vocab[names[number]] for number in ids]
+    assert ids != new and settings["sequence_bias"] == [[new, 5], [new[:1], -2.5]]
+    assert settings["force_words_ids"] == [[new, new[:1]]]
+
+
+def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, text: Path, tmp_path: Path) -> None:
+    """As the published configs of Gemma 3 with images."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    language = small | {"num_key_value_heads": 1, "head_dim": 8}
+    vision = small | {"image_size": 28, "patch_size": 14}
+    folder = shutil.copytree(dense, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(dense)
+    config = Gemma3Config(
+        text_config=language, vision_config=vision, mm_tokens_per_image=1, image_token_index=tokenizer.eos_token_id,
+        boi_token_index=tokenizer.eos_token_id, eoi_token_index=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, pad_token_id=None,
+    )  # fmt: skip
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    stated = json.loads((folder / "config.json").read_text())["text_config"]
+    del stated["vocab_size"]
+    edit_json(folder / "config.json", text_config=stated)
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "new")
+    assert model.config.text_config.vocab_size == 384 == len(model.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ PROMPTS = (  # one question of each common kind, written before any model had an
 )
 SAMPLE_TOKENS = 64  # per answer, at most
 STAGES = ("dense", "pruned", "recovered")
-BOS_BLOCKS = 4  # held-out blocks that are read with and without BOS
+BOS_BLOCKS, BOS_TOKENS = 4, 256  # held-out blocks of which so many tokens are read with and without BOS
 MOST_TEXT = 2048  # held-out tokens by which the tokenizer of a written folder is compared
 BOS_GAIN = 0.05  # nats per token; models that rely on BOS lose far more without it
 
@@ -219,7 +219,7 @@ def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> 
     the same tokens are predicted.
     """
     bos = getattr(model.config.get_text_config(), "bos_token_id", None)
-    head, kept = OutputHead.of(model), blocks[:BOS_BLOCKS, :-1]
+    head, kept = OutputHead.of(model), blocks[:BOS_BLOCKS, :-1][:, :BOS_TOKENS]
     if type(bos) is not int or not 0 <= bos < len(head.weight) or leading_bos(tokenizer) or not kept[:, 1:].numel():
         return ""
     losses = list[tuple[float, float]]()

@@ -18,7 +18,8 @@ from ddp_prune.text.templates import ChatTemplate
 from ddp_vllm.errors import ModelError, SettingError, reading
 
 MULTIPLE = 128  # of rows in the table, which kernels of heads and a split over devices prefer
-TOKEN_ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens|bad_words_ids|pad_id")
+TOKEN_ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens|(bad|force)_words_ids|pad_id")
+WEIGHTED = "sequence_bias"  # [[ids, bias], …] in generation_config.json
 TOKENIZER_ID = re.compile(r"pad_id|ids|sep|cls")  # of padding and post-processors in tokenizer.json
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))  # tokens of byte fallback
 OTHER_VOCABULARIES = ("vision_config", "audio_config")
@@ -115,14 +116,15 @@ def renumber(content: Any, new_id: Renumber, place: str, names: re.Pattern[str] 
         return [renumber(part, new_id, place, names) for part in content]
     if not isinstance(content, dict):
         return content
-    return {
-        key: moved(value, f"{place}: {key}")
-        if names.fullmatch(key)
-        else value
-        if key in OTHER_VOCABULARIES
-        else renumber(value, new_id, place, names)
-        for key, value in content.items()
-    }
+    settings = dict(content)
+    for key, value in content.items():
+        if key == WEIGHTED and value:
+            settings[key] = [[moved(ids, f"{place}: {key}"), bias] for ids, bias in value]
+        elif names.fullmatch(key):
+            settings[key] = moved(value, f"{place}: {key}")
+        elif key not in OTHER_VOCABULARIES:
+            settings[key] = renumber(value, new_id, place, names)
+    return settings
 
 
 def template_texts(tokenizer: Any) -> Iterator[str]:
