@@ -31,9 +31,9 @@ def invoke(*words: object) -> Result:
 
 @contextmanager
 def quick_commands() -> Iterator[None]:
-    """Commands for the fixtures of a whole file: samples of three tokens and no report, as `short_answers` has it."""
+    """Commands for the fixtures of a whole file: samples of one token and no report, as `short_answers` has it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
+        patch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 1)
         patch.setattr("ddp_vllm.pages.written.write_report", lambda *_: None)
         yield
 
@@ -51,6 +51,12 @@ def assert_refused(result: Result, code: int, *words: str) -> None:
     assert "Traceback" not in result.output
     for word in words:
         assert word in result.stderr, result.stderr
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> Path:
+    """Write a file of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def edit_json(path: Path, *edits: Callable[[dict[str, Any]], Any], **changes: Any) -> Path:

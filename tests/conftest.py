@@ -84,8 +84,8 @@ def proving_here(proving: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples of three tokens: tiny models say nothing worth 64."""
-    monkeypatch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 3)
+    """Samples of one token: tiny models say nothing worth 64."""
+    monkeypatch.setattr("seams.evaluation_module.SAMPLE_TOKENS", 1)
 
 
 @pytest.fixture

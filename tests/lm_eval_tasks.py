@@ -1,7 +1,8 @@
 """Tasks of lm-eval in a folder, whose rows are made up here."""
 
-import json
 from pathlib import Path
+
+from commands import write_lines
 
 TASK = """task: {name}
 dataset_path: json
@@ -25,8 +26,7 @@ def write_tasks(folder: Path, *choices: str, words: tuple[str, ...] = (), num_ro
     """Write tasks of these names, in which a model chooses or writes; every other row has the other answer."""
     folder.mkdir(parents=True)
     row = {"goal": "melt ice", "sol1": "the sun", "sol2": "down the hill"}
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row | {"label": number % 2}) + "\n" for number in range(num_rows)))
+    file = write_lines(folder / "rows.jsonl", (row | {"label": number % 2} for number in range(num_rows)))
     for name in (*choices, *words):
         more = WORDS if name in words else CHOICE
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=file, more=more))

@@ -123,9 +123,9 @@ def in_loss(document: Document) -> str:
     return "".join(character if mask else "|" for character, mask in pairs)
 
 
-def heldout_of(folder: Path, text: Path) -> torch.Tensor:
+def heldout_of(folder: Path, text: Path, num_blocks: int = 4) -> torch.Tensor:
     """Return the blocks of a text that `prune` holds out."""
-    sizes = {"seq_len": 16, "train_blocks": 2, "heldout_blocks": 16, "min_train_blocks": 2, "seed": 0}
+    sizes = {"seq_len": 16, "train_blocks": 2, "heldout_blocks": num_blocks, "min_train_blocks": 2, "seed": 0}
     return load_blocks(str(text), load_tokenizer(str(folder)), **sizes).heldout  # type: ignore[arg-type]
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from commands import VLLM_SETTINGS
+from commands import VLLM_SETTINGS, write_lines
 from transformers import LlamaConfig, MixtralConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ddp_benchmarks.engine import CPU_DEFAULTS
 from random_models import train_tokenizer, write_models
 
+Example = Callable[..., str]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short_answers")]
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +45,9 @@ def turn(role: str, number: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations, some of the last without a turn of a user, as in ShareGPT."""
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     roles = [["assistant"] if number in (55, 59) else ["user", "assistant"] for number in range(60)]
     rows = [{"messages": [turn(role, number) for role in names]} for number, names in enumerate(roles)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_lines(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
 
 
 def save(folder: Path, config: LlamaConfig | MixtralConfig, text: Path) -> Path:
@@ -88,7 +87,7 @@ def run_script(folder: Path, script: Path, **settings: str) -> "subprocess.Compl
 @pytest.fixture
 def example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
-) -> Callable[..., str]:
+) -> Example:
     """Run an example in a folder of its own, in this process, which has imported what is slow to import."""
 
     def run_example(name: str, *words: object) -> str:
@@ -100,9 +99,7 @@ def example(
     return run_example
 
 
-def test_support_desk_asks_only_what_users_asked(
-    dense: Path, chats: Path, tmp_path: Path, example: Callable[..., str]
-) -> None:
+def test_support_desk_asks_only_what_users_asked(dense: Path, chats: Path, tmp_path: Path, example: Example) -> None:
     printed = example("support_desk.py", "--model", dense, "--data", chats, "--output", "desk", *SMALL)
     assert f"bench sharegpt --dense {dense} --pruned desk\n" in printed  # unwrapped
     assert "10. ticket 58: the user" in printed and "1. ticket 48: the user" in printed
@@ -111,7 +108,7 @@ def test_support_desk_asks_only_what_users_asked(
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_choose_a_size(dense: Path, chats: Path, tmp_path: Path, example: Callable[..., str]) -> None:
+def test_choose_a_size(dense: Path, chats: Path, tmp_path: Path, example: Example) -> None:
     words = ["--model", dense, "--data", chats, "--output", "sizes", "--sizes", "0.2,0.4", "--tolerance", "100"]
     printed = example("choose_a_size.py", *words, "--min-agreement", "0", *SMALL)
     assert "chosen: sizes/sparsity-0.4" in printed and (tmp_path / "sizes.html").exists()
@@ -131,9 +128,7 @@ WRONG = {  # example with its words -> what it prints instead of a traceback
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_a_mistake_is_one_line(
-    words: str, dense: Path, chats: Path, tmp_path: Path, example: Callable[..., str]
-) -> None:
+def test_a_mistake_is_one_line(words: str, dense: Path, chats: Path, tmp_path: Path, example: Example) -> None:
     (tmp_path / "text.txt").write_text("A text.\n")
     (tmp_path / "list.jsonl").write_text("[1]\n")
     name, *more = words.split()
@@ -144,7 +139,7 @@ def test_a_mistake_is_one_line(
 
 @pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.nightly), ["--whole-experts"]])
 @pytest.mark.usefixtures("no_pictures")
-def test_mixture(more: list[str], chats: Path, tmp_path: Path, example: Callable[..., str]) -> None:
+def test_mixture(more: list[str], chats: Path, tmp_path: Path, example: Example) -> None:
     config = MixtralConfig(**SIZES, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
     model = save(tmp_path / "dense", config, chats)
     printed = example("mixture.py", "--model", model, "--data", chats, "--output", "small", *SMALL, *more)

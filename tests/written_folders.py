@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from commands import write_lines
 from safetensors.numpy import save_file
 
 from ddp_vllm.dimensions import widths_of
@@ -132,10 +133,6 @@ def write_trained(folder: Path) -> Path:
         for step in range(1, 11)
     ])  # fmt: skip
     return folder
-
-
-def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_evaluation(folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results") -> Path:

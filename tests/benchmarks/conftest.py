@@ -1,11 +1,11 @@
 """A tiny random Llama with a tokenizer trained on the spot, and conversations it can answer."""
 
-import json
 import os
 from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
+from commands import write_lines
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["ice", "melts", "in", "the", "sun", "and", "water", "runs", "down", "hill", "to", "sea"]
@@ -58,6 +58,4 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"id": f"talk{number}", "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]}
         for number, (asked, answer) in enumerate(zip(texts, answers, strict=True))
     ]
-    file = tmp_path_factory.mktemp("talks") / "sharegpt.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(tmp_path_factory.mktemp("talks") / "sharegpt.jsonl", rows)

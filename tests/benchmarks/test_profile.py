@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from commands import invoke, passed
+from commands import invoke, passed, write_lines
 from latency_profiles import written
 from safetensors.torch import load_file
 
@@ -224,10 +224,7 @@ def test_the_same_model_comes_out_of_a_machine_that_is_eight_times_slower(
     monkeypatch.setattr(demo, "LENGTH", 16)
     monkeypatch.setattr(demo, "CONTEXT", 256)
     times = written(tmp_path, read_config(tiny), 16)
-    text = tmp_path / "chats.jsonl"
-    text.write_text(
-        "".join(f'{{"text": "{" ".join(["ice", "melts", "in", "the", "sun"] * 9)} {n}"}}\n' for n in range(99))
-    )
+    text = write_lines(tmp_path / "chats.jsonl", ({"text": f"{'ice melts in the sun ' * 9}{n}"} for n in range(99)))
     masks = []
     for name in ("usual", "fast"):
         monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / name))

@@ -11,12 +11,12 @@ from unittest.mock import Mock, create_autospec
 
 import numpy as np
 import pytest
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, invoke, passed, write_lines
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 from matplotlib.figure import Figure
 from safetensors.numpy import load_file, save_file
-from written_folders import PageReader, write_lines, write_masks, write_mixture, write_model, write_trained
+from written_folders import PageReader, write_masks, write_mixture, write_model, write_trained
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.masks import Agreement, Quality, read_masks_file

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, cases, invoke, passed
+from commands import assert_refused, cases, invoke, passed, write_lines
 from foreign_folders import BLOCKS, FOLDERS, block_configs, llama, pruned
 from foreign_folders import SIZES as SIZES_OF_LLAMA
 from runs import Edit, config, edit_config, edit_weights, tensors, without
@@ -136,9 +136,9 @@ def test_other_verbs_read_a_converted_folder(converted: Any, tmp_path: Path) -> 
     passed(invoke("export", folder, "--outtype", "f32", "-o", tmp_path / "model.gguf"))
     assert furthest(load_model(folder), Server(tmp_path / "model.gguf")) < 1e-3
     llama(num_key_value_heads=12).save_pretrained(tmp_path / "dense")
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"the fox {n} jumps"}) + "\n" for n in range(400)))
+    text = write_lines(tmp_path / "text.jsonl", ({"text": f"the fox {number} jumps"} for number in range(400)))
     passed(invoke("convert", source, "-o", tmp_path / "out", "--dense", tmp_path / "dense"))
-    words = ("--tokens", "256", "--seq-len", "16", "--batch-size", "2", "--data", tmp_path / "text.jsonl")
+    words = ("--tokens", "256", "--seq-len", "16", "--batch-size", "2", "--data", text)
     passed(invoke("recover", tmp_path / "out", "-o", tmp_path / "recovered", *words))
     assert read_checkpoint(tmp_path / "recovered").provenance["converted"]["from"] == "FLAP"
     assert "those of FLAP, which another tool pruned; then trained" in output_of("inspect", tmp_path / "recovered")

@@ -1,6 +1,5 @@
 """Fixtures of tests/prune, tests/recover and tests/study: tiny random models with a real tokenizer, and text."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from any_models import write_model
-from commands import quick_commands
+from commands import quick_commands, write_lines
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from random_models import train_tokenizer
@@ -33,10 +32,8 @@ def cache_of_the_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
     rows = [{"text": " ".join(SENTENCE.format(i * j, i + j) for j in range(20))} for i in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_lines(tmp_path_factory.mktemp("text") / "text.jsonl", rows)
 
 
 @pytest.fixture(scope="session")
@@ -105,13 +102,7 @@ def load(tokenizer: PreTrainedTokenizerFast, cache: Path) -> Callable[..., Any]:
 @pytest.fixture
 def write_texts(tmp_path: Path) -> Callable[[str, list[str]], Path]:
     """Write texts as documents of a .jsonl file of that name."""
-
-    def write(name: str, texts: list[str]) -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-        return path
-
-    return write
+    return lambda name, texts: write_lines(tmp_path / name, ({"text": text} for text in texts))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM
 from ddp_vllm.checkpoint import read_checkpoint
 
 Edit = Callable[[Path], Any]  # a change of a folder
-SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--train", "masks", "--learning-rate", "2e-4"]
+SMALL = [
+    *("--steps", "6", "--batch-size", "2", "--seq-len", "16", "--heldout-blocks", "4"),
+    *("--train", "masks", "--learning-rate", "2e-4"),
+]
 
 
 def prune(model: Path | str, text: Path | str, output: Path, *more: object, sparsity: str = "0.4") -> Result:

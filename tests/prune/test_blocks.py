@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import seams
 import torch
+from commands import write_lines
 from seams import ChatTemplate, blocks_module, check_watched, load_blocks, sources_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -71,7 +72,7 @@ def write_golden_texts(folder: Path) -> None:
     rows["copies"] = [*rows["plain"], {"text": ""}]
     rows["long"] = [{"text": f"{WORDS[i % 10]} {i}: {book[:1500]}"} for i in range(90)]  # of several excerpts each
     for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(folder / f"{name}.jsonl", lines)
 
 
 def digest(values: torch.Tensor) -> str:
@@ -226,15 +227,14 @@ def renderings(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_only_rows_that_are_used_are_rendered(load: Load, tmp_path: Path, renderings: list[int]) -> None:
     """Each at most three times, for training and for what is held out of it, however long it is. Copies of
     conversations that are held out are not trained on, and the copies are counted."""
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats_of(20_000)))
+    path = write_lines(tmp_path / "chats.jsonl", chats_of(20_000))
     few = load(path, train_blocks=4)
     assert len(renderings) < 300
     copies = "2,000 rows that are copies of others; copies of text that is held out are not trained on"
     assert any(note.endswith(copies) for note in few.notes)
     again = load(path, train_blocks=8, seed=5)
     assert torch.equal(few.heldout, again.heldout) and not torch.equal(few.train, again.train[:4])
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats_of(200, turns=2)))
+    write_lines(path, chats_of(200, turns=2))
     every = load(path)
     assert not every.train_hashes & every.heldout_hashes and every.num_tokens > 100 * 16
     renderings.clear()

@@ -15,7 +15,7 @@ import pytest
 import seams
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, invoke, passed, write_lines
 from family_cases import CASES, SIZES, write_random
 from runs import assert_written_as_evaluated, loss_of, prune, recover, same_weights, weights
 from safetensors.torch import load_file
@@ -260,8 +260,7 @@ def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, t
 
     def chats(name: str, *roles: str) -> Path:
         rows = [{"messages": [{"role": role, "content": f"nine foxes {i} jump"} for role in roles]} for i in range(90)]
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return tmp_path / name
+        return write_lines(tmp_path / name, rows)
 
     both, masks = chats("both.jsonl", "user", "assistant"), []
     for source in ("all", "assistant"):
@@ -388,7 +387,7 @@ def test_a_run_warns_of_a_missing_bos_and_its_remedy_works(tiny_model: Path, tin
 def test_there_is_no_warning_for_a_model_that_needs_no_bos(tiny_model: Path, tiny_text: Path) -> None:
     """Many configs name a BOS token that no text begins with, such as Qwen's."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), load_tokenizer(str(tiny_model))
-    heldout = seams.heldout_of(tiny_model, tiny_text)
+    heldout = seams.heldout_of(tiny_model, tiny_text, 16)
     for bos in (None, BOS, VOCABULARY):
         model.config.bos_token_id = bos
         assert seams.bos_warning(model, "tiny", tokenizer, heldout) == ""

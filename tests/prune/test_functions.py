@@ -21,7 +21,7 @@ from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 ROOT = Path(__file__).parents[2]
-TINY: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 16, "train": "masks"}
+TINY: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 16, "heldout_blocks": 4, "train": "masks"}
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,12 @@ def test_models_that_cannot_be_pruned(case: str, model: Path, tiny_text: Path, t
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-ANY: dict[str, tuple[str, list[str], tuple[str, ...]]] = {  # model, options, words
+UNMET: dict[str, tuple[str, list[str], tuple[str, ...]]] = {  # model, "" for the tiny one, options, words
+    "two sizes": ("", ["--target", "70K"], ("--sparsity and --target are given",)),
+    "sequences too long": ("", ["--seq-len", "2049"], ("--seq-len is 2049", "takes 2,048", "lower --seq-len")),
+    "a budget in every expert": ("", ["--scope", "expert"], ("scope is 'expert'", "not a mixture of experts")),
+    "whole experts of a dense model": ("", ["--whole-experts"], ("not a mixture of experts", "no whole experts")),
+    "shards in one process": ("", ["--shard"], ("there is one", "accelerate launch")),
     "attention": ("olmo2", ["--prune", "attention,mlp"], ("attention of olmo2 cannot be pruned", "choose from mlp")),
     "whole experts": ("glm4_moe", ["--whole-experts"], ("removes rows of the router", "glm4_moe", "leave it out")),
     "too few experts for a token": (
@@ -107,10 +112,14 @@ ANY: dict[str, tuple[str, list[str], tuple[str, ...]]] = {  # model, options, wo
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ANY)
-def test_what_a_model_does_not_allow(case: str, dense: Callable[[str], Path], tiny_text: Path, tmp_path: Path) -> None:
-    name, options, words = ANY[case]
-    assert_refused(prune(dense(name), tiny_text, tmp_path / "out", *options), 2, *words)
+@pytest.mark.parametrize("case", UNMET)
+def test_settings_that_cannot_be_met(
+    case: str, dense: Callable[[str], Path], tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    name, options, words = UNMET[case]
+    model = dense(name) if name else tiny_model
+    assert_refused(prune(model, tiny_text, tmp_path / "out", *options), 2, *words)
+    assert list(tmp_path.iterdir()) == []
 
 
 UNKNOWN = {  # config -> why none of its parts can be pruned

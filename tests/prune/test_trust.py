@@ -1,14 +1,13 @@
 """No verb runs code that came with a model, and none copies it into its output."""
 
 import ast
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import assert_refused, cases, invoke, passed
+from commands import assert_refused, cases, invoke, passed, write_lines
 from lm_eval_tasks import write_tasks
 from runs import SMALL, edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -63,25 +62,21 @@ WRITING = ("apply", "recover", "quantize", "export", "push", "report")
 
 @pytest.fixture
 def conversations(tmp_path: Path) -> Path:
-    path = tmp_path / "talks.jsonl"
     words = " ".join(f"the quick brown fox number {number}" for number in range(30))
     turns = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]
     rows = [{"messages": [{**turn, "content": f"{number} {turn['content']}"} for turn in turns]} for number in range(9)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(tmp_path / "talks.jsonl", rows)
 
 
 def test_whoever_reads_a_model_says_that_its_code_is_not_trusted() -> None:
     """Left out, transformers asks on stdin for 15 s. The proof trusts a folder that it wrote, with code of ours."""
-    calls = [
-        (file.name, ast.unparse(node))
-        for room in ("ddp_vllm", "prune", "plugins", "benchmarks")
-        for file in (ROOT / room).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Auto")
-    ]
-    loading = [(file, call) for file, call in calls if ".from_pretrained(" in call and file != "read_back.py"]
-    assert loading and not [call for call in loading if "trust_remote_code=False" not in call[1]]
+    rooms = ("ddp_vllm", "prune", "plugins", "benchmarks")
+    files = [file for room in rooms for file in (ROOT / room).rglob("*.py") if file.name != "read_back.py"]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    loading = [ast.unparse(call) for call in calls if call.func.attr == "from_pretrained"]  # type: ignore[attr-defined]
+    loading = [call for call in loading if call.startswith("Auto")]
+    assert loading and not [call for call in loading if "trust_remote_code=False" not in call]
 
 
 FILES = [file for file in Path(remote_code.__file__).parent.glob("*.py") if file.stem != "__init__"]

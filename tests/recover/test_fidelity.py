@@ -57,8 +57,9 @@ def test_text_of_ones_own(folder: Path, tiny_model: Path, tiny_text: Path, text:
     chats = tmp_path / "chats.jsonl"
     turns = [{"from": "human", "value": "melt ice"}, {"from": "gpt", "value": "the sun does that, the sun"}]
     chats.write_text((json.dumps({"conversations": turns}) + "\n") * 20)
-    done = passed(invoke("eval", folder, "--max-length", "16", "--text", text, "--text", chats))
-    assert f"{text.name}: perplexity" in done.output and "nats" in done.output
+    shutil.copy(text, comma := tmp_path / "a text, with a comma.jsonl")
+    done = passed(invoke("eval", folder, "--max-length", "16", "--text", text, "--text", chats, "--text", comma))
+    assert all(f"{path.name}: perplexity" in done.output for path in (text, comma)) and "nats" in done.output
     (file,) = (folder / "eval").glob("text_*.json")
     found = json.loads(file.read_text())["texts"]
     assert found[chats.name]["tokens"] <= found[text.name]["tokens"] and found[text.name]["sha256"]
@@ -73,14 +74,10 @@ def test_text_of_ones_own(folder: Path, tiny_model: Path, tiny_text: Path, text:
     assert (met := passed(invoke(*gated, "1e9", "--quiet"))).output == "", met.output
     rows = {row[0]: row[-1] for row in comparison_table(collect([folder])).rows}
     assert "×" in rows[f"perplexity on {text.name}, × dense"]
-    same = api.evaluate_text(str(tiny_model), str(text), against=str(tiny_model), output=tmp_path, max_length=16)
-    near = same["texts"][text.name]["agreement"]["pruned"]
+    same = api.evaluate_text(tiny_model, tiny_text, against=str(tiny_model), output=tmp_path, max_length=16, tokens=320)
+    near = same["texts"][tiny_text.name]["agreement"]["pruned"]
     assert near["top1"] == 1 and near["kl"] == pytest.approx(0, abs=1e-5)
-    more = api.evaluate_text(tiny_model, tiny_text, against=str(tiny_model), output=tmp_path, max_length=16, tokens=320)
-    assert more["texts"][tiny_text.name]["tokens"] == 20 * 15  # the first of a block is not predicted
-    shutil.copy(text, comma := tmp_path / "a text, with a comma.jsonl")
-    named = passed(invoke("eval", folder, "--max-length", "16", "--text", comma, "-o", tmp_path / "comma"))
-    assert f"{comma.name}: perplexity" in named.output
+    assert same["texts"][tiny_text.name]["tokens"] == 20 * 15  # the first of a block is not predicted
 
 
 def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:

@@ -61,15 +61,15 @@ def test_the_written_model_is_the_evaluated_one(method: str, pruned: Path, tiny_
 
 @pytest.mark.parametrize(("method", "steps"), [("weights", 7), ("lora", 3)])
 def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, tmp_path: Path) -> None:
-    options = ["--train", method, "--save-every", "3"]
+    options = ["--train", method, "--tokens", "320", "--save-every", "3"]
     passed(recover(pruned, tmp_path / "whole", *options))
     die_at(steps, lambda: recover(pruned, tmp_path / "out", *options), Learner)
     less_memory = ["--activation-checkpointing", "on", "--save-every", "5"]  # as an error advises; same gradients
-    result = recover(pruned, tmp_path / "out", "--train", method, *less_memory)
+    result = recover(pruned, tmp_path / "out", *options, *less_memory)
     assert f"resuming after step {steps // 3 * 3}" in result.output, result.output
     assert_same_weights(tmp_path / "whole", tmp_path / "out")
     lines = [json.loads(line)["step"] for line in (tmp_path / "out" / "ddp_recovery.jsonl").read_text().splitlines()]
-    assert lines == list(range(1, 31))
+    assert lines == list(range(1, 11))
 
 
 def test_minutes_have_the_floor_of_pruning_and_become_tokens(
@@ -96,15 +96,16 @@ def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
 ) -> None:
     """A recovered model is recovered once more, on another text; text that is trained on is not watched."""
     numbers = write_texts("numbers.jsonl", [" ".join(str(i * j) for i in range(40)) for j in range(60)])
-    passed(recover(pruned, tmp_path / "good", "--learning-rate", "5e-3"))
-    badly = ("--learning-rate", "0.03", "--warmup", "0")
+    many = ("--heldout-blocks", "16")
+    passed(recover(pruned, tmp_path / "good", "--learning-rate", "5e-3", *many))
+    badly = ("--learning-rate", "0.03", "--warmup", "0", *many)
     result = passed(recover(tmp_path / "good", tmp_path / "out", "--data", str(numbers), *badly))
     (name,) = read_checkpoint(tmp_path / "out").provenance["recovery"]["watched"]
     assert re.search(f"worse than before recovery on .*/{name};", result.output)
     assert f"worse than before recovery on {numbers}" not in result.output
     rows = [f"the fox number {i} jumps over {i * i} clouds and rests" for i in range(60)]
     text, part = write_texts("rows.jsonl", rows), write_texts("part.jsonl", rows[:30])
-    result = recover(recovered, tmp_path / "no", "--data", str(text), "--watch", str(part))
+    result = recover(recovered, tmp_path / "no", "--data", str(text), "--watch", str(part), *many)
     assert_refused(result, 4, f"{text} trains on", f"held out of {part}", "--watch")
 
 
