@@ -82,7 +82,7 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
     shares = [f"{1 - left / dense:.1%} of the {name}" for name, dense, left in (parameters, *cache) if dense]
     yield "removed", " and ".join(shares)
     if not quality:
-        yield "held-out perplexity", "not measured; ddp-vllm eval --text FILE measures it"
+        yield "held-out perplexity", "not measured; ddp-vllm eval FOLDER --text FILE measures it"
     else:
         tokens = f"({quality.tokens:,} tokens of {texts_of(provenance)})"
         yield "held-out perplexity", f"{perplexities(quality)} {tokens}"

@@ -34,6 +34,9 @@ from ddp_vllm.provenance import local_provenance, published, remember, trimmed_e
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 
+OF_MASKS = ("recipe", "run", "search_steps", "targets", "texts", "rounding", "learning_rate", "routing", "fingerprint")
+"""Entries of a provenance on masks and their search; all others describe the model that they were found with."""
+
 
 def export(
     source: Source,
@@ -224,9 +227,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
     if known and known != inputs_of({}, weight_files(source.folder), [])["weights"]:
         made_for = provenance.get("recipe", {}).get("model", "another model")
         warn(f"{masks} was made for other weights ({made_for}) than those of {model}; evaluate the result")
-    # entries that describe other weights
-    outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id", "trimmed")
-    provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
+    provenance = {name: provenance[name] for name in OF_MASKS if name in provenance} | {"applied_to": model}
     scores = read_scores(masks)
     reference = Reference() if proof else None
     with suppress(ModelError):  # transformers loads no shards without an index, which can be cut all the same

@@ -142,8 +142,9 @@ def test_the_written_model_is_the_evaluated_one(
 def test_joint_training_is_written_as_evaluated_and_better(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Mixtures are in tests/recover/test_mixtures.py."""
     perplexities = []
+    (other := tmp_path / "other.txt").write_text(RAIN)
     for train in ("masks", "weights", "lora"):
-        passed(prune(tiny_model, tiny_text, tmp_path / train, "--steps", "30", "--train", train))
+        passed(prune(tiny_model, tiny_text, tmp_path / train, "--steps", "30", "--train", train, "--watch", other))
         perplexities.append(read_checkpoint(tmp_path / train).provenance["perplexity"])
         assert_written_as_evaluated(tmp_path / train, tiny_text)
     masks, full, lora = perplexities
@@ -155,7 +156,8 @@ def test_joint_training_is_written_as_evaluated_and_better(tiny_model: Path, tin
     masks_file = tmp_path / "weights" / MASKS_FILE
     result = passed(invoke("apply", tiny_model, "--masks", masks_file, "-o", tmp_path / "again"))
     (warning,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
-    assert "weights were trained together with these masks" in warning and "ddp-vllm recover" in warning
+    assert "weights were trained together with these masks" in warning
+    assert f"ddp-vllm recover {tmp_path / 'again'} -o NEW trains them" in warning
     assert loss_of(tmp_path / "again", tiny_text).mean() > math.log(full["pruned"]) + 0.1
     checkpoint = read_checkpoint(tmp_path / "again")
     write_report(checkpoint, tmp_path / "again")
@@ -163,7 +165,8 @@ def test_joint_training_is_written_as_evaluated_and_better(tiny_model: Path, tin
         text = unescape((tmp_path / "again" / page).read_text())
         assert "those of the dense model, although the masks were learned together with trained weights" in text
         assert "trained together with the masks" not in text and f"{full['pruned']:.2f}" not in text
-    assert "perplexity" not in checkpoint.provenance
+        assert "Perplexity on other.txt" not in text  # it was watched by the model with trained weights
+    assert not {"perplexity", "watched"} & checkpoint.provenance.keys()
 
 
 def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_step(
