@@ -20,7 +20,6 @@ from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.run_folder import inputs_of
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
 from ddp_vllm.errors import CheckpointError, ModelError
@@ -30,7 +29,7 @@ from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer, s
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Reference, prove
-from ddp_vllm.provenance import local_provenance, published, remember, trimmed_entry
+from ddp_vllm.provenance import header_of, local_provenance, remember, trimmed_entry
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 
@@ -295,6 +294,6 @@ def write_masks(
     paths are kept in this machine's cache.
     """
     tensors = {f"{kind}.gates": values for kind, values in gates.items()} | (scores or {})
-    header = {"ddp_vllm": __version__, "head_unit": head_unit, **published(provenance)}
+    header = header_of(provenance, head_unit=head_unit)
     save_tensors(tensors, path, masks_metadata(header, {name: values.numpy() for name, values in tensors.items()}))
     remember(path, provenance)

@@ -21,7 +21,9 @@ from ddp_prune.models.source import open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.settings import RecoveryRecipe
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages import written
+from ddp_vllm.provenance import local_provenance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 
@@ -179,3 +181,30 @@ def test_the_card_states_the_tokens_that_were_trained_on(pruned: Path, tmp_path:
         passed(recover(pruned, tmp_path / f"{asked}", "--tokens", f"{asked}"))
         assert f"outputs, on {trained} tokens of" in (tmp_path / f"{asked}" / "README.md").read_text()
         assert read_checkpoint(tmp_path / f"{asked}").provenance["recovery"]["tokens"] == trained
+
+
+def test_the_dense_model_and_the_text_are_found_from_another_folder(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths belong to the folder where the command ran; models/dense is no name on the hub elsewhere."""
+    dense = Path(shutil.copytree(tiny_model, tmp_path / "models" / "dense"))
+    text = Path(shutil.copy(tiny_text, tmp_path / "chats.jsonl"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    passed(prune("models/dense", Path("chats.jsonl"), Path("pruned"), "--steps", "2"))
+    monkeypatch.chdir("other")
+    (tmp_path / "other" / "chats.jsonl").write_text('{"text": "a text of that name"}\n')
+    passed(recover(Path("../pruned"), Path("out"), "--tokens", "64"))
+    recipe = local_provenance(Path("out", MASKS_FILE))["recipe"]
+    assert (recipe["model"], recipe["data"]) == (str(dense), str(text))
+    card = Path("out", "README.md").read_text()
+    assert "dense, pruned by ddp-vllm" in card and "base_model" not in card and str(tmp_path) not in card
+
+
+def test_models_of_one_name_do_not_share_their_paths(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """The same masks, applied to two of them, are otherwise the same file."""
+    for name in ("one", "two"):
+        dense = shutil.copytree(tiny_model, tmp_path / name / "dense")
+        passed(invoke("apply", dense, "--masks", pruned / MASKS_FILE, "-o", tmp_path / f"of-{name}", "--no-proof"))
+    for name in ("one", "two"):
+        assert local_provenance(tmp_path / f"of-{name}" / MASKS_FILE)["applied_to"] == str(tmp_path / name / "dense")
