@@ -21,7 +21,7 @@ from ddp_prune.models.source import Source, open_source
 from ddp_prune.run_folder import inputs_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
-from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
+from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, is_copied_head, unit_shapes
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import fewer_experts, pruned_config, warn
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
@@ -96,6 +96,8 @@ def sliced_tensors(
     # experts in a tensor that stacks them will differ in width
     stacked = source.structure if "experts" in source.sizes.blocks else None
     for name, tensor in stored_tensors(source.folder):
+        if is_copied_head(source.config, name):
+            continue
         updated = transform(name, tensor) if transform else tensor
         for single, part in stacked.unstack(name, updated) if stacked else [(name, updated)]:
             if (kept := slicer.slice(single, part)) is not None:

@@ -17,14 +17,16 @@ import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from commands import assert_refused, invoke, passed
 from family_cases import CASES, SIZES, write_random
-from runs import assert_written_as_evaluated, loss_of, prune, recover, same_weights, weights
+from runs import SMALL, assert_written_as_evaluated, edit_weights, loss_of, prune, recover, same_weights, weights
 from safetensors.torch import load_file
 from seams import Trainer, load_tokenizer
 from transformers import AutoModelForCausalLM
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.pages.report import write_report
+from ddp_vllm.remote_code.widths import HEAD
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 RAIN = "Rain fell on the harbour while the boats waited. " * 200
@@ -377,3 +379,17 @@ def test_there_is_no_warning_for_a_model_that_needs_no_bos(tiny_model: Path, tin
     for bos in (None, BOS, VOCABULARY):
         model.config.bos_token_id = bos
         assert seams.bos_warning(model, "tiny", tokenizer, heldout) == ""
+
+
+def test_an_embedding_that_is_stored_as_the_head_too_counts_once(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """The model has the size that was asked for, and the pages name the dense model's own."""
+    dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
+    edit_weights(dense, lambda tensors: tensors.update({HEAD: tensors["model.embed_tokens.weight"].clone()}))
+    result = passed(invoke("prune", dense, "--target", "70K", "--data", tiny_text, "-o", tmp_path / "out", *SMALL))
+    checkpoint = read_checkpoint(tmp_path / "out")
+    assert 69_000 < checkpoint.num_parameters <= 70_000 and HEAD not in weights(tmp_path / "out")
+    sizes = [sum(map(math.prod, checkpoint.dense_shapes.values()))]
+    sizes += [describe_model(str(folder)).parameters for folder in (dense, tiny_model)]
+    assert len(set(sizes)) == 1 and f"of {sizes[0]:>15,}" in result.stdout
