@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from seams import AlmSettings, Recipe, RecoveryRecipe, Run, load_recipe
+from seams import AlmSettings, Recipe, RecoveryRecipe, Run, load_recipe, load_recipes
 
 from ddp_vllm.errors import SettingError
 
@@ -60,6 +60,14 @@ def test_the_papers_file_changes_what_the_authors_code_does_otherwise() -> None:
     paper = {"steps": 1000, "batch_size": 16, "seq_len": 2048, "distillation": 2.0, "scope": "global"}
     assert {name: getattr(found, name) for name in paper} == paper  # arXiv:2603.08065, section 3 and appendix
     assert (alm.learning_rate, alm.lambda_learning_rate, alm.lambda2_learning_rate) == (2e-2, 2e-2, 4e-1)
+
+
+def test_lists_in_a_file_are_those_of_the_options(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('sparsity = [0.3, 0.2]\ndata = ["a.jsonl", "b.jsonl:3"]\n')
+    recipes = load_recipes(tmp_path / "r.toml", {"model": "m"})
+    assert [(recipe.sparsity, recipe.data) for recipe in recipes] == [
+        (size, "a.jsonl,b.jsonl:3") for size in (0.2, 0.3)
+    ]
 
 
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
