@@ -29,7 +29,7 @@ from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer, s
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Reference, prove
-from ddp_vllm.provenance import header_of, local_provenance, remember, trimmed_entry
+from ddp_vllm.provenance import header_of, local_provenance, provenance_of, remember, trimmed_entry
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 
@@ -224,11 +224,12 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
             "were made for another model"
         )
     # another fine-tune may have the same masks on purpose, another model hardly
-    known = provenance.get("fingerprint", {}).get("weights")
-    if known and known != inputs_of({}, weight_files(source.folder), [])["weights"]:
+    cut = inputs_of({}, weight_files(source.folder), [])["weights"]
+    if (known := provenance.get("fingerprint", {}).get("weights")) and known != cut:
         made_for = provenance.get("recipe", {}).get("model", "another model")
         warn(f"{masks} was made for other weights ({made_for}) than those of {model}; evaluate the result")
-    provenance = {name: provenance[name] for name in OF_MASKS if name in provenance} | {"applied_to": model}
+    provenance = {name: provenance[name] for name in OF_MASKS if name in provenance}
+    provenance |= {"applied_to": model, "applied_weights": cut}
     scores = read_scores(masks)
     reference = Reference() if proof else None
     with suppress(ModelError):  # transformers loads no shards without an index, which can be cut all the same
@@ -242,6 +243,15 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
         source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite,
         reference=reference,
     )  # fmt: skip
+
+
+def warn_of_other_weights(folder: Path, dense: Source) -> None:
+    """Warn if the weights of the dense model are not those that a pruned folder was made from, as after another
+    fine-tuning into the same folder."""
+    provenance = provenance_of(folder)
+    known = provenance.get("applied_weights") or provenance.get("fingerprint", {}).get("weights")
+    if known and known != inputs_of({}, weight_files(dense.folder), [])["weights"]:
+        warn(f"{folder} was pruned from other weights than {dense.folder} now has, with which it is compared")
 
 
 def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:

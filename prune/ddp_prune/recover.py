@@ -20,7 +20,7 @@ from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.schedule import Schedule, Steps
 from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate
 from ddp_prune.devices import explained, start_tracker
-from ddp_prune.export import copy_masks
+from ddp_prune.export import copy_masks, warn_of_other_weights
 from ddp_prune.fit import Devices, Mode, fit
 from ddp_prune.jobs import begin_job, read_text
 from ddp_prune.models.evaluation import Evaluation, bos_warning, reference_of
@@ -178,7 +178,9 @@ def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
     checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
     check_index(dense.folder)
     recipe.check_length(recipe.teacher, dense.text_config)
-    return checkpoint, open_pruned(checkpoint, dense), dense
+    pruned = open_pruned(checkpoint, dense)
+    warn_of_other_weights(checkpoint.folder, dense)
+    return checkpoint, pruned, dense
 
 
 def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> list[str]:

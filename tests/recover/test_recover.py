@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import assert_refused, invoke, passed
-from runs import assert_same_weights, assert_written_as_evaluated, die_at, prune, recover, weights
+from runs import assert_same_weights, assert_written_as_evaluated, die_at, edit_weights, prune, recover, weights
 from seams import Learner
 
 from ddp_prune.core.decoder import checkpoint_layers, lent
@@ -201,10 +201,21 @@ def test_the_dense_model_and_the_text_are_found_from_another_folder(
     assert "dense, pruned by ddp-vllm" in card and "base_model" not in card and str(tmp_path) not in card
 
 
-def test_models_of_one_name_do_not_share_their_paths(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_models_of_one_name_do_not_share_their_paths(
+    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The same masks, applied to two of them, are otherwise the same file."""
     for name in ("one", "two"):
         dense = shutil.copytree(tiny_model, tmp_path / name / "dense")
         passed(invoke("apply", dense, "--masks", pruned / MASKS_FILE, "-o", tmp_path / f"of-{name}", "--no-proof"))
     for name in ("one", "two"):
         assert local_provenance(tmp_path / f"of-{name}" / MASKS_FILE)["applied_to"] == str(tmp_path / name / "dense")
+    evaluated = ["eval", tmp_path / "of-one", "--text", tiny_text, "--max-length", "16", "--tokens", "128"]
+    passed(invoke(*evaluated))
+    assert "was pruned from other weights" not in caplog.text
+    for name in ("one", "two"):  # another fine-tuning into the same folder
+        edit_weights(tmp_path / name / "dense", lambda tensors: tensors["model.norm.weight"].add_(0.1))
+    passed(invoke(*evaluated))
+    assert "of-one was pruned from other weights than" in caplog.text
+    passed(recover(tmp_path / "of-two", tmp_path / "better", "--tokens", "64", "--data", tiny_text))
+    assert "of-two was pruned from other weights than" in caplog.text
