@@ -175,12 +175,23 @@ def test_the_estimate_counts_the_weights_that_a_recovery_loads(pruned: Path, tin
         assert held_bytes(recipe, dense, mode, 4, 1) == 2 * held - shared + state
 
 
-def test_the_card_states_the_tokens_that_were_trained_on(pruned: Path, tmp_path: Path) -> None:
-    """Whole steps, and at least one: not the number that was asked for."""
+def test_the_card_states_the_tokens_that_were_trained_on(pruned: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Whole steps, and at least one: not the number that was asked for. Of several recoveries it states each."""
     for asked, trained in ((100, 96), (5, 32)):
         passed(recover(pruned, tmp_path / f"{asked}", "--tokens", f"{asked}"))
         assert f"outputs, on {trained} tokens of" in (tmp_path / f"{asked}" / "README.md").read_text()
         assert read_checkpoint(tmp_path / f"{asked}").provenance["recovery"]["tokens"] == trained
+    (other := tmp_path / "other.jsonl").write_text(tiny_text.read_text().replace("fox", "dog"))
+    passed(recover(tmp_path / "100", tmp_path / "again", "--tokens", "64", "--data", other))
+    result = passed(recover(tmp_path / "again", tmp_path / "third", "--tokens", "32"))
+    first, second = f"96 tokens of {tiny_text.name}", "64 tokens of other.jsonl"
+    then = "; then trained on the dense model's outputs, on "
+    trained_on = then.join(["frozen while the masks were learned", first, second, f"32 tokens of {tiny_text.name}"])
+    card = (tmp_path / "third" / "README.md").read_text()
+    assert "read; the recovery was trained on none of them." in card  # pruning may have been, with other settings
+    for page in (result.stdout, card):
+        assert trained_on in page
+        assert f"The pruned model of these figures is one that had been recovered, on {first} and {second}." in page
 
 
 def test_the_dense_model_and_the_text_are_found_from_another_folder(
