@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.dimensions import widths_of
+from ddp_vllm.dimensions import is_copied_head, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
 from ddp_vllm.remote_code import files
@@ -34,8 +34,8 @@ class Checkpoint:
     widths: Widths
     """The widths with the names of the tensors."""
     shapes: Mapping[str, list[int]]
-    """Shape of every weight on disk; of a quantized weight the shape before quantization, without
-    its scales."""
+    """Shape of every weight on disk, of tied embeddings once; of a quantized weight the shape before
+    quantization, without its scales."""
     provenance: Mapping[str, Any]
     """Recipe, budget and quality, from the metadata of the masks file; empty if that file is
     missing."""
@@ -188,7 +188,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _check_routing(Provenance.of(provenance).routing.chosen, widths, folder / MASKS_FILE)
-    shapes = {name: shape for name, shape, _ in tensors}
+    shapes = {name: shape for name, shape, _ in tensors if not is_copied_head(config, name)}
     return Checkpoint(
         folder=folder,
         config=config,

@@ -10,8 +10,16 @@ from typing import Any
 
 from ddp_vllm.errors import CheckpointError, ModelError, reading
 from ddp_vllm.remote_code.files import WidthsError
-from ddp_vllm.remote_code.tensors import TensorTable, dense_type
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table, check_sizes, dense_heads, stated_widths
+from ddp_vllm.remote_code.tensors import TABLES, TensorTable, dense_type
+from ddp_vllm.remote_code.widths import (
+    HEAD,
+    LayerWidths,
+    Widths,
+    block_table,
+    check_sizes,
+    dense_heads,
+    stated_widths,
+)
 from ddp_vllm.remote_code.widths import text_config as text_config
 
 DEEPSEEK = "deepseek"  # the model type of DeepSeekMoE v1
@@ -43,6 +51,13 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     layers = (dense if is_routed(config, index) else plain for index in range(config["num_hidden_layers"]))
     table = TensorTable(projections=block_table("experts", names[:2], names[2]))
     return Widths(table=table, dense=dense, layers=tuple(layers), is_family=False)
+
+
+def is_copied_head(config: Mapping[str, Any], name: str) -> bool:
+    """Return whether a tensor is the output head of a model whose head is its embedding, which some programs store
+    twice."""
+    table = TABLES.get(dense_type(config))
+    return name == HEAD and bool(config.get("tie_word_embeddings", table and table.is_tied))
 
 
 def count_experts(config: Mapping[str, Any]) -> int:

@@ -101,6 +101,8 @@ class Training(Struct, kw_only=True):
     recipe: _Recipe = field(default_factory=_Recipe)
     tokens: Count | None = None
     texts: list[str] = []
+    earlier: "list[Training]" = []
+    """Recoveries before this one, whose result its figures call the pruned model."""
     watched: dict[str, Quality | None] = {}
     prompts: list[str] = []
     answers: dict[str, list[str]] = {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
+from ddp_vllm.dimensions import is_copied_head
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
@@ -77,10 +78,10 @@ def describe_model(model: str) -> ModelFacts:
             f"{model}: another tool pruned it; vLLM with ddp-vllm opens it as it is, for transformers convert it first"
         )
         config, widths = opened, Widths.of(opened)
-        parameters = _num_parameters(files, widths)
+        parameters = _num_parameters(files, config, widths)
     else:
         warn_of_foreign_code(model, config)
-        parameters = _num_parameters(files, None)
+        parameters = _num_parameters(files, config, None)
     return ModelFacts(
         model=identify(model),
         name=name,
@@ -248,9 +249,10 @@ def known_folder(model: str) -> Path | None:
         return None
 
 
-def _num_parameters(files: Sequence[Path], widths: Widths | None) -> int | None:
+def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Widths | None) -> int | None:
     try:
-        shapes = {name: shape for path in files for name, shape, _ in file_tensors(path)}
+        tensors = (tensor for path in files for tensor in file_tensors(path))
+        shapes = {name: shape for name, shape, _ in tensors if not is_copied_head(config, name)}
         kept = (prod(shape) for name, shape in shapes.items() if not (widths and is_leftover(widths, name, shape)))
         return sum(kept) or None
     except (WidthsError, OSError) as error:

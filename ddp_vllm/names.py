@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 
 
 def identity_of(source: str) -> str:
@@ -35,7 +36,18 @@ def is_hub_name(name: str) -> bool:
 
 def bare_name(name: str) -> str:
     """Return names as given, separated by commas, but paths without their folders."""
-    return ",".join(
-        (plain if is_hub_name(plain) else plain.rstrip("/").rpartition("/")[2]) + (f":{turns}" if turns > 1 else "")
-        for plain, turns in split_sources(name)
+    return _renamed(
+        name, lambda plain: plain if not plain or is_hub_name(plain) else os.path.basename(os.path.abspath(plain))
     )
+
+
+def absolute_name(name: str) -> str:
+    """Return names as given, separated by commas, but with the absolute paths of what is here, unless a folder's name
+    with a comma would then divide one of several."""
+    renamed = _renamed(name, lambda plain: os.path.abspath(plain) if os.path.exists(plain) else plain)
+    return renamed if len(split_sources(renamed)) == len(split_sources(name)) else name
+
+
+def _renamed(name: str, rename: Callable[[str], str]) -> str:
+    """Return each of the names that `split_sources` returns as `rename` states it."""
+    return ",".join(rename(plain) + (f":{turns}" if turns > 1 else "") for plain, turns in split_sources(name))

@@ -66,7 +66,8 @@ def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] =
 
     reads: models that the command reads, folders or hub names; a folder in `output` would be lost.
     Raises: OutputError if `output` exists and `overwrite` is off, if ddp-vllm did not write it or
-        cannot rename it, if it holds a folder of `reads`, or if nothing can be written there.
+        cannot rename it, if it holds a folder of `reads` or of any other model, or if nothing can be
+        written there.
     """
     check_name(output)
     for folder in map(Path, reads):
@@ -83,6 +84,8 @@ def check_output(output: Path, *, overwrite: bool, reads: Iterable[str | Path] =
             raise OutputError(f"{output} exists, and ddp-vllm did not write it; choose another folder")
         if output.exists() and not overwrite:
             raise OutputError(f"{output} exists; choose another folder or pass --overwrite")
+        if inside := next(output.glob("*/**/config.json"), None):
+            raise OutputError(f"{output} holds another model, {inside.parent}, which would be lost; move it away")
 
 
 def check_file(output: Path, *, overwrite: bool, begins: str) -> None:

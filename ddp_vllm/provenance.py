@@ -6,6 +6,7 @@ text again.
 """
 
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,27 +16,29 @@ from ddp_vllm import __version__
 from ddp_vllm.cache import cache_folder, sha256
 from ddp_vllm.errors import CheckpointError, OutputError
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_provenance
-from ddp_vllm.names import bare_name
+from ddp_vllm.names import absolute_name, bare_name
 from ddp_vllm.output import write_text
 
 # settings that may hold paths; `data` and `watch` several
 PATHS = ("model", "teacher", "data", "watch", "profile")
 
 
-def published_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe with names in place of paths."""
-    paths = {key: bare_name(value) for key, value in recipe.items() if key in PATHS and isinstance(value, str)}
-    return {**recipe, **paths}
+def header_of(provenance: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return what a masks file states: provenance with names in place of paths, and a number of its own, by which
+    folders that were made alike from models of one name do not share their paths."""
+    return {"ddp_vllm": __version__, **more, **_renamed(provenance, bare_name), "file_id": secrets.token_hex(8)}
 
 
-def published(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return provenance with names in place of paths."""
+def _renamed(provenance: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return provenance in which `rename` states each name of models and texts."""
     names: dict[str, Callable[[Any], Any]] = {
-        "recipe": published_recipe,
-        "texts": lambda texts: list(map(bare_name, texts)),
-        "applied_to": bare_name,
-        "watched": lambda texts: {bare_name(name): quality for name, quality in texts.items()},
-        "recovery": published,
+        "recipe": lambda recipe: {
+            key: rename(value) if key in PATHS and isinstance(value, str) else value for key, value in recipe.items()
+        },
+        "texts": lambda texts: list(map(rename, texts)),
+        "applied_to": rename,
+        "watched": lambda texts: {rename(name): quality for name, quality in texts.items()},
+        "recovery": lambda recovery: _renamed(recovery, rename),
     }
     return {key: names[key](value) if key in names else value for key, value in provenance.items()}
 
@@ -45,16 +48,15 @@ def write_provenance(masks: Path, provenance: Mapping[str, Any]) -> None:
     were."""
     from safetensors.numpy import save_file
 
-    header = {"ddp_vllm": __version__, **published(provenance)}
-    save_file({}, masks, masks_metadata(header, {}))
+    save_file({}, masks, masks_metadata(header_of(provenance), {}))
     remember(masks, provenance)
 
 
 def remember(masks: Path, provenance: Mapping[str, Any]) -> None:
-    """Store the paths of a masks file's models and texts in the cache, if there are any and it can
-    be written."""
-    paths = {part: provenance[part] for part in ("recipe", "texts", "applied_to") if part in provenance}
-    if paths != published(paths):
+    """Store the absolute paths of a masks file's models and texts in the cache, if there are any and it can
+    be written: further commands may run in another folder."""
+    stored = {part: provenance[part] for part in ("recipe", "texts", "applied_to") if part in provenance}
+    if (paths := _renamed(stored, absolute_name)) != _renamed(stored, bare_name):
         with suppress(OutputError):
             write_text(json.dumps(paths), _paths_file(masks))
 

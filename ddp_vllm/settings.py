@@ -260,6 +260,7 @@ def read_settings(
             raise SettingError(
                 f"the recipe {base} cannot be read ({error}); it must be TOML, one setting per line"
             ) from error
+    values = {name: plain(value) for name, value in values.items()}
     given = {name: plain(value) for name, value in given.items() if value is not None}
     tables = {field.name for field in dataclasses.fields(kind) if isinstance(field.default, Settings)}
     if wrong := [name for name, value in values.items() if isinstance(value, Mapping) and name not in tables]:

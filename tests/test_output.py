@@ -143,6 +143,11 @@ def test_outputs_that_are_refused(folder: Path, tmp_path: Path) -> None:
         check_output(tmp_path / ("x" * 300), overwrite=False)
     (tmp_path / "thesis.txt").write_text("years of work")
     check_output(folder, overwrite=True)
+    (folder / "sparsity-0.2").mkdir()
+    (folder / "sparsity-0.2" / "config.json").write_text("{}")  # of a size that was written into a model's folder
+    with pytest.raises(OutputError, match=r"holds another model, .*sparsity-0.2, which would be lost"):
+        check_output(folder, overwrite=True)
+    shutil.rmtree(folder / "sparsity-0.2")
     (folder / MASKS_FILE).unlink()
     for place in (tmp_path, tmp_path / "thesis.txt", folder):
         with pytest.raises(OutputError, match="did not write it"):

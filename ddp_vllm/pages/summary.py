@@ -11,7 +11,7 @@ from typing import Any
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import whole_model
 from ddp_vllm.intervals import mean_loss, with_interval
-from ddp_vllm.masks import Provenance, Quality, Trimmed
+from ddp_vllm.masks import Provenance, Quality, Training, Trimmed
 from ddp_vllm.names import bare_name
 from ddp_vllm.pages.page import Section, Table
 from ddp_vllm.proof import statement
@@ -82,10 +82,13 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
     shares = [f"{1 - left / dense:.1%} of the {name}" for name, dense, left in (parameters, *cache) if dense]
     yield "removed", " and ".join(shares)
     if not quality:
-        yield "held-out perplexity", "not measured; ddp-vllm eval --text FILE measures it"
+        yield "held-out perplexity", "not measured; ddp-vllm eval FOLDER --text FILE measures it"
     else:
-        tokens = f"({quality.tokens:,} tokens of {texts_of(provenance)})"
+        tokens = f"({quality.tokens:,} tokens of {texts_of(provenance.training)})"
         yield "held-out perplexity", f"{perplexities(quality)} {tokens}"
+        if earlier := provenance.training.earlier:
+            trained = " and ".join(map(tokens_of, earlier))
+            yield "note", f"The pruned model of these figures is one that had been recovered, on {trained}."
         if near := fidelity(quality):
             yield "compared with dense", near
         if quality.ratio < 1:
@@ -170,15 +173,17 @@ def sections(checkpoint: Checkpoint) -> Iterator[Section]:
     rows = [[label, f"{dense:,}", f"{left:,}", f"{1 - left / dense:.1%}"] for label, dense, left in sizes(checkpoint)]
     yield Section(heading="Size", table=Table(headings=["", "dense", "pruned", "removed"], rows=rows))
     provenance = checkpoint.history
-    yield from _quality("Perplexity on held-out text", provenance.perplexity, texts_of(provenance))
+    # what a recovery holds out may have been trained on while pruning, if its texts or settings are others
+    who = "the recovery was trained on none of them" if provenance.recovery else "none of them was trained on"
+    yield from _quality("Perplexity on held-out text", provenance.perplexity, texts_of(provenance.training), who)
     for name, quality in provenance.training.watched.items():
-        yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that no weight was trained on")
+        yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that was only evaluated", who)
     known = Table(headings=["about", "statement"], rows=list(details(checkpoint)), is_text=True)
     yield Section(heading="Details", table=known)
     yield Section(heading="Widths, layer by layer", table=width_table(checkpoint), folded=True)
 
 
-def _quality(heading: str, quality: Quality | None, text: str) -> Iterator[Section]:
+def _quality(heading: str, quality: Quality | None, text: str, who: str) -> Iterator[Section]:
     """Yield a table of perplexities with standard errors over the held-out blocks, for ratios over
     the blocks' differences, if the loss of each block is known."""
     losses = (quality and quality.block_losses) or {}
@@ -196,8 +201,8 @@ def _quality(heading: str, quality: Quality | None, text: str) -> Iterator[Secti
         rows.append([*row, *([f"{near.kl:.3f}", f"{near.top1:.1%}"] if near else ["–", "–"])])
     headings = ["", "perplexity", "standard error", "KL to dense, nats", "top-1 agreement"]
     remark = (
-        f"{quality.tokens:,} tokens of {text}, in {len(losses['dense'])} blocks that all models read and none "
-        "was trained on. Errors are standard errors over the blocks; for a ratio, over the blocks' differences."
+        f"{quality.tokens:,} tokens of {text}, in {len(losses['dense'])} blocks that all models read; {who}. "
+        "Errors are standard errors over the blocks; for a ratio, over the blocks' differences."
     )
     yield Section(heading=heading, table=Table(headings=headings, rows=rows), remark=remark)
 
@@ -282,14 +287,19 @@ def weight_training(provenance: Provenance) -> str:
     elif trained_together(provenance) and provenance.applied_to:
         training = "those of the dense model, although the masks were learned together with trained weights"
     if recovery := provenance.recovery:
-        tokens = recovery.recipe.tokens if recovery.tokens is None else recovery.tokens
-        training += f"; then trained on the dense model's outputs, on {tokens:,} tokens of {texts_of(provenance)}"
+        for run in (*recovery.earlier, recovery):
+            training += f"; then trained on the dense model's outputs, on {tokens_of(run)}"
     return training
 
 
-def texts_of(provenance: Provenance) -> str:
-    """Return the names of the texts of the last training, each once and without folders."""
-    names = provenance.training.texts or ["text of unknown origin"]
+def tokens_of(recovery: Training) -> str:
+    """Return how many tokens of which texts a recovery was trained on."""
+    return f"{recovery.recipe.tokens if recovery.tokens is None else recovery.tokens:,} tokens of {texts_of(recovery)}"
+
+
+def texts_of(training: Training) -> str:
+    """Return the names of the texts of a training, each once and without folders."""
+    names = training.texts or ["text of unknown origin"]
     return ", ".join(dict.fromkeys(map(bare_name, names)))
 
 

@@ -20,9 +20,8 @@ from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.run_folder import inputs_of
 from ddp_prune.text.tokens import load_tokenizer
-from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
-from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, unit_shapes
+from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, is_copied_head, unit_shapes
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import fewer_experts, pruned_config, warn
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
@@ -30,9 +29,12 @@ from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer, s
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Reference, prove
-from ddp_vllm.provenance import local_provenance, published, remember, trimmed_entry
+from ddp_vllm.provenance import header_of, local_provenance, provenance_of, remember, trimmed_entry
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
+
+OF_MASKS = ("recipe", "run", "search_steps", "targets", "texts", "rounding", "learning_rate", "routing", "fingerprint")
+"""Entries of a provenance on masks and their search; all others describe the model that they were found with."""
 
 
 def export(
@@ -94,6 +96,8 @@ def sliced_tensors(
     # experts in a tensor that stacks them will differ in width
     stacked = source.structure if "experts" in source.sizes.blocks else None
     for name, tensor in stored_tensors(source.folder):
+        if is_copied_head(source.config, name):
+            continue
         updated = transform(name, tensor) if transform else tensor
         for single, part in stacked.unstack(name, updated) if stacked else [(name, updated)]:
             if (kept := slicer.slice(single, part)) is not None:
@@ -220,13 +224,12 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
             "were made for another model"
         )
     # another fine-tune may have the same masks on purpose, another model hardly
-    known = provenance.get("fingerprint", {}).get("weights")
-    if known and known != inputs_of({}, weight_files(source.folder), [])["weights"]:
+    cut = inputs_of({}, weight_files(source.folder), [])["weights"]
+    if (known := provenance.get("fingerprint", {}).get("weights")) and known != cut:
         made_for = provenance.get("recipe", {}).get("model", "another model")
         warn(f"{masks} was made for other weights ({made_for}) than those of {model}; evaluate the result")
-    # entries that describe other weights
-    outdated = ("recovery", "perplexity", "prompts", "answers", "latency", "run_id", "trimmed")
-    provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
+    provenance = {name: provenance[name] for name in OF_MASKS if name in provenance}
+    provenance |= {"applied_to": model, "applied_weights": cut}
     scores = read_scores(masks)
     reference = Reference() if proof else None
     with suppress(ModelError):  # transformers loads no shards without an index, which can be cut all the same
@@ -240,6 +243,15 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
         source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite,
         reference=reference,
     )  # fmt: skip
+
+
+def warn_of_other_weights(folder: Path, dense: Source) -> None:
+    """Warn if the weights of the dense model are not those that a pruned folder was made from, as after another
+    fine-tuning into the same folder."""
+    provenance = provenance_of(folder)
+    known = provenance.get("applied_weights") or provenance.get("fingerprint", {}).get("weights")
+    if known and known != inputs_of({}, weight_files(dense.folder), [])["weights"]:
+        warn(f"{folder} was pruned from other weights than {dense.folder} now has, with which it is compared")
 
 
 def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -294,6 +306,6 @@ def write_masks(
     paths are kept in this machine's cache.
     """
     tensors = {f"{kind}.gates": values for kind, values in gates.items()} | (scores or {})
-    header = {"ddp_vllm": __version__, "head_unit": head_unit, **published(provenance)}
+    header = header_of(provenance, head_unit=head_unit)
     save_tensors(tensors, path, masks_metadata(header, {name: values.numpy() for name, values in tensors.items()}))
     remember(path, provenance)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ddp_prune.devices import describe_device, explained, make_accelerator
+from ddp_prune.export import warn_of_other_weights
 from ddp_prune.models.evaluation import Evaluation, bits_of
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_pruned, open_source
@@ -46,6 +47,8 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
     dense = open_source(settings.against or dense_of(settings.model))
     differing = tokens_differ(dense.tokenizer, settings.model)
     source = open_model(settings.model, dense, same_tokens=not differing)
+    if not settings.against:
+        warn_of_other_weights(source.folder, dense)
     check_length("max_length", settings.max_length, settings.model, source.text_config)
     tokenizer, size = load_tokenizer(source.tokenizer), int(dense.text_config.get("vocab_size") or sys.maxsize)
     if differing:

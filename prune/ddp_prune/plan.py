@@ -256,9 +256,10 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
     prunable = prunable_parameters(source, recipe.context_length)
     total = sum(prunable.values())
     removed = sum((pool.total - pool.kept) * sum(prunable[kind] for kind in pool.shapes) / pool.total for pool in pools)
+    least, most = ("at least ", "at most ") if any(pool.is_limit for pool in pools) else ("", "")
     line = (
-        f"removed: {removed / total:.1%} of the prunable parameters = {removed / model_cost:.1%} of the model: "
-        f"{short(model_cost)} → {short(model_cost - removed)}"
+        f"removed: {least}{removed / total:.1%} of the prunable parameters = {removed / model_cost:.1%} of the model: "
+        f"{short(model_cost)} → {most}{short(model_cost - removed)}"
     )
     target = (1.0 - recipe.sparsity) * model_cost
     if recipe.sparsity and target > model_cost - total:

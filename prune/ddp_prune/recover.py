@@ -20,7 +20,7 @@ from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.schedule import Schedule, Steps
 from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate
 from ddp_prune.devices import explained, start_tracker
-from ddp_prune.export import copy_masks
+from ddp_prune.export import copy_masks, warn_of_other_weights
 from ddp_prune.fit import Devices, Mode, fit
 from ddp_prune.jobs import begin_job, read_text
 from ddp_prune.models.evaluation import Evaluation, bos_warning, reference_of
@@ -118,7 +118,7 @@ def _recover(recipe: RecoveryRecipe, run_folder: RunFolder, console: Console, *,
         reference = reference_of(model, tokenizer, heldout) if proof else None
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
-                results = _results(resolved, run_folder, evaluation)
+                results = _results(resolved, run_folder, evaluation, provenance.get("recovery"))
                 written = _write(checkpoint, transform, run_folder, provenance | results, reference)
                 for line in evaluation.recovery_summary():
                     print_line(line)
@@ -178,7 +178,9 @@ def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
     checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
     check_index(dense.folder)
     recipe.check_length(recipe.teacher, dense.text_config)
-    return checkpoint, open_pruned(checkpoint, dense), dense
+    pruned = open_pruned(checkpoint, dense)
+    warn_of_other_weights(checkpoint.folder, dense)
+    return checkpoint, pruned, dense
 
 
 def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> list[str]:
@@ -196,13 +198,18 @@ def _phase(metrics: dict[str, float]) -> tuple[str, str]:
     return "recover", f"rate {metrics['learning_rate']:.1e} "
 
 
-def _results(recipe: RecoveryRecipe, run_folder: RunFolder, evaluation: Evaluation) -> dict[str, Any]:
-    """Return the provenance of a recovery: quality before and after, and how it was trained."""
+def _results(
+    recipe: RecoveryRecipe, run_folder: RunFolder, evaluation: Evaluation, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the provenance of a recovery: quality before and after, and how it was trained. before: that of the
+    recovery of which this one goes on."""
+    earlier = [*before.get("earlier", []), {key: before[key] for key in ("tokens", "texts")}] if before else []
     trained_on, *watched = evaluation.texts
     steps = run_folder.metrics.read_text(encoding="utf-8").splitlines()
     recovery = {
         "recipe": recipe.to_dict(),
         "texts": sources_of(trained_on),
+        **({"earlier": earlier} if earlier else {}),
         "tokens": len(steps) * recipe.batch_size * recipe.seq_len,
         "seconds": sum(json.loads(step)["seconds"] for step in steps),
         "watched": {name: evaluation.perplexity(name) for name in watched},

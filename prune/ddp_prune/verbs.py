@@ -231,7 +231,7 @@ def _warn_of_weights(applied: Checkpoint, values: Mapping[str, Any]) -> None:
         when = "together with" if together else "after"
         echo(
             f"warning: weights were trained {when} these masks, which do not hold them; {folder} has the dense model's "
-            f"weights and is worse until ddp-vllm recover {quote(str(folder))} trains them",
+            f"weights and is worse until ddp-vllm recover {quote(str(folder))} -o NEW trains them",
             err=True,
         )
     _announce(folder)

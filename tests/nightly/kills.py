@@ -55,7 +55,7 @@ COMMANDS = {
     "export": "export {pruned} -o {case}/model.gguf",
     "apply": "apply {dense} --masks {pruned}/ddp_masks.safetensors --no-proof -o {case}/out",
 }
-TIMES = {"seconds", "started", "ended", "run_id"}  # which differ between equal runs
+TIMES = {"seconds", "started", "ended", "run_id", "file_id"}  # which differ between equal runs
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 EXISTS = 5  # the exit code of a command whose output is there

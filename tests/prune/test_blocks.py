@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ddp_vllm.errors import TextError
-from ddp_vllm.names import bare_name
+from ddp_vllm.names import absolute_name, bare_name
 
 Write = Callable[[str, list[str]], Path]
 Load = Callable[..., Any]
@@ -280,7 +280,7 @@ def test_several_short_files_are_split_and_not_held_out_whole(load: Load, tmp_pa
     assert len(blocks.train) > 100 and len(blocks.heldout) == 1
 
 
-def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Load) -> None:
+def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """One file by two names is one source, and a missing name is refused."""
     file = write_texts("a.jsonl", ["fox"])
     (tmp_path / "x").mkdir()
@@ -290,6 +290,14 @@ def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Load) -> Non
         (tmp_path / name).write_text("{}")
         assert sources_of(f"{tmp_path}/{name}") == [f"{tmp_path}/{name}"]
     assert bare_name(f"{file}:3,owner/name:3") == "a.jsonl:3,owner/name:3"
+    monkeypatch.chdir(tmp_path / "x")
+    assert (bare_name("."), bare_name("../x/"), bare_name("")) == ("x", "x", "")
+    assert absolute_name("../a.jsonl:3,owner/name") == f"{file}:3,owner/name"
+    assert absolute_name("../a,b.jsonl") == f"{tmp_path}/a,b.jsonl"
+    (tmp_path / "y,z").mkdir()
+    (tmp_path / "y,z" / "c.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path / "y,z")
+    assert absolute_name("c.jsonl,../a.jsonl") == "c.jsonl,../a.jsonl"  # its path would be two names
     for data in ("", "a.jsonl, ,b.jsonl"):
         with pytest.raises(TextError, match="name is missing"):
             load(data)

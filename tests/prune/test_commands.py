@@ -17,14 +17,16 @@ import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from commands import assert_refused, invoke, passed, write_lines
 from family_cases import CASES, SIZES, write_random
-from runs import assert_written_as_evaluated, loss_of, prune, recover, same_weights, weights
+from runs import SMALL, assert_written_as_evaluated, edit_weights, loss_of, prune, recover, same_weights, weights
 from safetensors.torch import load_file
 from seams import Trainer, load_tokenizer
 from transformers import AutoModelForCausalLM
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.pages.report import write_report
+from ddp_vllm.remote_code.widths import HEAD
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache", "no_pictures")]
 RAIN = "Rain fell on the harbour while the boats waited. " * 200
@@ -142,8 +144,9 @@ def test_the_written_model_is_the_evaluated_one(
 def test_joint_training_is_written_as_evaluated_and_better(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Mixtures are in tests/recover/test_mixtures.py."""
     perplexities = []
+    (other := tmp_path / "other.txt").write_text(RAIN)
     for train in ("masks", "weights", "lora"):
-        passed(prune(tiny_model, tiny_text, tmp_path / train, "--steps", "30", "--train", train))
+        passed(prune(tiny_model, tiny_text, tmp_path / train, "--steps", "30", "--train", train, "--watch", other))
         perplexities.append(read_checkpoint(tmp_path / train).provenance["perplexity"])
         assert_written_as_evaluated(tmp_path / train, tiny_text)
     masks, full, lora = perplexities
@@ -155,7 +158,8 @@ def test_joint_training_is_written_as_evaluated_and_better(tiny_model: Path, tin
     masks_file = tmp_path / "weights" / MASKS_FILE
     result = passed(invoke("apply", tiny_model, "--masks", masks_file, "-o", tmp_path / "again"))
     (warning,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
-    assert "weights were trained together with these masks" in warning and "ddp-vllm recover" in warning
+    assert "weights were trained together with these masks" in warning
+    assert f"ddp-vllm recover {tmp_path / 'again'} -o NEW trains them" in warning
     assert loss_of(tmp_path / "again", tiny_text).mean() > math.log(full["pruned"]) + 0.1
     checkpoint = read_checkpoint(tmp_path / "again")
     write_report(checkpoint, tmp_path / "again")
@@ -163,7 +167,8 @@ def test_joint_training_is_written_as_evaluated_and_better(tiny_model: Path, tin
         text = unescape((tmp_path / "again" / page).read_text())
         assert "those of the dense model, although the masks were learned together with trained weights" in text
         assert "trained together with the masks" not in text and f"{full['pruned']:.2f}" not in text
-    assert "perplexity" not in checkpoint.provenance
+        assert "Perplexity on other.txt" not in text  # it was watched by the model with trained weights
+    assert not {"perplexity", "watched"} & checkpoint.provenance.keys()
 
 
 def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_step(
@@ -391,3 +396,17 @@ def test_there_is_no_warning_for_a_model_that_needs_no_bos(tiny_model: Path, tin
     for bos in (None, BOS, VOCABULARY):
         model.config.bos_token_id = bos
         assert seams.bos_warning(model, "tiny", tokenizer, heldout) == ""
+
+
+def test_an_embedding_that_is_stored_as_the_head_too_counts_once(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """The model has the size that was asked for, and the pages name the dense model's own."""
+    dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
+    edit_weights(dense, lambda tensors: tensors.update({HEAD: tensors["model.embed_tokens.weight"].clone()}))
+    result = passed(invoke("prune", dense, "--target", "70K", "--data", tiny_text, "-o", tmp_path / "out", *SMALL))
+    checkpoint = read_checkpoint(tmp_path / "out")
+    assert 69_000 < checkpoint.num_parameters <= 70_000 and HEAD not in weights(tmp_path / "out")
+    sizes = [sum(map(math.prod, checkpoint.dense_shapes.values()))]
+    sizes += [describe_model(str(folder)).parameters for folder in (dense, tiny_model)]
+    assert len(set(sizes)) == 1 and f"of {sizes[0]:>15,}" in result.stdout

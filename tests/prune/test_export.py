@@ -114,6 +114,7 @@ def test_masks_alone_cut_the_same_checkpoint(
     seams.apply_masks(str(dense), pruned / MASKS_FILE, again := tmp_path / "again", overwrite=False)
     (first, stated), (second, states) = (seams.read_masks(path / MASKS_FILE) for path in (pruned, again))
     assert all(torch.equal(first[kind], second[kind]) for kind in ("attn", "mlp")) and len(first) == len(second) == 2
+    assert states.pop("file_id") != stated.pop("file_id") and states.pop("applied_weights")
     assert states == stated | {"applied_to": dense.name}
     scores, kept = (seams.read_scores(path / MASKS_FILE) for path in (pruned, again))
     assert len(kept) == 4 and all(torch.equal(kept[name], scores[name]) for name in kept)

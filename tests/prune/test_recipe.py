@@ -68,6 +68,14 @@ def test_the_papers_file_changes_what_the_authors_code_does_otherwise() -> None:
     assert (alm.learning_rate, alm.lambda_learning_rate, alm.lambda2_learning_rate) == (2e-2, 2e-2, 4e-1)
 
 
+def test_lists_in_a_file_are_those_of_the_options(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('sparsity = [0.3, 0.2]\ndata = ["a.jsonl", "b.jsonl:3"]\n')
+    recipes = load_recipes(tmp_path / "r.toml", {"model": "m"})
+    assert [(recipe.sparsity, recipe.data) for recipe in recipes] == [
+        (size, "a.jsonl,b.jsonl:3") for size in (0.2, 0.3)
+    ]
+
+
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     values: dict[str, Any] = {**GIVEN, "steps": 7, "controller": "alm", "alm": AlmSettings(mu_end=0.1)}
     recipe = Recipe(**values, learning_rate=1e-4)
@@ -197,11 +205,16 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
     "KV cache": (["--budget", "kv-bytes", "--sparsity", "0.5"], r"= 50.0% of the model: 384 → 192 per token"),
     "MLPs only": (["--sparsity", "30%", "--prune", "mlp"],
                   r"^budget: keep 202 of 288 mlp units \(70.1%\)\nremoved: 29.9% .* = 14.6% of the model"),
+    # 7 KV heads and 15 blocks of channels: less is kept than the budget allows
+    "whole blocks": (["--sparsity", "50%", "--tp", "2", "--align", "8"],
+                     r"^budget: keep at most 6 of 12 attn units \(50.0%\), attn in blocks of 2\n"
+                     r"budget: keep at most 144 of 288 mlp units .*\n"
+                     r"removed: at least 50.0% .* of the model: 113.1K → at most [\d.]+K"),
     "several sizes": (["--sparsity", "10%,0.2", "--sparsity", "0.3"],
                       r"^sparsity 0.1:\n(.*\n)*sparsity 0.2:\n(.*\n)*sparsity 0.3:$"),
-    "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: keep [\d,]+ of [\d,]+ µs per step of attn, mlp"),
+    "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: keep at most [\d,]+ of [\d,]+ µs per step of attn, mlp"),
     "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *PREFILL],
-                            r"^budget: keep .* µs per step of attn, mlp \(80.0%\)"),
+                            r"^budget: keep at most .* µs per step of attn, mlp \(80.0%\)"),
 }  # fmt: skip
 
 

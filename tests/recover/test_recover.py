@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import assert_refused, invoke, passed, quick_commands
-from runs import assert_same_weights, assert_written_as_evaluated, die_at, prune, recover, weights
+from runs import assert_same_weights, assert_written_as_evaluated, die_at, edit_weights, prune, recover, weights
 from seams import Learner
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +23,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.settings import RecoveryRecipe
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.provenance import local_provenance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 
@@ -173,12 +174,41 @@ def test_the_estimate_counts_the_weights_that_a_recovery_loads(pruned: Path, tin
         assert held_bytes(recipe, dense, mode, 4, 1) == 2 * held - shared + state
 
 
-def test_the_card_states_the_tokens_that_were_trained_on(pruned: Path, tmp_path: Path) -> None:
-    """Whole steps, and at least one: not the number that was asked for."""
+def test_the_card_states_the_tokens_that_were_trained_on(pruned: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Whole steps, and at least one: not the number that was asked for. Of several recoveries it states each."""
     for asked, trained in ((100, 96), (5, 32)):
         passed(recover(pruned, tmp_path / f"{asked}", "--tokens", f"{asked}"))
         assert f"outputs, on {trained} tokens of" in (tmp_path / f"{asked}" / "README.md").read_text()
         assert read_checkpoint(tmp_path / f"{asked}").provenance["recovery"]["tokens"] == trained
+    (other := tmp_path / "other.jsonl").write_text(tiny_text.read_text().replace("fox", "dog"))
+    passed(recover(tmp_path / "100", tmp_path / "again", "--tokens", "64", "--data", other))
+    result = passed(recover(tmp_path / "again", tmp_path / "third", "--tokens", "32"))
+    first, second = f"96 tokens of {tiny_text.name}", "64 tokens of other.jsonl"
+    then = "; then trained on the dense model's outputs, on "
+    trained_on = then.join(["frozen while the masks were learned", first, second, f"32 tokens of {tiny_text.name}"])
+    card = (tmp_path / "third" / "README.md").read_text()
+    assert "read; the recovery was trained on none of them." in card  # pruning may have been, with other settings
+    for page in (result.stdout, card):
+        assert trained_on in page
+        assert f"The pruned model of these figures is one that had been recovered, on {first} and {second}." in page
+
+
+def test_the_dense_model_and_the_text_are_found_from_another_folder(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths belong to the folder where the command ran; models/dense is no name on the hub elsewhere."""
+    dense = Path(shutil.copytree(tiny_model, tmp_path / "models" / "dense"))
+    text = Path(shutil.copy(tiny_text, tmp_path / "chats.jsonl"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    passed(prune("models/dense", Path("chats.jsonl"), Path("pruned"), "--steps", "2"))
+    monkeypatch.chdir("other")
+    (tmp_path / "other" / "chats.jsonl").write_text('{"text": "a text of that name"}\n')
+    passed(recover(Path("../pruned"), Path("out"), "--tokens", "64"))
+    recipe = local_provenance(Path("out", MASKS_FILE))["recipe"]
+    assert (recipe["model"], recipe["data"]) == (str(dense), str(text))
+    card = Path("out", "README.md").read_text()
+    assert "dense, pruned by ddp-vllm" in card and "base_model" not in card and str(tmp_path) not in card
 
 
 def other_model(folder: Path, **sizes: int) -> str:
@@ -252,3 +282,23 @@ def test_a_tokenizer_that_knows_more_than_the_model(pruned: Path, tmp_path: Path
     tokenizer.add_tokens(["fox number"])
     tokenizer.save_pretrained(folder)
     assert_refused(recover(folder, tmp_path / "other"), 3, "makes token 321", "0 to 319")
+
+
+def test_models_of_one_name_do_not_share_their_paths(
+    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same masks, applied to two of them, are otherwise the same file."""
+    for name in ("one", "two"):
+        dense = shutil.copytree(tiny_model, tmp_path / name / "dense")
+        passed(invoke("apply", dense, "--masks", pruned / MASKS_FILE, "-o", tmp_path / f"of-{name}", "--no-proof"))
+    for name in ("one", "two"):
+        assert local_provenance(tmp_path / f"of-{name}" / MASKS_FILE)["applied_to"] == str(tmp_path / name / "dense")
+    evaluated = ["eval", tmp_path / "of-one", "--text", tiny_text, "--max-length", "16", "--tokens", "128"]
+    passed(invoke(*evaluated))
+    assert "was pruned from other weights" not in caplog.text
+    for name in ("one", "two"):  # another fine-tuning into the same folder
+        edit_weights(tmp_path / name / "dense", lambda tensors: tensors["model.norm.weight"].add_(0.1))
+    passed(invoke(*evaluated))
+    assert "of-one was pruned from other weights than" in caplog.text
+    passed(recover(tmp_path / "of-two", tmp_path / "better", "--tokens", "64", "--data", tiny_text))
+    assert "of-two was pruned from other weights than" in caplog.text

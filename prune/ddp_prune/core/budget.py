@@ -203,15 +203,25 @@ class Pool:
         """Return the lowest cost of a selection that keeps anything."""
         return min(float((cost_L + self.fixed.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
 
+    @property
+    def is_limit(self) -> bool:
+        """Whether less may be kept than `kept`, because whole blocks are."""
+        return bool(self.blocks)
+
     def describe(self) -> str:
         """Return a line that states the budget and its blocks."""
         blocks = "".join(f", {kind} in blocks of {block:,}" for kind, block in self.blocks.items())
-        return f"budget: keep {self.kept:,.0f} of {self.total:,.0f} {self.currency} ({self.keep_ratio:.1%}){blocks}"
+        kept = f"{'at most ' * self.is_limit}{self.kept:,.0f}"
+        return f"budget: keep {kept} of {self.total:,.0f} {self.currency} ({self.keep_ratio:.1%}){blocks}"
 
 
 class WholeExpertPool(Pool):
     """Whole experts, equally many of every layer; the units are their channels, which are kept or
     removed together."""
+
+    @property
+    def is_limit(self) -> bool:
+        return False
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
         return self._choose_experts(importance["experts"].double(), is_open["experts"], keep_ratio)

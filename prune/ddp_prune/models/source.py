@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_vllm import machine
 from ddp_vllm.checkpoint import Checkpoint, read_config
-from ddp_vllm.dimensions import BLOCK_NAMES, Dimensions, dimensions_of, text_config, widths_of
+from ddp_vllm.dimensions import BLOCK_NAMES, Dimensions, dimensions_of, is_copied_head, text_config, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, reading
 from ddp_vllm.families import FAMILIES, check_dense, check_supported, register_pruned, warn_of_foreign_code
 from ddp_vllm.formats import check_states_no_widths
@@ -168,8 +168,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
         if is_family:
             check_supported(config)
         tensors = read_headers(folder) if is_local or load else _on_hub(model)
-    if config.get("tie_word_embeddings"):  # the output head is the embedding, which some checkpoints store twice
-        tensors.pop("lm_head.weight", None)
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_copied_head(config, name)}
     if is_family:
         _check_names(folder, tensors)
     else:
