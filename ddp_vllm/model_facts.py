@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
-from ddp_vllm.dimensions import is_copied_head
+from ddp_vllm.dimensions import LAYER_TYPES, is_copied_head
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
@@ -94,13 +94,13 @@ def describe_model(model: str) -> ModelFacts:
 
 
 def dense_kv_bytes(folder: Path, *, value_bytes: int) -> int | None:
-    """Return the bytes of the dense model's KV cache per token, also for a pruned model; None if
+    """Return the most bytes of the dense model's KV cache per token, also for a pruned model; None if
     they are not stated.
 
     Raises: ModelError.
     """
     config = read_config(folder)
-    return _kv_bytes(folder, _opened(config) or config, None, size=value_bytes)
+    return _kv_bytes(folder, _opened(config) or config, None, size=value_bytes, is_limit=True)
 
 
 def _opened(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -259,10 +259,15 @@ def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Wi
         raise ModelError(str(error)) from error
 
 
-def _kv_bytes(folder: Path, config: Mapping[str, Any], widths: Widths | None, *, size: int) -> int | None:
+def _kv_bytes(
+    folder: Path, config: Mapping[str, Any], widths: Widths | None, *, size: int, is_limit: bool = False
+) -> int | None:
     """Return the bytes per token of the KV cache of all layers, None if the config does not state
-    them; widths: None for those of a dense model. Raises: ModelError."""
+    them; widths: None for those of a dense model. is_limit: count layers of other kinds than attention
+    too, whose cache does not grow with the context. Raises: ModelError."""
     with reading(f"config.json of {folder}", ModelError, "download the model again"):
+        if not is_limit and not {*(config.get("layer_types") or ())} <= LAYER_TYPES:
+            return None
         layers = int(config.get("num_hidden_layers") or 0)
         if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector per layer
             return layers * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))

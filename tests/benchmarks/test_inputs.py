@@ -12,7 +12,7 @@ from ddp_benchmarks.conversations import download_share_gpt, draw_sample, read_c
 from ddp_benchmarks.models import max_model_len
 from ddp_benchmarks.sharegpt import Requests
 from ddp_vllm.errors import TextError
-from ddp_vllm.model_facts import describe_model, local_folder, unrelated
+from ddp_vllm.model_facts import dense_kv_bytes, describe_model, local_folder, unrelated
 
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
 CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 64}
@@ -92,6 +92,17 @@ def test_a_part_of_a_snapshot_is_not_the_model(
     assert local_folder("org/base") == (snapshot if whole else None)
     assert describe_model("org/base").kv_bytes_per_token == (2 * 2 * 16 * 3 if whole else None)
     assert max_model_len("org/base") == (64 if "config.json" in files else None)  # for that the config will do
+
+
+@pytest.mark.parametrize(
+    ("kinds", "known"), [(("full", "sliding", "full"), True), (("linear", "linear", "full"), False)]
+)
+def test_the_cache_of_layers_without_attention_is_unknown(kinds: tuple[str, ...], known: bool, tmp_path: Path) -> None:
+    """Their state does not grow with the context. An engine's memory is planned as if it did, which is enough."""
+    config = CONFIG | {"layer_types": [f"{kind}_attention" for kind in kinds]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert describe_model(str(tmp_path)).kv_bytes_per_token == (2 * 2 * 16 * 3 if known else None)
+    assert dense_kv_bytes(tmp_path, value_bytes=2) == 2 * 2 * 16 * 3
 
 
 def talk(number: int, prompt: int = 5, answer: int = 6, turns: int = 2) -> dict[str, Any]:
