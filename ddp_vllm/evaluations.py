@@ -153,6 +153,8 @@ class Fidelity(Measured, kw_only=True):
 
     started: str
     model: ModelFacts
+    against: ModelFacts
+    """The dense model."""
     texts: dict[str, Quality]
     bits: dict[str, Bits] = msgspec.field(default_factory=dict)
     """By text, instead of `texts` if the models have different tokens."""

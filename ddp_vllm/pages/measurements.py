@@ -153,17 +153,19 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     names = [folder.resolve().name for folder in folders]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
-    dense = dense or _common_dense(folders)
+    origins = [Provenance.of(local_provenance(folder / MASKS_FILE)).dense_model for folder in folders]
+    dense = dense or _common_dense(origins)
     nearby = [*folders]
     if dense:
         nearby.append(Path(dense) if Path(dense).is_dir() else default_output(dense))
     files = _read_files(nearby, results)
     notes: Notes = []
+    facts = _facts_of(dense) if dense else None
     pruned = tuple(
-        _as_compared(_pruned_model(folder, history, files, notes), dense, notes)
-        for folder, history in zip(folders, histories, strict=True)
+        _as_compared(_pruned_model(folder, history, files, facts, notes), origin, facts, notes)
+        for folder, history, origin in zip(folders, histories, origins, strict=True)
     )
-    return Comparison(dense=_dense_model(dense, files, pruned, notes), pruned=pruned, notes=[*dict.fromkeys(notes)])
+    return Comparison(dense=_dense_model(facts, files, pruned, notes), pruned=pruned, notes=[*dict.fromkeys(notes)])
 
 
 def _history(folder: Path) -> Provenance:
@@ -172,11 +174,10 @@ def _history(folder: Path) -> Provenance:
     return history if history.trimmed and not is_pruned(folder) else read_checkpoint(folder).history
 
 
-def _common_dense(folders: Sequence[Path]) -> str | None:
+def _common_dense(origins: Sequence[str]) -> str | None:
     """Return the model that all folders were made from, as the first one names it. Raises:
     SettingError."""
-    provenances = [local_provenance(folder / MASKS_FILE) for folder in folders]
-    parents = [dense for provenance in provenances if (dense := Provenance.of(provenance).dense_model)]
+    parents = [*filter(None, origins)]
     if len(different := sorted(set(map(identify, parents)))) > 1:
         raise SettingError(
             f"the folders were made from different models ({', '.join(different)}); compare those of one model, or "
@@ -217,7 +218,16 @@ def _read_file(path: Path) -> Results | None:
     return undamaged(content, kind, path) if kind else None
 
 
-def _pruned_model(folder: Path, history: Provenance, files: Sequence[Results], notes: Notes) -> Model:
+def _facts_of(dense: str) -> ModelFacts:
+    try:
+        return describe_model(dense)
+    except ModelError:  # a folder of another machine
+        return ModelFacts(model=identify(dense), name=bare_name(dense), pruned=False)
+
+
+def _pruned_model(
+    folder: Path, history: Provenance, files: Sequence[Results], dense: ModelFacts | None, notes: Notes
+) -> Model:
     """Return a pruned model with its measurements, and add notes on missing ones."""
     facts, latency = describe_model(str(folder)), history.latency
     evaluation = _best_evaluation(files, facts, notes)
@@ -230,7 +240,7 @@ def _pruned_model(folder: Path, history: Provenance, files: Sequence[Results], n
         notes.append(f"{facts.name} was not measured; ddp-vllm bench sharegpt does that")
     texts, bits = dict[str, Quality](), dict[str, Bits]()
     for fidelity in sorted(_of(Fidelity, files), key=lambda fidelity: fidelity.started):
-        if _is_same(fidelity.model, facts, notes):
+        if _is_same(fidelity.model, facts, notes) and _may_be_same(fidelity.against, dense):
             texts |= fidelity.texts
             bits |= fidelity.bits
     if evaluation is None:
@@ -247,17 +257,25 @@ def _pruned_model(folder: Path, history: Provenance, files: Sequence[Results], n
     )
 
 
-def _as_compared(model: Model, dense: str | None, notes: Notes) -> Model:
-    """Return a model with those results on text that compare it with this dense model, which may be
-    another one than it was pruned from, as before the vocabulary was trimmed."""
+def _as_compared(model: Model, origin: str, dense: ModelFacts | None, notes: Notes) -> Model:
+    """Return a model with those results that compare it with this dense model.
+
+    origin: the model that it was made from, which may be another one, as before the vocabulary was
+        trimmed; "" if it is unknown.
+    """
+    if origin and not _may_be_same(_facts_of(origin), dense):
+        notes.append(f"{model.name} was made from {origin}, so the figures of its own pages are left out")
+        model = replace(model, quality=None, predicted=None)
     differing = ""
     with suppress(ModelError):  # a folder of another machine
-        differing = tokens_differ(dense, model.facts.model) if dense and known_folder(dense) else ""
+        differing = tokens_differ(dense.model, model.facts.model) if dense and known_folder(dense.model) else ""
     if not differing:
         return replace(model, bits={})
-    missing = "" if model.bits else f"; ddp-vllm eval {model.name} --against {dense} --text FILE does that"
+    missing = (
+        "" if model.bits else f"; ddp-vllm eval {model.name} --against {dense and dense.model} --text FILE does that"
+    )
     notes.append(f"{differing}, so {model.name} is compared by bits per byte{missing}")
-    return replace(model, quality=None, predicted=None, texts={})
+    return replace(model, texts={})
 
 
 def _of(kind: type[Kind], files: Iterable[Results]) -> list[Kind]:
@@ -274,6 +292,11 @@ def _is_same(model: ModelFacts, facts: ModelFacts, notes: Notes) -> bool:
     return model.id == facts.id
 
 
+def _may_be_same(dense: ModelFacts, other: ModelFacts | None) -> bool:
+    """Tell whether two models are not known to be different ones: by their ids, if both are here."""
+    return not (other and other.id and dense.id) or dense.id == other.id
+
+
 def _best_evaluation(files: Iterable[Results], facts: ModelFacts, notes: Notes) -> Evaluation | None:
     """Return the evaluation of a model with the most tasks, then the most questions, then the
     latest date."""
@@ -281,17 +304,16 @@ def _best_evaluation(files: Iterable[Results], facts: ModelFacts, notes: Notes) 
     return max(of_model, key=lambda one: (len(one.results), one.questions, one.date or 0), default=None)
 
 
-def _dense_model(dense: str | None, files: Sequence[Results], pruned: Sequence[Model], notes: Notes) -> Model | None:
+def _dense_model(
+    facts: ModelFacts | None, files: Sequence[Results], pruned: Sequence[Model], notes: Notes
+) -> Model | None:
     """Return the dense model, with the evaluation that asked the same questions as the pruned
     ones'."""
     baselines = [bench.models[0] for bench in _of(Bench, files)]
-    dense = dense or next((model.model for model in baselines), None)
-    if dense is None:
+    facts = facts or next((_facts_of(model.model) for model in baselines), None)
+    if facts is None:
         return None
-    try:
-        facts = describe_model(dense)
-    except ModelError:  # a folder of another machine
-        facts = ModelFacts(model=identify(dense), name=bare_name(dense), pruned=False)
+    dense = facts.model
     if facts.pruned:
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
     for model in pruned:

@@ -165,7 +165,7 @@ def _checked(folder: Path) -> Json:
 def _usual_vocab_size(folder: Path) -> int | None:
     """Return the number of tokens of the class, which config.json need not state, as that of Gemma 3 with images."""
     try:
-        usual: int | None = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        usual: int | None = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config().vocab_size
     except (OSError, ValueError, AttributeError):
         return None
     return usual

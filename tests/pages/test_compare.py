@@ -360,23 +360,31 @@ def test_damaged_results_are_one_line(pruned: Path, tmp_path: Path) -> None:
         assert_refused(invoke("compare", pruned, "-o", tmp_path / "page.html"), 4, "sharegpt.json", "is damaged")
 
 
-def test_a_model_of_unknown_perplexity_is_within_no_tolerance(tmp_path: Path) -> None:
-    pruned = write_pruned(tmp_path / "half", "owner/dense")
-    words = ["compare", pruned, "--tolerance", "1.1", "--overwrite", "-o", tmp_path / "page.md"]
+def test_a_tolerance_judges_the_worst_text_until_held_out_text_is_known(tmp_path: Path) -> None:
+    """Text on which another model stood in for the dense one says nothing, and neither do figures of its own pages."""
+    dense, other = write_dense(tmp_path / "base"), write_dense(tmp_path / "other")
+    edit_json(other / "config.json", rms_norm_eps=1e-3)  # so it is another model
+    pruned = write_pruned(tmp_path / "half", dense)
+    words = ["compare", pruned, "--dense", dense, "--tolerance", "1.1", "--overwrite", "-o", tmp_path / "page.md"]
     result = invoke(*words)
     assert result.exit_code == 9 and "none has a known perplexity of at most 1.1 times" in result.stderr
-    assert result.stderr.endswith("; measure half with ddp-vllm eval FOLDER --against owner/dense --text FILE\n")
-    texts = dict[str, Any]()
-    for text, loss in (("chats", 0.05), ("prose", 0.08)):  # the worse one counts
+    assert result.stderr.endswith(f"; measure half with ddp-vllm eval FOLDER --against {dense} --text FILE\n")
+    assert (tmp_path / "page.html").exists() and (tmp_path / "page.md").exists()
+    facts = {"format": FIDELITY_FORMAT, "started": "2026", "model": describe_model(str(pruned)).to_json(), **MACHINE}
+    for text, loss, against in (("chats", 0.05, dense), ("prose", 0.08, dense), ("poems", 0.5, other)):
         losses = {"dense": [3.0, 3.1], "pruned": [3.0 + loss, 3.1 + loss]}
-        texts[text] = {"dense": 20.0, "pruned": 21.0, "tokens": 48, "block_losses": losses}
-    content = {"format": FIDELITY_FORMAT, "started": "2026", "model": describe_model(str(pruned)).to_json(), **MACHINE}
-    (pruned / "text.json").write_text(json.dumps(content | {"texts": texts}))
+        quality = {"dense": 20.0, "pruned": 21.0, "tokens": 48, "block_losses": losses}
+        content = facts | {"against": describe_model(str(against)).to_json(), "texts": {text: quality}}
+        (pruned / f"{text}.json").write_text(json.dumps(content))
     chosen = passed(invoke(*words)).output
     assert "within 1.1 times: half: perplexity 1.0833× [1.0833, 1.0833] the dense model's on prose" in chosen
-    words[3] = "1.07"
+    words[5] = "1.07"
     assert invoke(*words).stderr.endswith("; train for longer with ddp-vllm recover, or remove less\n")
-    assert (tmp_path / "page.html").exists() and (tmp_path / "page.md").exists()
+    quality = {"dense": 20.0, "pruned": 20.0, "tokens": 48, "block_losses": {"dense": [3.0], "pruned": [3.0]}}
+    write_masks(pruned, {}, {"recipe": {"model": str(dense)}, "perplexity": quality})
+    assert "half: held-out perplexity 1.0" in passed(invoke(*words)).output
+    compared = collect([pruned], dense=str(other))
+    assert compared.pruned[0].heldout is None and f"half was made from {dense}" in " ".join(compared.notes)
 
 
 def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
@@ -436,6 +444,7 @@ def test_a_model_that_was_evaluated_on_text_is_not_said_to_be_unmeasured(dense: 
     quality = {"dense": 9.0, "pruned": 9.9, "tokens": 64, "agreement": {"pruned": {"kl": 0.1, "top1": 0.8}}}
     quality["block_losses"] = {"dense": [2.1, 2.2], "pruned": [2.2, 2.3]}
     text = {"format": "ddp-vllm eval text 1", "started": "2026", "model": describe_model(str(folder)).to_json()}
+    text["against"] = describe_model(str(dense)).to_json()
     (folder / "eval").mkdir()
     (folder / "eval" / "text.json").write_text(json.dumps(text | MACHINE | {"texts": {"chats.jsonl": quality}}))
     comparison = collect([folder])

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from ddp_prune.core.decoder import checkpoint_layers, lent
 from ddp_prune.core.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 from ddp_prune.text.templates import ChatTemplate, Rendered, leading_bos
-from ddp_vllm.intervals import mean_loss
+from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.proof import MOST_TOKENS, ODD, PROSE, Reference, positions_in
 from ddp_vllm.read_back import logits_of, read_texts
 
@@ -221,7 +221,7 @@ def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> 
         without, after = (negative_log_likelihood(state, head, tokens[1:]) / len(tokens[1:]) for state in states)
         losses.append((without, after))
     gain, error = mean_loss([without - after for without, after in losses])
-    if gain < max(BOS_GAIN, 2 * (error or 0.0)):
+    if gain < max(BOS_GAIN, t_quantile(len(losses) - 1) * (error or 0.0)):
         return ""
     without, after = (perplexity_of(values) for values in zip(*losses, strict=True))
     token = tokenizer.convert_ids_to_tokens(bos)
