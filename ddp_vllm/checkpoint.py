@@ -177,6 +177,11 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     provenance = read_provenance(folder / MASKS_FILE)
     try:
         if not isinstance(config, dict) or not is_pruned_config(config):
+            if "trimmed" in provenance and not dense:
+                raise CheckpointError(
+                    f"{folder} is trimmed, not pruned: a stock model, whose README.md and report.html state what that "
+                    "cost; hf upload publishes it, and prune prunes it"
+                )
             if not isinstance(config, dict) or not dense:
                 raise CheckpointError(
                     f"{folder} is not a pruned checkpoint: its config.json has neither ddp_layers nor {METHOD}; prune "

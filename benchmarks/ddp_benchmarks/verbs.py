@@ -258,7 +258,8 @@ def _print_bits(results: Mapping[str, Any], values: Mapping[str, Any]) -> Iterat
 
 
 def _as_json(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-    return results["text"] | (results["tasks"] or [{}])[-1]
+    evaluated = results["tasks"] or [{}]
+    return results["text"] | evaluated[-1] | ({"dense": evaluated[0]} if len(evaluated) > 1 else {})
 
 
 @command("eval", settings=EvalSettings, show=_print_quality, as_json=_as_json, has_quiet=True)

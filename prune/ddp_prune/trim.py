@@ -41,7 +41,7 @@ from ddp_prune.text.vocabulary import (
 from ddp_vllm import read_back as reading
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.costs import TABLE, numbers_read
-from ddp_vllm.dimensions import text_config
+from ddp_vllm.dimensions import is_copied_head, text_config
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.families import check_dense
 from ddp_vllm.masks import MASKS_FILE, Trimmed
@@ -127,7 +127,7 @@ def trim(
     with atomic_folder(output, overwrite=overwrite) as writing:
         write_model_files(writing, folder, trimmed_config(config, new_ids))
         _write_settings(writing, trimmed_document(document, new_ids), new_ids, tokenizer_class(tokenizer))
-        write_weights(_trimmed_tensors(folder, table, rows), writing)
+        write_weights(_trimmed_tensors(folder, config, table, rows), writing)
         if proof:
             print_line("comparing tokens and logits with the dense model's, in fresh processes")
         proved = _prove(writing, (model, folder), texts, new_ids, num_rows) if proof else {}
@@ -247,10 +247,13 @@ def _write_settings(folder: Path, document: Json, new_ids: Mapping[int, int], cl
         write_json({token: ids[token] for token in read_settings(path) if token in ids}, path)
 
 
-def _trimmed_tensors(folder: Path, table: Sequence[str], rows: Sequence[int]) -> Iterator[tuple[str, Any]]:
-    """Yield all tensors, those of the table with the kept rows."""
+def _trimmed_tensors(
+    folder: Path, config: Json, table: Sequence[str], rows: Sequence[int]
+) -> Iterator[tuple[str, Any]]:
+    """Yield all tensors but a copied head, those of the table with the kept rows."""
     for name, tensor in stored_tensors(folder):
-        yield name, tensor[[row for row in rows if row < len(tensor)]] if name in table else tensor
+        if not is_copied_head(config, name):
+            yield name, tensor[[row for row in rows if row < len(tensor)]] if name in table else tensor
 
 
 def _prove(written: Path, dense: tuple[str, Path], texts: Texts, new_ids: Mapping[int, int], num_rows: int) -> Json:

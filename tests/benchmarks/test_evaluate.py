@@ -56,9 +56,9 @@ def test_local_tasks_count_and_are_compared_with_the_dense_model(
     """With --output nothing is written into either model's folder. Only known tasks are among the mean's."""
     dense = shutil.copytree(tiny, tmp_path / "dense")
     options = ["--tasks", "piqa,riddles,words", "--include-path", tasks, "-o", "out", "--against", dense]
-    result = invoke("eval", halved, *options, "--min-retained", "0.97")
+    result = invoke("eval", halved, *options, "--min-retained", "0.97", "--json")
     assert result.exit_code == 9 and "retains 0 of words" in result.stderr  # the dense model has no right answer
-    printed = result.stdout
+    printed, records = result.stderr, json.loads(result.stdout)
     assert "PIQA" in printed and "riddles" in printed and "exact match" in printed
     assert "50.00 ± 50.00" in printed  # the rows differ in nothing but the answer: one of them is right
     assert "100.0 %" in printed and "cannot tell: between 69.3 points worse and 69.3 better" in printed
@@ -70,6 +70,7 @@ def test_local_tasks_count_and_are_compared_with_the_dense_model(
     assert sorted(results["ddp_vllm"]["answers"].pop("piqa")) == [0.0, 1.0] and not results["ddp_vllm"]["answers"]
     other = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
     assert other["ddp_vllm"]["model"]["model"] == str(dense)
+    assert records["dense"]["results"] == other["results"] and records["results"] == results["results"]
     assert other["ddp_vllm"]["data"] == results["ddp_vllm"]["data"]
     assert not (dense / "eval").exists() and not (halved / "eval").exists()
     assert list((cache / "eval").iterdir()) == []  # no responses of evaluations that ended

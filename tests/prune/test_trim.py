@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import assert_refused, edit_json, invoke, passed
+from safetensors.torch import load_file, save_file
 from seams import cut, open_source, trim_module, vocabulary_module
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import (
@@ -313,6 +314,15 @@ def test_a_trimmed_or_pruned_model_is_refused(
     for folder, words in ((trimmed[0], ("trim model to as many tokens",)), (pruned, ("dense", "first"))):
         refused = invoke("trim", folder, "--tokens", 300, "--data", text, "-o", tmp_path / "new", "--no-proof")
         assert_refused(refused, 3, *words)
+
+
+def test_an_embedding_that_is_stored_as_the_head_too_is_written_once(dense: Path, text: Path, tmp_path: Path) -> None:
+    folder = edited(dense, tmp_path / "model", "config.json", tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    passed(invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    assert load_file(tmp_path / "new" / "model.safetensors").keys() == weights.keys() - {"lm_head.weight"}
+    assert_refused(invoke("inspect", tmp_path / "new"), 7, "new is trimmed, not pruned", "report.html")
 
 
 def test_ids_that_a_generation_config_weights_or_forces(dense: Path, text: Path, tmp_path: Path) -> None:
