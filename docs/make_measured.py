@@ -192,7 +192,7 @@ def draw_sizes(axes: Axes, *, model: str, suffix: str) -> None:
     """Draw each size of the table `sizes`: perplexity over the dense model's on each text, over the
     speed."""
     rows, speeds, (_, text, ours, others) = read("sizes", model), read_speeds("sizes", model), COLORS[suffix]
-    sizes = {row: speeds[row] for row in rows if row in speeds and row[0].isdigit()}
+    sizes = {row: speeds[row] for row in rows if row in speeds and row.replace(".", "").isdigit()}
     across = [1.0, *(verdict["ratio"] for verdict in sizes.values())]
     for name, style in zip(next(iter(rows.values()))[0]["texts"], ("-", "--", ":"), strict=True):
         of_text = [rows[row][0]["texts"][name] for row in sizes]

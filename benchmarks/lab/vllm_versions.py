@@ -38,7 +38,7 @@ from scripts import result_line, script_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = ("torchvision", "torchaudio", "torchcodec")
-EXTRAS = ("pytest", "hypothesis", "peft", "hatchling")
+EXTRAS = ("pytest", "peft", "hatchling")
 # folders that use vLLM
 OURS = ("plugins/ddp_plugins", "benchmarks/ddp_benchmarks", "ddp_vllm/remote_code")
 USED = (  # classes that our code uses without importing them, because vLLM passes their objects

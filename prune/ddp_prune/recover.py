@@ -201,8 +201,10 @@ def _phase(metrics: dict[str, float]) -> tuple[str, str]:
 def _results(
     recipe: RecoveryRecipe, run_folder: RunFolder, evaluation: Evaluation, before: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the provenance of a recovery: quality before and after, and how it was trained. before: that of the
-    recovery of which this one goes on."""
+    """Return the provenance of a recovery: quality before and after, and how it was trained.
+
+    before: that of the recovery that this one continues.
+    """
     earlier = [*before.get("earlier", []), {key: before[key] for key in ("tokens", "texts")}] if before else []
     trained_on, *watched = evaluation.texts
     steps = run_folder.metrics.read_text(encoding="utf-8").splitlines()

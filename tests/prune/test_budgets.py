@@ -281,9 +281,9 @@ def test_the_speedup_is_met_by_one_kind_of_blocks(block: str, units: int, tmp_pa
     path = written(tmp_path, mixture=0.01)
     recipe, pool = timed(path, speedup=1.1, prune=BLOCK_NAMES[block])
     kept, times = pool.choose(saliency(pool, 0), all_open(pool)), read_profile(path).times(recipe.workload)
-    whole = {kind: torch.ones(shape, dtype=torch.bool) for kind, shape in {"attn": (4, 4), "mlp": (4, 1024)}.items()}
-    assert [*kept] == [block] and whole[block].shape == kept[block].shape
-    predicted, _, _ = read_profile(path).speedup(kept_widths(whole | kept), recipe.workload)
+    dense = {kind: torch.ones(shape, dtype=torch.bool) for kind, shape in {"attn": (4, 4), "mlp": (4, 1024)}.items()}
+    assert [*kept] == [block] and dense[block].shape == kept[block].shape
+    predicted, _, _ = read_profile(path).speedup(kept_widths(dense | kept), recipe.workload)
     assert 1.1 <= predicted < 1.2 and shown(pool, kept, path, recipe) <= predicted + 1e-9
     most = times.max_speedup([BLOCK_NAMES[block]])
     assert most < times.max_speedup(times.curves)

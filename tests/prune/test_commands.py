@@ -209,11 +209,9 @@ def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, ti
     harmed, sound = run("harmed", "0.1"), run("sound", "1e-5")
     assert re.search(f"perplexity on held-out text of {other}: dense [0-9.]+ → pruned [0-9.]+", sound)
     assert "did harm" not in sound and f"on {tiny_text} training the weights did harm" not in harmed
-    found = re.search(f"on {other} training the weights did harm: perplexity ([0-9.]+), ([0-9.]+) with", harmed)
+    harm = re.search(f"on {other} training the weights did harm: perplexity ([0-9.]+), ([0-9.]+) with", harmed)
     perplexity = read_checkpoint(tmp_path / "harmed").provenance["watched"]["other.txt"]
-    assert (
-        found and float(found[1]) == pytest.approx(perplexity["pruned"], rel=1e-3) and float(found[2]) < float(found[1])
-    )
+    assert harm and float(harm[1]) == pytest.approx(perplexity["pruned"], rel=1e-3) and float(harm[2]) < float(harm[1])
     assert perplexity["dense"] < 20 and perplexity["agreement"]["pruned"]["kl"] >= 0
 
 
