@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.dimensions import Dimensions, dimensions_of, widths_of
+from ddp_vllm.dimensions import EXPERT_COUNT_KEYS, Dimensions, dimensions_of, widths_of
 from ddp_vllm.errors import SettingError, reading
 from ddp_vllm.machine import Hardware, Workload, hardware, versions
 from ddp_vllm.output import make_folder
@@ -42,7 +42,8 @@ FORMAT = "ddp-vllm profile 2"
 NOTICEABLE = 1e-3  # of a step; what layers that differ cost below it is noise
 FRACTIONS = (0.25, 0.5, 0.75)  # timed widths of MLPs and experts, as fractions of the dense width
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-              "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok")  # fmt: skip
+              "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok",
+              *EXPERT_COUNT_KEYS)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

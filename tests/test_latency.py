@@ -119,5 +119,7 @@ def test_a_profile_is_cached_by_the_config_of_its_model(tmp_path: Path) -> None:
     assert profile_of("model", max_position_embeddings=512) != first and len(measured) == 2
     with pytest.raises(SettingError, match=r"hidden_size is 64, here it is 128; .* with ddp-vllm profile$"):
         profile_of("model", hidden_size=128)
+    with pytest.raises(SettingError, match=r"num_experts is 8, here it is 6"):  # whole experts were removed
+        read_profile(written(tmp_path, MIXTURE)).check_fits(MIXTURE | {"num_experts": 6}, {})
     with pytest.raises(SettingError, match=r"cpu is a CPU, here it is .* or pass --other-machine"):
         profile_of("model", other_machine=False)
