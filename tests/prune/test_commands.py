@@ -114,6 +114,15 @@ def test_whole_experts_and_then_channels(train: str, tiny_experts: Path, tiny_te
     ragged = read_checkpoint(tmp_path / "channels")
     widths = [layer.expert_intermediate_sizes for layer in ragged.layers]
     assert not ragged.is_stock and [len(row or ()) for row in widths] == [3, 3] and len({*widths[0], *widths[1]}) > 2
+    card = (tmp_path / "channels" / "README.md").read_text()
+    assert "all figures compare with recovered, which has 3 of 5 experts per layer" in card
+    gates = torch.ones(2, 3, 32)
+    gates[:, 1] = 0  # a second time, and then channels
+    seams.cut(seams.open_source(str(tmp_path / "recovered")), {"experts": gates}, tmp_path / "fewer", "expert")
+    assert read_checkpoint(tmp_path / "fewer").history.fewer_experts == (5, 3)
+    source = seams.open_source(str(tmp_path / "fewer"))
+    twice = seams.cut(source, seams.random_gates(source), tmp_path / "twice")
+    assert twice.history.fewer_experts == (5, 2)
 
 
 @pytest.mark.parametrize(
