@@ -249,8 +249,8 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
             left = model_cost - pool.total + pool.kept
             share = 1 - left / model_cost
             lines = [
-                f"removed: {least}{1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {share:.1%} of the model: "
-                f"{model_cost:,.0f} → {most}{left:,.0f} per token"
+                f"removed: {least}{1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {share:.1%} of the "
+                f"model: {model_cost:,.0f} → {most}{left:,.0f} per token"
             ]
         return share, [*lines, "parameters: how many are removed depends on which units the search removes"]
     model_cost = whole_model("params", config, layers, source.shapes, recipe.context_length)
