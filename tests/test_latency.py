@@ -94,6 +94,11 @@ def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
     path.write_text("{")
     with pytest.raises(SettingError, match="cannot be read"):
         read_profile(path)
+    for shape, left in (("mlp 512", 1), ("attention 2", 0), ("mixed", 0)):
+        rows = [row for row in content["times"] if row["shape"] != shape or row["round"] < left]
+        path.write_text(json.dumps(content | {"times": rows}))
+        with pytest.raises(SettingError, match="rounds, not as many of each of mlp 0, mlp 256, mlp 512"):
+            read_profile(path)
     for value in (-1.0, 0, "fast", float("nan")):
         content["times"][3]["cells"][0]["decode"] = value
         path.write_text(json.dumps(content))

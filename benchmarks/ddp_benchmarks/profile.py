@@ -111,8 +111,8 @@ def _resumed(
     new = json.loads(json.dumps(new))
     try:
         saved = json.loads(output.read_text(encoding="utf-8"))
-        same = all(saved[key] == new[key] for key in ("format", "settings", "config", "versions", "shapes"))
-        if same and not saved["complete"] and saved["hardware"]["cpu"] == new["hardware"]["cpu"]:
+        same = ("format", "settings", "config", "hardware", "versions", "shapes")
+        if all(saved[key] == new[key] for key in same) and not saved["complete"]:
             return dict(saved)
     except (OSError, ValueError, KeyError, TypeError):
         pass

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from commands import invoke, passed, write_lines
+from commands import edit_json, invoke, passed, write_lines
 from latency_profiles import MIXTURE, written
 from safetensors.torch import load_file
 
@@ -19,7 +19,7 @@ from ddp_benchmarks import profile, side_by_side, verbs
 from ddp_benchmarks.profile import ProfileSettings, run_profile
 from ddp_vllm.checkpoint import read_config, read_stock_config
 from ddp_vllm.dimensions import widths_of
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import OutputError, SettingError
 from ddp_vllm.latency import Workload, read_profile, shapes_of
 from ddp_vllm.remote_code.widths import LayerWidths
 
@@ -112,6 +112,10 @@ def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch:
         run_profile(settings, output, overwrite=False, print_line=interrupt)
     first = json.loads(output.read_text())
     assert not first["complete"] and [run["shape"] for run in first["times"]] == ["mlp 0"] * 2
+    gpus = first["hardware"] | {"gpus": ["another"]}
+    elsewhere = edit_json(Path(shutil.copy(output, tmp_path / "elsewhere.json")), hardware=gpus)
+    with pytest.raises(OutputError, match="--overwrite"):  # with the same processor
+        run_profile(settings, elsewhere, overwrite=False, print_line=lines.append)
     run_profile(settings, output, overwrite=False, print_line=lines.append)
     start = "starting the engine of the dense model"
     assert lines == [start, "1 of 2: mlp 0", "2 of 2: attention 0", start, "2 of 2: attention 0"]
