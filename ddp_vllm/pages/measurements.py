@@ -314,7 +314,8 @@ def _dense_model(
     if facts is None:
         return None
     dense = facts.model
-    if facts.pruned:
+    # one without whole experts is the dense model of those that are made from it
+    if facts.pruned and not read_checkpoint(Path(dense)).is_stock:
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
     for model in pruned:
         if note := unrelated(dense, model.facts.model):

@@ -116,6 +116,8 @@ def test_whole_experts_and_then_channels(train: str, tiny_experts: Path, tiny_te
     assert not ragged.is_stock and [len(row or ()) for row in widths] == [3, 3] and len({*widths[0], *widths[1]}) > 2
     card = (tmp_path / "channels" / "README.md").read_text()
     assert "all figures compare with recovered, which has 3 of 5 experts per layer" in card
+    compared = passed(invoke("compare", tmp_path / "channels", "-o", tmp_path / "page.html")).stdout
+    assert "recovered (dense)" in compared and "held-out perplexity" in compared
     gates = torch.ones(2, 3, 32)
     gates[:, 1] = 0  # a second time, and then channels
     seams.cut(seams.open_source(str(tmp_path / "recovered")), {"experts": gates}, tmp_path / "fewer", "expert")
