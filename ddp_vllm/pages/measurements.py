@@ -268,6 +268,9 @@ def _as_compared(model: Model, origin: str, dense: ModelFacts | None, notes: Not
     if origin and not _may_be_same(_facts_of(origin), dense):
         notes.append(f"{model.name} was made from {origin}, so the figures of its own pages are left out")
         model = replace(model, quality=None, predicted=None)
+    if model.facts.pruned and read_checkpoint(Path(model.facts.model)).widths.is_quantized:
+        notes.append(f"the figures of {model.name}'s own pages were measured before quantization and are left out")
+        model = replace(model, quality=None, predicted=None)
     differing = ""
     with suppress(ModelError):  # a folder of another machine
         differing = tokens_differ(dense.model, model.facts.model) if dense and known_folder(dense.model) else ""

@@ -103,6 +103,8 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
         speed = with_interval(latency.speedup, latency.low, latency.high)
         yield "predicted", f"{speed} the dense model's speed ({latency.workload}; {latency.place})"
     yield "weights", weight_training(provenance)
+    if checkpoint.widths.is_quantized:
+        yield QUANTIZED
     if trimmed := provenance.trimmed:
         before, after = trimmed.tokens
         note = f"all figures compare with the dense model after its tokens were trimmed from {before:,} to {after:,}"
@@ -168,8 +170,6 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     if checkpoint.widths.is_family:
         devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
         yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
-        if "quantization_config" in checkpoint.config:
-            yield QUANTIZED
     yield from (("note", note) for note in routing_notes(checkpoint))
 
 

@@ -387,6 +387,10 @@ def test_a_tolerance_judges_the_worst_text_until_held_out_text_is_known(tmp_path
     assert "half: held-out perplexity 1.0" in passed(invoke(*words)).output
     compared = collect([pruned], dense=str(other))
     assert compared.pruned[0].heldout is None and f"half was made from {dense}" in " ".join(compared.notes)
+    edit_json(pruned / "config.json", quantization_config={"quant_method": "compressed-tensors"})
+    compared = collect([pruned], dense=str(dense))
+    assert compared.pruned[0].heldout is None
+    assert "the figures of half's own pages were measured before quantization and are left out" in compared.notes
 
 
 def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
