@@ -151,6 +151,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def read_stock_config(folder: Path) -> dict[str, Any]:
+    """Return the config of a model to prune or to profile: one without whole experts is a dense model of the experts
+    that it has. Raises: as `read_config`."""
+    return {key: value for key, value in read_config(folder).items() if key != METHOD}
+
+
 def check_whole(folder: Path) -> None:
     """Refuse a LoRA adapter, alone or with the weights of its model: transformers adds it to them
     when it loads them, vLLM does not. Raises: CheckpointError."""

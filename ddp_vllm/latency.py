@@ -18,6 +18,7 @@ too, and what it takes longer than predicted is charged to each further number o
 import hashlib
 import json
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,21 +29,22 @@ import msgspec
 from msgspec import Meta
 
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.dimensions import Dimensions, dimensions_of, widths_of
+from ddp_vllm.dimensions import EXPERT_COUNT_KEYS, Dimensions, dimensions_of, widths_of
 from ddp_vllm.errors import SettingError, reading
 from ddp_vllm.machine import Hardware, Workload, hardware, versions
 from ddp_vllm.output import make_folder
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
-from ddp_vllm.schema import checked
+from ddp_vllm.schema import SchemaError, checked
 from ddp_vllm.tensor_parallel import CPU_CHANNEL_BLOCK, EXPERT_BLOCK
 
 FORMAT = "ddp-vllm profile 2"
 NOTICEABLE = 1e-3  # of a step; what layers that differ cost below it is noise
 FRACTIONS = (0.25, 0.5, 0.75)  # timed widths of MLPs and experts, as fractions of the dense width
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-              "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok")  # fmt: skip
+              "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok",
+              *EXPERT_COUNT_KEYS)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,10 +240,16 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
     multiple: Size
     config: dict[str, Any]
     """Of the dense model."""
+    shapes: list[str]
     runs: list[ShapeRun]
     hardware: dict[str, Any]
     versions: dict[str, str]
     path: Path = Path()
+
+    def __post_init__(self) -> None:
+        rounds = Counter(run.shape for run in self.runs)
+        if rounds.keys() != {*self.shapes} or len({*rounds.values()}) > 1:
+            raise SchemaError(f"it has {dict(rounds)} rounds, not as many of each of {', '.join(self.shapes)}")
 
     def check_fits(self, config: Mapping[str, Any], hardware: Mapping[str, Any]) -> None:
         """Refuse a profile of a model with other dimensions, or of other hardware. Raises:

@@ -164,6 +164,8 @@ class Provenance(Training, kw_only=True):
     run_id: str = ""
     converted: _Converted | None = None
     trimmed: Trimmed | None = None
+    fewer_experts: tuple[Count, Count] | None = None
+    """Experts per layer of the first dense model and of the one that was pruned, if whole ones were removed before."""
     perplexity: Quality | None = None
     routing: _Routing = field(default_factory=_Routing)
     latency: Latency | None = None

@@ -26,7 +26,7 @@ PATHS = ("model", "teacher", "data", "watch", "profile")
 def header_of(provenance: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Return what a masks file states: provenance with names in place of paths, and a number of its own, by which
     folders that were made alike from models of one name do not share their paths."""
-    return {"ddp_vllm": __version__, **more, **_renamed(provenance, bare_name), "file_id": secrets.token_hex(8)}
+    return {**_renamed(provenance, bare_name), "ddp_vllm": __version__, **more, "file_id": secrets.token_hex(8)}
 
 
 def _renamed(provenance: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
@@ -76,12 +76,6 @@ def provenance_of(folder: Path) -> dict[str, Any]:
         return read_provenance(folder / MASKS_FILE)
     except CheckpointError:
         return {}
-
-
-def trimmed_entry(folder: Path) -> dict[str, Any]:
-    """Return the entry on a trimmed vocabulary, for models that are made from the one in this folder;
-    {} if it was not trimmed."""
-    return {name: value for name, value in provenance_of(folder).items() if name == "trimmed"}
 
 
 def _paths_file(masks: Path) -> Path:

@@ -6,6 +6,7 @@ Tests take names from here. A dense model is opened (`open_source`), given gates
 
 # ruff: noqa: F401  # imported for the tests
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from click.testing import Result
 from ddp_prune import devices, jobs, plan, resolve, verbs
 from ddp_prune import export as export_module
 from ddp_prune import fit as fit_module
+from ddp_prune import quantize as quantize_module
 from ddp_prune import trim as trim_module
 from ddp_prune.core import batches as batches_module
 from ddp_prune.core import experts as experts_module
@@ -202,6 +204,18 @@ def die_at(number: int, run: Callable[[], Result], trainer: Any = Trainer) -> Re
         result = run()
     assert result.exit_code == 130, result.output
     return result
+
+
+def leave_unquantized(patch: pytest.MonkeyPatch) -> None:
+    """Let `quantize` write weights as they are, for what it does besides, without llm-compressor."""
+
+    def compress(checkpoint: Checkpoint, scheme: str, work: Path, **_: Any) -> None:
+        for file in weight_files(checkpoint.folder):
+            shutil.copy(file, work)
+        (work / "config.json").write_text('{"quantization_config": {"quant_method": "compressed-tensors"}}')
+
+    patch.setattr(quantize_module, "_compress", compress)
+    patch.setattr(quantize_module, "find_spec", lambda _: True)
 
 
 def out_of_memory(*_: object, **__: object) -> None:

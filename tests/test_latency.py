@@ -94,6 +94,11 @@ def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
     path.write_text("{")
     with pytest.raises(SettingError, match="cannot be read"):
         read_profile(path)
+    for shape, left in (("mlp 512", 1), ("attention 2", 0), ("mixed", 0)):
+        rows = [row for row in content["times"] if row["shape"] != shape or row["round"] < left]
+        path.write_text(json.dumps(content | {"times": rows}))
+        with pytest.raises(SettingError, match="rounds, not as many of each of mlp 0, mlp 256, mlp 512"):
+            read_profile(path)
     for value in (-1.0, 0, "fast", float("nan")):
         content["times"][3]["cells"][0]["decode"] = value
         path.write_text(json.dumps(content))
@@ -119,5 +124,7 @@ def test_a_profile_is_cached_by_the_config_of_its_model(tmp_path: Path) -> None:
     assert profile_of("model", max_position_embeddings=512) != first and len(measured) == 2
     with pytest.raises(SettingError, match=r"hidden_size is 64, here it is 128; .* with ddp-vllm profile$"):
         profile_of("model", hidden_size=128)
+    with pytest.raises(SettingError, match=r"num_experts is 8, here it is 6"):  # whole experts were removed
+        read_profile(written(tmp_path, MIXTURE)).check_fits(MIXTURE | {"num_experts": 6}, {})
     with pytest.raises(SettingError, match=r"cpu is a CPU, here it is .* or pass --other-machine"):
         profile_of("model", other_machine=False)

@@ -17,7 +17,7 @@ from typing import Any
 from ddp_benchmarks.engine import vllm_command
 from ddp_benchmarks.protocol import check_engine_arguments
 from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
-from ddp_vllm.checkpoint import read_config
+from ddp_vllm.checkpoint import read_stock_config
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.families import check_supported, code_of, pruned_config
@@ -61,7 +61,7 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, pri
     """
     vllm_command()
     folder = local_folder(settings.model) or _downloaded(settings.model)
-    config = read_config(folder)
+    config = read_stock_config(folder)
     check_supported(config)
     shapes = shapes_of(config)
     results = _resumed(settings, config, shapes, output, overwrite=overwrite)
@@ -111,8 +111,8 @@ def _resumed(
     new = json.loads(json.dumps(new))
     try:
         saved = json.loads(output.read_text(encoding="utf-8"))
-        same = all(saved[key] == new[key] for key in ("format", "settings", "config", "versions", "shapes"))
-        if same and not saved["complete"] and saved["hardware"]["cpu"] == new["hardware"]["cpu"]:
+        same = ("format", "settings", "config", "hardware", "versions", "shapes")
+        if all(saved[key] == new[key] for key in same) and not saved["complete"]:
             return dict(saved)
     except (OSError, ValueError, KeyError, TypeError):
         pass

@@ -15,7 +15,7 @@ from ddp_vllm.masks import Trimmed
 from ddp_vllm.names import bare_name, is_hub_name
 from ddp_vllm.output import write_text
 from ddp_vllm.pages.page import REPORT_FILE, Page, to_html, to_markdown
-from ddp_vllm.pages.summary import dense_name, lead, sections, trimming
+from ddp_vllm.pages.summary import QUANTIZED, dense_name, lead, sections, trimming
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import states_widths
 
@@ -114,11 +114,12 @@ def model_card(
     return f"---\n{data.to_yaml()}\n---\n\n{text}"
 
 
-def write_trimmed_pages(folder: Path, name: str, trimmed: Trimmed) -> None:
+def write_trimmed_pages(folder: Path, name: str, trimmed: Trimmed, *, is_quantized: bool = False) -> None:
     """Write the model card and the report of a model with a smaller vocabulary into `folder`, which will
     have this name."""
+    statements = [*trimming(trimmed), *[QUANTIZED] * is_quantized]
     title = f"{trimmed.name}, trimmed: {name}"
-    page = Page(title=title, lead=[*trimming(trimmed)], sections=[], footer=[f"ddp-vllm {__version__} measured it."])
+    page = Page(title=title, lead=statements, sections=[], footer=[f"ddp-vllm {__version__} measured it."])
     data = ModelCardData(library_name="transformers", tags=["ddp", "vllm"], pipeline_tag="text-generation")
     text = TRIMMED.format(name=name, source=trimmed.name, quoted=quote(name), statements=to_markdown(page))
     (folder / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n{text}", encoding="utf-8")

@@ -147,20 +147,22 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     """Gather everything about the pruned or trimmed models in `folders` and their dense model.
 
     Raises: CheckpointError if a folder is neither; SettingError if they come from
-        different models; TextError if a passed file is not a results file.
+        different models; ModelError if the passed dense one is none; TextError if a passed file is not a results
+        file.
     """
     histories = [_history(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
     origins = [Provenance.of(local_provenance(folder / MASKS_FILE)).dense_model for folder in folders]
+    facts = describe_model(dense) if dense else None
     dense = dense or _common_dense(origins)
     nearby = [*folders]
     if dense:
         nearby.append(Path(dense) if Path(dense).is_dir() else default_output(dense))
     files = _read_files(nearby, results)
     notes: Notes = []
-    facts = _facts_of(dense) if dense else None
+    facts = facts or (_facts_of(dense) if dense else None)
     pruned = tuple(
         _as_compared(_pruned_model(folder, history, files, facts, notes), origin, facts, notes)
         for folder, history, origin in zip(folders, histories, origins, strict=True)
@@ -266,6 +268,9 @@ def _as_compared(model: Model, origin: str, dense: ModelFacts | None, notes: Not
     if origin and not _may_be_same(_facts_of(origin), dense):
         notes.append(f"{model.name} was made from {origin}, so the figures of its own pages are left out")
         model = replace(model, quality=None, predicted=None)
+    if model.facts.pruned and read_checkpoint(Path(model.facts.model)).widths.is_quantized:
+        notes.append(f"the figures of {model.name}'s own pages were measured before quantization and are left out")
+        model = replace(model, quality=None, predicted=None)
     differing = ""
     with suppress(ModelError):  # a folder of another machine
         differing = tokens_differ(dense.model, model.facts.model) if dense and known_folder(dense.model) else ""
@@ -314,7 +319,8 @@ def _dense_model(
     if facts is None:
         return None
     dense = facts.model
-    if facts.pruned:
+    # one without whole experts is the dense model of those that are made from it
+    if facts.pruned and not read_checkpoint(Path(dense)).is_stock:
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
     for model in pruned:
         if note := unrelated(dense, model.facts.model):

@@ -35,6 +35,7 @@ MIN_AGREEMENT = Option(
     "Lowest accepted top-1 agreement with the dense model. A model that adapted to a text may have a low perplexity "
     "and other answers.", is_fraction=True, shown="as the verdict",
 )  # fmt: skip
+QUANTIZED = ("quantization", "all figures were measured before quantization")
 LONGER = "text in languages or notations that were not counted becomes longer: it is cut into shorter tokens"
 CONTEXT_LENGTH = 2048  # for counting FLOPs if the recipe has none
 
@@ -102,10 +103,16 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
         speed = with_interval(latency.speedup, latency.low, latency.high)
         yield "predicted", f"{speed} the dense model's speed ({latency.workload}; {latency.place})"
     yield "weights", weight_training(provenance)
+    if checkpoint.widths.is_quantized:
+        yield QUANTIZED
     if trimmed := provenance.trimmed:
         before, after = trimmed.tokens
         note = f"all figures compare with the dense model after its tokens were trimmed from {before:,} to {after:,}"
         yield "vocabulary", f"{note}; what that cost is under Details"
+    if experts := provenance.fewer_experts:
+        before, after = experts
+        note = f"all figures compare with {bare_name(dense_name(checkpoint))}, which has {after} of {before} experts"
+        yield "experts", f"{note} per layer; what removing the others cost is stated there"
 
 
 def trimming(trimmed: Trimmed) -> Iterator[Statement]:
@@ -163,8 +170,6 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     if checkpoint.widths.is_family:
         devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
         yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
-        if "quantization_config" in checkpoint.config:
-            yield "quantization", "all figures were measured before quantization"
     yield from (("note", note) for note in routing_notes(checkpoint))
 
 

@@ -11,6 +11,7 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, LimitError, OutputError, SettingError, echo, line_printer
 from ddp_vllm.families import check_present, code_of
 from ddp_vllm.model_facts import FOUND_BY_NAME
+from ddp_vllm.model_files import WEIGHT_PATTERNS
 from ddp_vllm.output import check_file, write_text
 from ddp_vllm.pages.page import REPORT_FILE
 from ddp_vllm.pages.summary import MIN_AGREEMENT
@@ -183,7 +184,8 @@ def push(
         if revision:  # a commit does not make its branch
             api.create_branch(name, branch=revision, exist_ok=True)
         card = model_card(checkpoint, name.partition("/")[2], name, license_name=license, base_model=base_model)
-        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=names, **branch)
+        earlier = [*FOUND_BY_NAME, "ddp_*", *WEIGHT_PATTERNS]  # of a model that was published there before
+        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=names, delete_patterns=earlier, **branch)
         return api.upload_file(repo_id=name, path_or_fileobj=card.encode(), path_in_repo=CARD, **branch)
     except Exception as error:  # errors of the hub, of the network and of three libraries
         reason = " ".join(str(error).split())[:300]

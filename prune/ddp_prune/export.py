@@ -21,7 +21,7 @@ from ddp_prune.models.source import Source, open_source
 from ddp_prune.run_folder import inputs_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
-from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, is_copied_head, unit_shapes
+from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, is_copied_head, unit_shapes, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import fewer_experts, pruned_config, warn
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
@@ -29,7 +29,7 @@ from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer, s
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Reference, prove
-from ddp_vllm.provenance import header_of, local_provenance, provenance_of, remember, trimmed_entry
+from ddp_vllm.provenance import header_of, local_provenance, provenance_of, remember
 from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 
@@ -81,11 +81,21 @@ def export(
     with atomic_folder(output, overwrite=overwrite) as folder:
         write_model(folder, source.folder, config, sliced_tensors(source, slicer, transform))
         state_tokenizer(source.tokenizer, folder, has_own_type="ddp_layers" in config)
-        proved = {**trimmed_entry(source.folder), **provenance, **prove(folder, reference)}
+        proved = {**_removed_before(source.folder, stock), **provenance, **prove(folder, reference)}
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=proved, scores=scores)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
         return finish(folder, output)
+
+
+def _removed_before(folder: Path, stock: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries on what the dense model lacks already, tokens and whole experts. stock: its config."""
+    entries = {name: value for name, value in provenance_of(folder).items() if name in ("trimmed", "fewer_experts")}
+    if METHOD in stock:
+        widths = widths_of(stock)
+        first, _ = entries.get("fewer_experts", (widths.num_experts, 0))
+        entries["fewer_experts"] = [first, widths.on_disk.num_experts]
+    return entries
 
 
 def sliced_tensors(
@@ -287,7 +297,6 @@ def copy_masks(source: Path, target: Path, provenance: Mapping[str, Any]) -> Non
     has_masks = "converted" not in provenance
     gates, scores = (read_masks(source)[0], read_scores(source)) if has_masks else ({}, {})
     head_unit = str(provenance.get("head_unit", "kv-group"))
-    provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
     write_masks(gates, target, head_unit=head_unit, provenance=provenance, scores=scores)
 
 

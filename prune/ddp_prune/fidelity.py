@@ -188,6 +188,9 @@ def _load_blocks(
         print_line(note)
     evaluated = blocks.loss_mask[:, 1:].any(1)
     if not evaluated.any():
-        raise TextError(f"{name} has no block of {length:,} tokens to evaluate; give more text, or lower --max-length")
+        raise TextError(
+            f"{name} has no block of {length:,} tokens to evaluate, in conversations those of an assistant; give more "
+            "text, or lower --max-length"
+        )
     check_vocabulary(blocks, vocab_size, settings.model)
     return blocks.train[evaluated], blocks.loss_mask[evaluated]

@@ -239,6 +239,7 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
     """Return which share of the whole model is removed, and lines about it and the option that
     removes that share."""
     config, layers = source.config, source.widths.dense_layers
+    least, most = ("at least ", "at most ") if any(pool.is_limit for pool in pools) else ("", "")
     if recipe.budget not in ("units", "params"):
         share: float | None = None
         lines: list[str] = []
@@ -248,15 +249,14 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
             left = model_cost - pool.total + pool.kept
             share = 1 - left / model_cost
             lines = [
-                f"removed: {1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {share:.1%} of the model: "
-                f"{model_cost:,.0f} → {left:,.0f} per token"
+                f"removed: {least}{1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {share:.1%} of the "
+                f"model: {model_cost:,.0f} → {most}{left:,.0f} per token"
             ]
         return share, [*lines, "parameters: how many are removed depends on which units the search removes"]
     model_cost = whole_model("params", config, layers, source.shapes, recipe.context_length)
     prunable = prunable_parameters(source, recipe.context_length)
     total = sum(prunable.values())
     removed = sum((pool.total - pool.kept) * sum(prunable[kind] for kind in pool.shapes) / pool.total for pool in pools)
-    least, most = ("at least ", "at most ") if any(pool.is_limit for pool in pools) else ("", "")
     line = (
         f"removed: {least}{removed / total:.1%} of the prunable parameters = {removed / model_cost:.1%} of the model: "
         f"{short(model_cost)} → {most}{short(model_cost - removed)}"

@@ -10,7 +10,7 @@ import torch
 from ddp_prune.core.budget import LatencyPool, Pool, WholeExpertPool
 from ddp_prune.models.source import Source, check_index, open_source
 from ddp_prune.recipe import Recipe, check_suits
-from ddp_vllm.checkpoint import read_config
+from ddp_vllm.checkpoint import read_stock_config
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.dimensions import (
     BLOCK_NAMES,
@@ -227,7 +227,7 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
     none."""
     if recipe.budget != "latency":
         return None
-    stock = read_config(source.folder)
+    stock = read_stock_config(source.folder)
     has_times = stock["model_type"] in KNOWN
     if not has_times or not {*source.sizes.blocks} <= {*dimensions_of(stock).blocks}:
         raise SettingError(

@@ -24,13 +24,13 @@ from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, DdpError, SettingError
 from ddp_vllm.families import config_of_copy, register_pruned
-from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, Provenance
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.model_files import has_tokenizer, stored_tensors, write_model
 from ddp_vllm.output import atomic_folder, check_output
-from ddp_vllm.pages.card import write_card
+from ddp_vllm.pages.card import write_card, write_trimmed_pages
 from ddp_vllm.proof import Reference, prove
-from ddp_vllm.provenance import local_provenance, trimmed_entry, write_provenance
+from ddp_vllm.provenance import local_provenance, write_provenance
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 from ddp_vllm.remote_code.widths import states_widths
 
@@ -191,11 +191,15 @@ def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path, refer
     quantized = {"quantization_config": read_json(work / "config.json")["quantization_config"]}
     write_model(folder, source, config | quantized, stored_tensors(work))
     proved = prove(folder, reference)
+    provenance = local_provenance(source / MASKS_FILE) | proved
     if not pruned or not (source / MASKS_FILE).exists():
-        write_provenance(folder / MASKS_FILE, trimmed_entry(source) | proved)
+        write_provenance(folder / MASKS_FILE, provenance)
     else:
-        copy_masks(source / MASKS_FILE, folder / MASKS_FILE, local_provenance(source / MASKS_FILE) | proved)
+        copy_masks(source / MASKS_FILE, folder / MASKS_FILE, provenance)
+    for name in (METRICS_FILE, RECOVERY_FILE):
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
     if pruned:
-        if (source / METRICS_FILE).exists():
-            shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
         write_card(folder, output)
+    elif trimmed := Provenance.of(provenance).trimmed:
+        write_trimmed_pages(folder, output.name, trimmed, is_quantized=True)

@@ -18,7 +18,7 @@ from ddp_prune.run import steps_of
 from ddp_prune.run_folder import interrupted_run
 from ddp_prune.settings import FidelitySettings, RecoveryRecipe, TrainingSettings, load_recovery
 from ddp_prune.text.rows import check_sources
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_stock_config
 from ddp_vllm.errors import CheckpointError, SettingError, echo, line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.latency import find_profile
@@ -219,7 +219,7 @@ def _check_model(recipe: Recipe) -> None:
     if source:
         check_suits(recipe, source.with_blocks(recipe.blocks))
         if recipe.profile:
-            stock, elsewhere = read_config(source.folder), recipe.other_machine
+            stock, elsewhere = read_stock_config(source.folder), recipe.other_machine
             find_profile(
                 recipe.profile, source.folder, stock, recipe.workload, ddp_vllm.profile, other_machine=elsewhere
             )

@@ -4,20 +4,22 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from commands import invoke, passed, write_lines
-from latency_profiles import written
+from commands import edit_json, invoke, passed, write_lines
+from latency_profiles import MIXTURE, written
 from safetensors.torch import load_file
 
 import ddp_vllm
 import demo
 from ddp_benchmarks import profile, side_by_side, verbs
 from ddp_benchmarks.profile import ProfileSettings, run_profile
-from ddp_vllm.checkpoint import read_config
-from ddp_vllm.errors import SettingError
+from ddp_vllm.checkpoint import read_config, read_stock_config
+from ddp_vllm.dimensions import widths_of
+from ddp_vllm.errors import OutputError, SettingError
 from ddp_vllm.latency import Workload, read_profile, shapes_of
 from ddp_vllm.remote_code.widths import LayerWidths
 
@@ -110,6 +112,10 @@ def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch:
         run_profile(settings, output, overwrite=False, print_line=interrupt)
     first = json.loads(output.read_text())
     assert not first["complete"] and [run["shape"] for run in first["times"]] == ["mlp 0"] * 2
+    gpus = first["hardware"] | {"gpus": ["another"]}
+    elsewhere = edit_json(Path(shutil.copy(output, tmp_path / "elsewhere.json")), hardware=gpus)
+    with pytest.raises(OutputError, match="--overwrite"):  # with the same processor
+        run_profile(settings, elsewhere, overwrite=False, print_line=lines.append)
     run_profile(settings, output, overwrite=False, print_line=lines.append)
     start = "starting the engine of the dense model"
     assert lines == [start, "1 of 2: mlp 0", "2 of 2: attention 0", start, "2 of 2: attention 0"]
@@ -120,6 +126,19 @@ def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch:
     cells = [{"batch": batch, "context": 32, "decode": 1.0, "prefill": prefill} for batch in (1, 3)]
     assert all(run["cells"] == cells for run in resumed["times"])
     assert all(cell["decode"] == 2.0 for run in resumed["times"] for cell in run["dense"])
+
+
+@pytest.mark.usefixtures("known")
+def test_a_model_without_whole_experts_is_timed_with_the_experts_that_it_has(tmp_path: Path) -> None:
+    dense = widths_of(MIXTURE)
+    kept = replace(dense.dense, expert_intermediate_sizes=(768,) * 6 + (0,) * 2)
+    stated = replace(dense, layers=(kept,) * 4).to_json()
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"num_experts": 6, "ddp_widths": stated}))
+    settings = ProfileSettings(model=str(tmp_path), context_length=(32,), steps=24, rounds=1)
+    run_profile(settings, tmp_path / "machine.json", overwrite=False, print_line=lambda line: None)
+    profile = read_profile(tmp_path / "machine.json")
+    assert profile.times(Workload(phase="decode", batch=8, context=32)).sizes.num_experts == 6
+    profile.check_fits(read_stock_config(tmp_path), {})
 
 
 @pytest.mark.usefixtures("known")

@@ -16,7 +16,7 @@ from commands import assert_refused, edit_json, invoke, passed
 from matplotlib.figure import Figure
 from written_folders import MACHINE, PageReader, write_bench, write_evaluation, write_masks, write_model
 
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.evaluations import FIDELITY_FORMAT, in_points, perplexity_ratio
 from ddp_vllm.intervals import judge, t_quantile
 from ddp_vllm.masks import Provenance, Quality
@@ -134,6 +134,8 @@ def test_models_with_different_parents_are_refused(tmp_path: Path) -> None:
     assert f"b was measured against {other}, not {one}" in notes
     with pytest.raises(SettingError, match="is pruned itself"):
         collect([first], dense=str(second))
+    with pytest.raises(ModelError, match=r"typo is not the folder of a model: it has no config\.json"):
+        collect([first], dense=str(tmp_path / "typo"))
 
 
 def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
@@ -385,6 +387,10 @@ def test_a_tolerance_judges_the_worst_text_until_held_out_text_is_known(tmp_path
     assert "half: held-out perplexity 1.0" in passed(invoke(*words)).output
     compared = collect([pruned], dense=str(other))
     assert compared.pruned[0].heldout is None and f"half was made from {dense}" in " ".join(compared.notes)
+    edit_json(pruned / "config.json", quantization_config={"quant_method": "compressed-tensors"})
+    compared = collect([pruned], dense=str(dense))
+    assert compared.pruned[0].heldout is None
+    assert "the figures of half's own pages were measured before quantization and are left out" in compared.notes
 
 
 def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:

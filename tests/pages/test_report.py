@@ -240,6 +240,9 @@ def test_what_arrives_is_whole_and_says_how_to_load_it(tiny: Path, hub: Mock) ->
     here = {str(path.relative_to(tiny)) for path in tiny.rglob("*") if path.is_file()}
     assert {*filter_repo_objects(here, allow_patterns=folder["allow_patterns"])} == here - {"README.md", *local}
     assert {*sent, "config.json", "model.safetensors"} <= here
+    earlier = {"model-00001-of-00002.safetensors", "chat_template.jinja", "ddp_recovery.jsonl"}  # of a model before
+    there = earlier | {"LICENSE", "README.md", "picture.png"}
+    assert {*filter_repo_objects(there, allow_patterns=folder["delete_patterns"])} == earlier
     text = card["path_or_fileobj"].decode()
     assert "vllm serve me/tiny\n" in text and "license: apache-2.0" in text and "base_model: owner/tiny" in text
 

@@ -11,13 +11,15 @@ import pytest
 import tiny_models
 import torch
 from click.testing import Result
-from commands import assert_refused, invoke
+from commands import assert_refused, invoke, passed, write_lines
 from safetensors.torch import load_file
+from seams import leave_unquantized, open_model
 from seams import load_model as load_eval_model
-from seams import open_model
 from serving import Serve, job
 from tiny_models import GROUP, PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, state_quantization
 from torch import nn
+
+from ddp_vllm.masks import METRICS_FILE, RECOVERY_FILE
 
 PACKAGES = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 FP8_TOP, INT8_TOP = 448.0, 127  # largest numbers of float8_e4m3 and of int8
@@ -62,6 +64,17 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     state_quantization(tmp_path / "int8", tiny_models.ROWS_OF_INT8)
     assert_refused(quantize(tmp_path / "int8", "FP8_DYNAMIC", tmp_path / "out"), 7, "is quantized already")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recovered_model_keeps_the_records_of_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From which `report` draws its curves."""
+    make_checkpoint(tmp_path / "plain", "Llama", RAGGED_LAYERS)
+    for name in (METRICS_FILE, RECOVERY_FILE):
+        write_lines(tmp_path / "plain" / name, [{"step": 1, "loss": 2.0}])
+    leave_unquantized(monkeypatch)
+    passed(quantize(tmp_path / "plain", "W8A8", tmp_path / "out"))
+    for name in (METRICS_FILE, RECOVERY_FILE):
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "plain" / name).read_text()
 
 
 @pytest.fixture(scope="module")

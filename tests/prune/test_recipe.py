@@ -210,6 +210,11 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
                      r"^budget: keep at most 6 of 12 attn units \(50.0%\), attn in blocks of 2\n"
                      r"budget: keep at most 144 of 288 mlp units .*\n"
                      r"removed: at least 50.0% .* of the model: 113.1K → at most [\d.]+K"),
+    # blocks of 32 channels
+    "FLOPs in whole blocks": (["--budget", "flops", "--sparsity", "0.3", "--align", "32", "--context-length", "512"],
+                              r"removed: at least 30.0% .* = 28.0% of the model: 618,496 → at most 445,235 per token"),
+    "KV cache in whole heads": (["--budget", "kv-bytes", "--sparsity", "0.3"],  # of 32 bytes: 8 are kept
+                                r"removed: at least 30.2% .* of the model: 384 → at most 268 per token"),
     "several sizes": (["--sparsity", "10%,0.2", "--sparsity", "0.3"],
                       r"^sparsity 0.1:\n(.*\n)*sparsity 0.2:\n(.*\n)*sparsity 0.3:$"),
     "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: keep at most [\d,]+ of [\d,]+ µs per step of attn, mlp"),

@@ -73,7 +73,7 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
         "<system>c<user>a<assistant>d<tool>e", "|d|", []),
     "a template that knows developers": (  # others read them as the system
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'developer' %}{{ m.content }}{% endif %}{% endfor %}",
-        turns({"role": "developer", "content": "c"}), "<developer>c", None, []),
+        turns({"role": "developer", "content": "c"}), "<developer>c", "|", []),
     "unknown speakers": (LENIENT, turns({"role": "alice", "content": "a"}, B), "<user>a<assistant>b", "|b",
                          ["unknown speakers, read as the user, with their turns: alice (2)"]),
     "dolly": (LENIENT, {"instruction": "a", "context": "c", "response": "b"}, "<user>a\n\nc<assistant>b", "|b", []),
@@ -84,20 +84,20 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
     ),
     "openorca": (LENIENT, {"id": 1, "system_prompt": "s", "question": "a", "response": "b"},
                  "<system>s<user>a<assistant>b", "|b", [UNREAD.format("id (2)")]),
-    "system beside turns": (LENIENT, said(("human", "a")) | {"system": "s"}, "<system>s<user>a", None, []),
+    "system beside turns": (LENIENT, said(("human", "a")) | {"system": "s"}, "<system>s<user>a", "|", []),
     "trl": (LENIENT, {"prompt": [A], "completion": [B]}, "<user>a<assistant>b", "|b", []),
     "text beside messages": (LENIENT, turns(A, text="fox", id=1, input=""), "fox", None,
                              [UNREAD.format("messages (2)")]),
-    "two forms": (LENIENT, turns(SYSTEM, A, conversations=[A], input="c", system="x"), "<system>s<user>a", None,
+    "two forms": (LENIENT, turns(SYSTEM, A, conversations=[A], input="c", system="x"), "<system>s<user>a", "|",
                   [UNREAD.format("conversations (2), input (2), system (2)")]),
     "parts of a turn": (  # joined as vLLM joins them; those that are no text are dropped
         LENIENT, turns({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"},
-                                                    {"type": "text", "text": "b"}]}), "<user>a\nb", None,
+                                                    {"type": "text", "text": "b"}]}), "<user>a\nb", "|",
         ["parts of turns that are no text, which are dropped: image_url (2)"]),
     "parts rendered apart": (PARTS, turns({"role": "user", "content": [{"type": "text", "text": "a"}]}),
-                             "<|im_user|><text>a<|im_end|>", None, []),
+                             "<|im_user|><text>a<|im_end|>", "|", []),
     "parts not rendered apart": ("{{ messages[0].content | tojson }}", turns({"role": "user", "content": ["a"]}),
-                                 '"a"', None, []),
+                                 '"a"', "|", []),
     "what is not read": (
         LENIENT, turns(A, {**B, "reasoning_content": "d", "name": "e"}, {"role": "user", "content": ""}, tools=TOOLS),
         "<user>a<assistant>b<user>", "|b|", [LEFT_OUT.format("tools (2), reasoning (2)")]),
@@ -126,7 +126,7 @@ ROWS: dict[str, tuple[str | None, Any, str, str | None, list[str]]] = {
         '<user>a<assistant>[f {"x": "?"}]', '|[f {"x": "?"}]', []),
     "half a character in tools": (
         "{% for t in tools %}{{ t.function.description }}{% endfor %}{{ messages[0].content }}",
-        turns(A, tools=json.dumps([{"name": "f", "description": "\ud83d"}])), "?a", None,
+        turns(A, tools=json.dumps([{"name": "f", "description": "\ud83d"}])), "?a", "|",
         [LEFT_OUT.format("tools (2)")]),
     "half a character, spoken": (
         AGENT, said(("human", "a"), ("function_call", "{'name': 'f', 'arguments': {'x': '\\ud83d'}}")),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import assert_refused, edit_json, invoke, passed
 from safetensors.torch import load_file, save_file
-from seams import cut, open_source, trim_module, vocabulary_module
+from seams import cut, leave_unquantized, open_source, trim_module, vocabulary_module
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -266,6 +266,22 @@ def test_masks_of_a_trimmed_model_state_nothing_of_another_one(
         passed(invoke("apply", model, "--masks", masks, "-o", tmp_path / "new", "--overwrite", "--no-proof"))
         assert ("trimmed" in read_provenance(tmp_path / "new" / MASKS_FILE)) == states, model
         assert ("trimmed from 514" in (tmp_path / "new" / "README.md").read_text()) == states, model
+
+
+def test_a_quantized_trimmed_model_states_what_trimming_cost(
+    trimmed: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so of its pages when it is inspected, and `compare` finds the dense model by its masks file."""
+    leave_unquantized(monkeypatch)
+    passed(invoke("quantize", trimmed[0], "--scheme", "W8A8", "-o", tmp_path / "int8"))
+    assert_refused(invoke("inspect", tmp_path / "int8"), 7, "README.md and report.html state what that cost")
+    stated, before = (read_provenance(folder / MASKS_FILE) for folder in (tmp_path / "int8", trimmed[0]))
+    assert {name: stated[name] for name in ("trimmed", "applied_to")} == {
+        name: before[name] for name in ("trimmed", "applied_to")
+    }
+    for page in ("README.md", "report.html"):
+        text = (tmp_path / "int8" / page).read_text()
+        assert "bits per byte" in text and "measured before quantization" in text
 
 
 def test_blank_text_is_no_text(dense: Path, tmp_path: Path) -> None:

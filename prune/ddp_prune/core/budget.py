@@ -29,6 +29,7 @@ from ddp_prune.core.selection import (
 from ddp_vllm.errors import SettingError
 
 CLOSED_BY = 0.85  # of the search: gates close until then
+NOTICEABLE = 1e-3  # of a budget, of which tenths of a percent are printed
 
 
 def keep_schedule(progress: float, keep_ratio: float, start: float = 1.0) -> float:
@@ -205,8 +206,9 @@ class Pool:
 
     @property
     def is_limit(self) -> bool:
-        """Whether less may be kept than `kept`, because whole blocks are."""
-        return bool(self.blocks)
+        """Whether noticeably less may be kept than `kept`, because whole blocks or units are."""
+        least = min(filter(None, (float(self.unit_costs(kind).min()) for kind in self.shapes)))
+        return bool(self.blocks) or self.kept % least > NOTICEABLE * self.total
 
     def describe(self) -> str:
         """Return a line that states the budget and its blocks."""

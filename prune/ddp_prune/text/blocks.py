@@ -35,7 +35,7 @@ from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
 
 ARRAYS = ("train", "loss_mask", "heldout", "train_hashes", "heldout_hashes")  # of cached blocks
-VERSION = 11  # of cached blocks; raised when the same text gives other blocks
+VERSION = 12  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 RUN = 32  # tokens; the longest that two texts may have in common by chance or quotation
 MOST_SHARED = 0.01  # of the runs of a watched text that training text may hold

@@ -128,10 +128,8 @@ def _note_left_out(conversation: Conversation, rendered: Rendered, notes: Notes)
         notes.add("answers that are not in the loss of assistants, because", reason)
 
 
-def _loss_mask(rendered: Rendered) -> np.ndarray | None:
-    """Return the loss mask that selects the answers; None (all characters) without an assistant."""
-    if rendered.answers is None:
-        return None
+def _loss_mask(rendered: Rendered) -> np.ndarray:
+    """Return the loss mask that selects the answers."""
     loss_mask = np.zeros(len(rendered.text), dtype=bool)
     for start, stop in rendered.answers:
         loss_mask[start:stop] = True

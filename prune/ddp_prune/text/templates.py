@@ -31,9 +31,9 @@ class Rendered(NamedTuple):
     """A conversation as text."""
 
     text: str
-    answers: list[tuple[int, int]] | None
+    answers: list[tuple[int, int]]
     """[start, stop) of the text that the assistant generates, in characters, without the end of its
-    turns. None if no assistant takes part."""
+    turns."""
     left_out: Sequence[str] = ()
     """Why an answer is none of `answers`, for each of these."""
 
@@ -103,8 +103,11 @@ class ChatTemplate:
 
     def _rendered(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
         """Return where the answers are in the text of a conversation."""
-        numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        included = [number for number in numbers if messages[number].get("weight") != 0]
+        included = [
+            number
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("weight") != 0
+        ]
         spans = self._answers(text, messages, included, tools)
         answers, left_out = list[tuple[int, int]](), list[str]()
         for number in included:
@@ -116,7 +119,7 @@ class ChatTemplate:
                 left_out.append("the chat template leaves out their thoughts, which a server generates")
             else:
                 answers.append(span)
-        return Rendered(text, answers if numbers else None, left_out)
+        return Rendered(text, answers, left_out)
 
     def _thinks(self, thoughts: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
         """Tell whether a model with this template thinks before the answer that ends a conversation: the template
