@@ -4,6 +4,7 @@ Libraries that draw, and the package gguf, are imported when they are called.
 """
 
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,7 +165,8 @@ def push(
         ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
 
     The folder is checked first. Only the model's own files and licenses are sent, and a card for the
-    hub. Log in first with `hf auth login`, or set HF_TOKEN.
+    hub. They replace those of a model that was published there before. Log in first with `hf auth
+    login`, or set HF_TOKEN.
 
     In Python the address of the commit is returned.
     Raises: CheckpointError if the folder is damaged; OutputError if publishing fails.
@@ -184,12 +186,19 @@ def push(
         if revision:  # a commit does not make its branch
             api.create_branch(name, branch=revision, exist_ok=True)
         card = model_card(checkpoint, name.partition("/")[2], name, license_name=license, base_model=base_model)
-        earlier = [*FOUND_BY_NAME, "ddp_*", *WEIGHT_PATTERNS]  # of a model that was published there before
+        there = api.list_repo_files(name, revision=revision)
+        earlier = [*filter(_is_of_model, there)]  # of one that was published there before
         api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=names, delete_patterns=earlier, **branch)
         return api.upload_file(repo_id=name, path_or_fileobj=card.encode(), path_in_repo=CARD, **branch)
     except Exception as error:  # errors of the hub, of the network and of three libraries
         reason = " ".join(str(error).split())[:300]
         raise OutputError(f"{repository} was not published ({type(error).__name__}: {reason})") from error
+
+
+def _is_of_model(file: str) -> bool:
+    """Tell whether a file of a repository would be read with the model in its top folder."""
+    patterns = (pattern for pattern in (*FOUND_BY_NAME, "ddp_*", *WEIGHT_PATTERNS) if fnmatch(file, pattern))
+    return any(pattern.count("/") == file.count("/") for pattern in patterns)
 
 
 @command("export", show=lambda file, _: echo(f"written: {file} ({file.stat().st_size / 1e6:,.0f} MB)"))

@@ -206,12 +206,17 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
     assert named(read_checkpoint(mixture)) == [True, False, True, False]
 
 
+# files of a model that was published before
+EARLIER = ["model-00001-of-00002.safetensors", "additional_chat_templates/old.jinja", "ddp_recovery.jsonl"]
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """The hub's library, which takes only calls that it has, and answers without a network."""
     api: Mock = create_autospec(HfApi, instance=True)
     api.create_repo.return_value.repo_id = "me/tiny"
     api.upload_file.return_value = "https://hub/me/tiny/commit/1"
+    api.list_repo_files.return_value = [*EARLIER, "LICENSE", "README.md", "picture.png", "draft/model.safetensors"]
     monkeypatch.setattr("huggingface_hub.HfApi", lambda **_: api)
     return api
 
@@ -240,9 +245,8 @@ def test_what_arrives_is_whole_and_says_how_to_load_it(tiny: Path, hub: Mock) ->
     here = {str(path.relative_to(tiny)) for path in tiny.rglob("*") if path.is_file()}
     assert {*filter_repo_objects(here, allow_patterns=folder["allow_patterns"])} == here - {"README.md", *local}
     assert {*sent, "config.json", "model.safetensors"} <= here
-    earlier = {"model-00001-of-00002.safetensors", "chat_template.jinja", "ddp_recovery.jsonl"}  # of a model before
-    there = earlier | {"LICENSE", "README.md", "picture.png"}
-    assert {*filter_repo_objects(there, allow_patterns=folder["delete_patterns"])} == earlier
+    there = {*hub.list_repo_files.return_value}
+    assert {*filter_repo_objects(there, allow_patterns=folder["delete_patterns"])} == {*EARLIER}
     text = card["path_or_fileobj"].decode()
     assert "vllm serve me/tiny\n" in text and "license: apache-2.0" in text and "base_model: owner/tiny" in text
 
