@@ -267,16 +267,20 @@ def measure_accuracy(
     first = row_cells[0]
     file = RESULTS / first.table / f"{first.model}-answers.json"
     folders = {"dense": Path(model), **{cell.row: cell.outputs(work)[-1] for cell in row_cells}}
+
+    def read() -> dict[str, Any]:
+        return dict(json.loads(file.read_text(encoding="utf-8"))["answers"]) if file.exists() else {}
+
     for row, folder in folders.items():
-        answered = json.loads(file.read_text(encoding="utf-8"))["answers"] if file.exists() else {}
-        if row in answered or not (folder / "config.json").exists():
+        if row in read() or not (folder / "config.json").exists():
             continue
         output = work / f"{first.model}-{row.replace(' ', '-')}-tasks"
         ddp_vllm(["eval", str(folder), *shlex.split(options), *local, "-o", str(output)])
         *_, path = sorted(output.glob("results*.json"))
         answers = json.loads(path.read_text(encoding="utf-8"))["ddp_vllm"]["answers"]
         # 1 for a right answer, in the order of the questions
-        answered[row] = {task: "".join(str(round(right)) for right in rights) for task, rights in answers.items()}
+        strings = {task: "".join(str(round(right)) for right in rights) for task, rights in answers.items()}
+        answered = read() | {row: strings}  # another process may have answered meanwhile
         write_result({"options": options, "versions": versions(), "hardware": hardware(), "answers": answered}, file)
 
 
