@@ -137,8 +137,8 @@ class Recipe(TrainingSettings):
     )
     tp: int = setting(
         1,
-        """Make every layer split over this many devices without padding; the share of a device is a
-        multiple of `align`.""",
+        """Make every layer split over this many devices without padding; the share of a device in an
+        MLP is a multiple of `align`.""",
         least=1,
         heading="Shape",
     )
