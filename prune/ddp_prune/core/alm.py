@@ -161,7 +161,8 @@ class AlmTrainer(Trainer):
         return values | self.multipliers.values()
 
     def _sharpness(self, step: int) -> float:
-        return sharpness_at(self.progress(step), self.alm.mu_start, self.alm.mu_end)
+        progress = min(1.0, (step + 1) / self.schedule.steps.search)  # it prunes to one size only
+        return sharpness_at(progress, self.alm.mu_start, self.alm.mu_end)
 
     def _cost(self, pool: Pool) -> torch.Tensor:
         """Return the cost of each unit of a pool, float32 [G, N], scaled to at most 1: only ratios

@@ -226,11 +226,6 @@ class Trainer(Learner):
         self.learn_scales(step, gradients)
         self.close(step)
 
-    def progress(self, step: int) -> float:
-        """Return the fraction of the search that is done after this step, in (0, 1]."""
-        first, end, _ = self.schedule.steps
-        return min(1.0, (step + 1 - first) / (end - first))
-
     @torch.no_grad()
     def learn_scales(self, step: int, gradients: Masks) -> None:
         """Move the scales of the support by a natural gradient step; closed gates do not change."""
