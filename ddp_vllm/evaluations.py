@@ -72,6 +72,7 @@ class Additions(Measured, kw_only=True):
         limit: Count | None
         max_length: Count
         backend: str
+        model_args: list[str] = []
 
     model: ModelFacts
     data: str | dict[str, str]
@@ -116,9 +117,9 @@ class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """What two comparable evaluations share: tasks, limit, context length and data."""
+        """What two comparable evaluations share: tasks, limit, context length, data and how the model was built."""
         settings = self.ddp_vllm.settings
-        return sorted(self.results), settings.limit, settings.max_length, self.ddp_vllm.data
+        return sorted(self.results), settings.limit, settings.max_length, self.ddp_vllm.data, settings.model_args
 
 
 class ScoreRow(NamedTuple):

@@ -234,6 +234,10 @@ class ShapeRun(msgspec.Struct):
     dense: list[Cell]
 
 
+class _Settings(msgspec.Struct):
+    engine_arguments: list[str]
+
+
 class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
     """A file that `ddp-vllm profile` wrote."""
 
@@ -244,6 +248,7 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
     runs: list[ShapeRun]
     hardware: dict[str, Any]
     versions: dict[str, str]
+    settings: _Settings
     path: Path = Path()
 
     def __post_init__(self) -> None:
@@ -400,4 +405,5 @@ def predicted_latency(profile: Profile, layers: Sequence[LayerWidths], workload:
     and conditions."""
     speedup, low, high = profile.speedup(layers, workload)
     prediction = {"speedup": speedup, "low": low, "high": high, "workload": asdict(workload)}
-    return prediction | {"hardware": profile.hardware, "versions": profile.versions}
+    conditions = {"hardware": profile.hardware, "versions": profile.versions}
+    return prediction | conditions | {"engine_arguments": profile.settings.engine_arguments}

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import time
@@ -43,17 +44,20 @@ class Hardware(msgspec.Struct):
 
 
 class Measured(msgspec.Struct, kw_only=True):
-    """Results with the hardware and versions that they were measured with."""
+    """Results with the hardware, versions and options that they were measured with."""
 
     hardware: Hardware
     versions: dict[str, str]
+    engine_arguments: list[str] = []
+    """Of vLLM, besides those of every measurement."""
 
     @property
     def place(self) -> str:
-        """The hardware and versions in words."""
+        """The hardware, versions and options in words."""
         where = ", ".join(self.hardware.gpus) or f"{self.hardware.cores} cores of {self.hardware.cpu}"
         names = [name for name in ("vllm", "torch", "lm-eval", "ddp-vllm") if name in self.versions]
-        return ", ".join([where, *(f"{name} {self.versions[name]}" for name in names)])
+        options = [f"vLLM with {shlex.join(self.engine_arguments)}"] if self.engine_arguments else []
+        return ", ".join([where, *(f"{name} {self.versions[name]}" for name in names), *options])
 
 
 def hardware() -> dict[str, Any]:

@@ -74,6 +74,7 @@ class Bench(Measured, kw_only=True):
         mode: str
         pairs: Count
         seed: int
+        engine_arguments: list[str] = []
 
     class Sample(msgspec.Struct):
         """The conversations that were replayed."""
@@ -92,6 +93,9 @@ class Bench(Measured, kw_only=True):
     models: Annotated[list[Contestant], msgspec.Meta(min_length=1)]
     runs: list[Run]
     verdicts: list[LoadVerdict] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.engine_arguments = self.settings.engine_arguments
 
     @property
     def loads(self) -> list[str]:

@@ -67,6 +67,7 @@ def written(
     content = {
         "format": FORMAT, "complete": True, "multiple": multiple, "config": config,
         "shapes": list(shapes), "times": times, "hardware": {"cpu": "a CPU", "cores": 2, "gpus": []}, "versions": {},
+        "settings": {"engine_arguments": ["--quantization", "fp8"]},
     }  # fmt: skip
     path = folder / "machine.json"
     path.write_text(json.dumps(content | changes))

@@ -195,4 +195,5 @@ def _quality_measured(evaluation: Evaluation) -> str:
     stated = evaluation.ddp_vllm
     settings, source = stated.settings, "hub" if stated.data == "hub" else "local files"
     rows = f"the first {settings.limit} rows of each task" if settings.limit else "every row"
-    return f"Quality: {rows}, {source}, {settings.backend} backend, context {settings.max_length}, {stated.place}."
+    backend = " ".join([settings.backend, "backend", *(["with", *settings.model_args] if settings.model_args else [])])
+    return f"Quality: {rows}, {source}, {backend}, context {settings.max_length}, {stated.place}."

@@ -110,6 +110,19 @@ def edit(path: Path, **facts: Any) -> Path:
     return edit_json(path, lambda c: (c["models"][-1] if "models" in c else c["ddp_vllm"]["model"]).update(facts))
 
 
+def test_options_that_change_a_result_are_named(pruned: Path, dense: Path) -> None:
+    """And models that were built with other arguments did not answer the same questions."""
+    assert difference(collect([pruned]).pruned[0], collect([pruned]).dense)
+    edit_json(pruned / "sharegpt.json", lambda c: c["settings"].update(engine_arguments=["--quantization", "fp8"]))
+    (evaluation,) = pruned.glob("eval/*.json")
+    edit_json(evaluation, lambda c: c["ddp_vllm"]["settings"].update(model_args=["quantization=fp8"]))
+    comparison = collect([pruned])
+    assert difference(comparison.pruned[0], comparison.dense) is None
+    assert any("not evaluated on the same rows" in note for note in comparison.notes)
+    assert "vLLM with --quantization fp8" in pages(comparison)[1]
+    assert "backend with quantization=fp8" in pages(comparison)[1]
+
+
 def test_results_of_another_machine_are_known_by_id(dense: Path, tmp_path: Path) -> None:
     """There the folder had another name and place; without an id, as of a model that was never here, a name counts."""
     pruned = write_pruned(tmp_path / "half", dense)

@@ -387,6 +387,7 @@ def test_models_meet_the_speedups_stated(tiny_model: Path, tiny_experts: Path, t
             assert speedup <= stated < 1.05 * speedup and stated == pytest.approx(predicted)
             card = (checkpoint.folder / "README.md").read_text()
             assert model != tiny_model or f"**predicted**: {stated:.2f}" in card
+            assert "vLLM with --quantization fp8" in card  # which the profile was measured with
             for layer in checkpoint.layers:
                 widths = layer.expert_intermediate_sizes or (layer.intermediate_size,)
                 assert all(width % 16 == 0 for width in widths)
