@@ -25,7 +25,7 @@ from ddp_prune.export import export, layer_widths
 from ddp_prune.models.evaluation import Evaluation, bos_warning, reference_of
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
-from ddp_prune.pools import find_model, latency_profile, make_checked_pools
+from ddp_prune.pools import find_model, latency_profile, pools_of_sizes
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import Loaded, load_trained, resolve_runs, too_large
 from ddp_prune.run import Run
@@ -195,7 +195,7 @@ def _prune(
     source = main_process_first(accelerator, lambda: find_model(first))
     source.describe_rest(print_line)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
-    pools = [make_checked_pools(recipe, source, source.shapes, profile) for recipe in recipes]
+    pools = pools_of_sizes(recipes, source, profile)
     runs, _, loaded, _ = resolve_runs(recipes, pools, source, profile, run_folder.resolved, accelerator, print_line)
     last, tokenizer = runs[-1], load_tokenizer(source.tokenizer)
     start_tracker(accelerator, "ddp-vllm", last.recipe)

@@ -23,7 +23,7 @@ from ddp_prune.fit import (
 )
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
-from ddp_prune.pools import find_model, latency_profile, make_checked_pools
+from ddp_prune.pools import find_model, latency_profile, pools_of_sizes
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import (
     SHORTEST,
@@ -71,7 +71,7 @@ def plan(
     """
     first = recipes[0]
     source = find_model(first, load=not on)
-    planned, pools_of, profile, is_known = Plan(), [], None, True
+    planned, profile, is_known = Plan(), None, True
     try:
         profile = latency_profile(first, source, _refuse_to_measure)
     except _UnmeasuredError as error:
@@ -82,11 +82,10 @@ def plan(
     source.describe_rest(planned.lines.append)
     if note := table_note(source.shapes):
         planned.lines.append(f"{note}; ddp-vllm trim, before pruning, removes tokens that your text does not use")
-    for recipe in recipes if is_known else ():
+    pools_of = pools_of_sizes(recipes, source, profile) if is_known else []
+    for recipe, pools in zip(recipes, pools_of, strict=False):
         if len(recipes) > 1:
             planned.lines.append(f"{recipe.size_name} {recipe.size:g}:")
-        pools = make_checked_pools(recipe, source, source.shapes, profile)
-        pools_of.append(pools)
         share, lines = _removed_of_model(recipe, source, pools)
         planned.removed.append(share)
         planned.lines += [*(pool.describe() for pool in pools), *lines]

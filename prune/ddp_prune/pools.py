@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,20 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import EXPERT_BLOCK, check_tensor_parallel
 
 MOST_BLOCKS = 256  # per layer in the table of measured costs
+
+
+def pools_of_sizes(recipes: Sequence[Recipe], source: Source, profile: Profile | None) -> list[Sequence[Pool]]:
+    """Return the budget pools of each size. Raises: SettingError as `make_checked_pools`, and if two
+    sizes would be the same model."""
+    pools = [make_checked_pools(recipe, source, source.shapes, profile) for recipe in recipes]
+    for (first, kept), (second, others) in pairwise(zip(recipes, pools, strict=True)):
+        if [pool.kept for pool in kept] == [pool.kept for pool in others]:
+            raise SettingError(
+                second.size_name,
+                f"has {first.size:g} and {second.size:g}, which are the same model: {kept[0].describe()}; leave one "
+                "of them out",
+            )
+    return pools
 
 
 def make_checked_pools(

@@ -109,6 +109,13 @@ UNMET: dict[str, tuple[str, list[str], tuple[str, ...]]] = {  # model, "" for th
     "too few experts for a token": (
         "mixtral", ["--whole-experts", "--sparsity", "0.8"], ("1 of 8 experts", "keep 3 to 7", "each token to 3")
     ),
+    "sizes of the same experts": (
+        "mixtral", ["--whole-experts", "--sparsity", "0.2,0.23", "--steps", "60"],
+        ("0.2 and 0.23", "keep 6 of 8 whole experts"),
+    ),
+    "sizes of the same units": (
+        "", ["--budget", "units", "--sparsity", "0.2,0.203", "--steps", "300"], ("0.2 and 0.203", "leave one")
+    ),
 }  # fmt: skip
 
 
