@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ddp_vllm.evaluations import Answers, mean_difference, perplexity_ratio_of_bits, points, ratio_of_losses
-from ddp_vllm.intervals import with_interval
+from ddp_vllm.intervals import t_quantile, with_interval
 from ddp_vllm.pages.pictures import STYLE
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,9 @@ def fill_tables(page: str) -> str:
     """Return the page with every table made again."""
 
     def filled(block: re.Match[str]) -> str:
-        lines = "\n".join((study_pages if "study" in TABLES[block[2]] else table)(block[2], block[3])).rstrip()
+        parts = TABLES[block[2]]
+        make = study_pages if "study" in parts else curve if "with" in parts else table
+        lines = "\n".join(make(block[2], block[3])).rstrip()
         return f"{block[1]}\n{lines}\n\n{block[4]}"
 
     return BLOCK.sub(filled, page)
@@ -70,9 +72,13 @@ def fill_tables(page: str) -> str:
 
 def write_charts(folder: Path, model: str) -> None:
     """Write the charts of README and measured.md into a folder, for light and dark pages."""
-    charts = {"quality-over-speed": ("sizes", draw_sizes), "methods": ("speed", draw_methods)}
+    charts = {
+        "quality-over-speed": ("sizes", draw_sizes),
+        "quality-over-tokens": ("tokens", draw_tokens),
+        "methods": ("speed", draw_methods),
+    }
     for name, (table, draw) in charts.items():
-        if not read_speeds(table, model):
+        if not read(table, model):
             continue
         for suffix, (background, text, *_) in COLORS.items():
             colored = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
@@ -188,6 +194,52 @@ def study_pages(name: str, model: str) -> Iterator[str]:
         yield f"### {row.capitalize()}\n\n" + "\n".join(lines) + "\n"
 
 
+def curve(name: str, model: str) -> Iterator[str]:
+    """Yield the table of runs that differ in the tokens they read, and the power law through them."""
+    texts, runs = TABLES[name]["texts"], by_tokens(name, model)
+    yield f"| tokens | {' | '.join(TEXTS[text] for text in texts)} | mean | top-1 | hours on one core |"
+    yield "|---" * (len(texts) + 4) + "|"
+    for tokens, results in runs.items():
+        cells = [perplexity(text, True, "", results) for text in texts]
+        cells += [f"{perplexity_over_dense(results):.2f}×", top_1("", results)]
+        hours = option(results[0], "--steps") * statistics.fmean(each["step_seconds"] for each in results) / 3600
+        yield f"| {tokens:,} | {' | '.join(cells)} | {hours:.1f} |"
+    if law := power_law(runs):
+        yield "\nTwice the tokens leave {:.0%} [{:.0%}, {:.0%}] of the log-perplexity lost.".format(*law)
+
+
+def by_tokens(name: str, model: str) -> dict[int, list[Result]]:
+    """Return the results of a table by the tokens that were read, with the row of another one that belongs to them."""
+    other = TABLES[name]["with"]
+    rows = [*read(name, model).values(), read(other["table"], model).get(other["row"], [])]
+    return dict(
+        sorted(
+            (math.prod(option(results[0], name) for name in ("--steps", "--batch-size", "--seq-len")), results)
+            for results in rows
+            if results
+        )
+    )
+
+
+def power_law(runs: Mapping[int, Sequence[Result]]) -> tuple[float, float, float] | None:
+    """Return which share of the lost log-perplexity remains after twice the tokens, by least squares on logarithms,
+    with its 95 % interval; None for fewer than three runs."""
+    if len(runs) < 3:
+        return None
+    across = list(map(math.log2, runs))
+    lost = [math.log2(math.log(perplexity_over_dense(results))) for results in runs.values()]
+    slope, height = statistics.linear_regression(across, lost)
+    rest = sum((y - slope * x - height) ** 2 for x, y in zip(across, lost, strict=True))
+    reach = t_quantile(len(runs) - 2) * math.sqrt(rest / (len(runs) - 2) / (statistics.pvariance(across) * len(runs)))
+    return 2**slope, 2 ** (slope - reach), 2 ** (slope + reach)
+
+
+def option(result: Result, name: str) -> int:
+    """Return the value of an option of the last command of a result."""
+    words = result["commands"][-1].split()
+    return int(words[words.index(name) + 1])
+
+
 def draw_sizes(axes: Axes, *, model: str, suffix: str) -> None:
     """Draw each size of the table `sizes`: perplexity over the dense model's on each text, over the
     speed."""
@@ -209,6 +261,26 @@ def draw_sizes(axes: Axes, *, model: str, suffix: str) -> None:
     axes.margins(x=0.12, y=0.15)
     axes.set_title(f"{MODEL_NAMES.get(model, model)}, {TOKENS}, in vLLM on two CPU cores", loc="left", fontsize=11)
     axes.set_xlabel("decode speed, × the dense model's")
+    axes.set_ylabel("perplexity, × the dense model's")
+
+
+def draw_tokens(axes: Axes, *, model: str, suffix: str) -> None:
+    """Draw each run of the table `tokens`: perplexity over the dense model's on each text, over the tokens read."""
+    runs, (_, text, ours, others) = by_tokens("tokens", model), COLORS[suffix]
+    for name, style in zip(TABLES["tokens"]["texts"], ("-", "--", ":"), strict=True):
+        ratios = [
+            statistics.fmean(each["texts"][name]["pruned"] / each["texts"][name]["dense"] for each in results)
+            for results in runs.values()
+        ]
+        axes.plot([*runs], ratios, style, marker="o", color=ours, markersize=5, label=TEXTS[name])
+    axes.axhline(LIMIT, color=others, linestyle="-.", linewidth=1)
+    axes.text(0.99, LIMIT + 0.02, f"our limit of {LIMIT}", transform=axes.get_yaxis_transform(), ha="right", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([*runs], [f"{tokens:,}" for tokens in runs])
+    axes.set_ylim(bottom=1.0)
+    axes.legend(loc="upper right", frameon=False, labelcolor=text)
+    axes.set_title(f"{MODEL_NAMES.get(model, model)}, --speedup 1.25", loc="left", fontsize=11)
+    axes.set_xlabel("tokens to train on")
     axes.set_ylabel("perplexity, × the dense model's")
 
 
