@@ -48,7 +48,7 @@ GOLDEN = {  # data, seed, most training blocks, held-out blocks -> training bloc
     ("answers.jsonl", 0, 40, 4): ("e0f12b3fa5bd", "0ede401a1643", "9d35cafa2ecd"),
     ("plain.jsonl:2,chats.jsonl", 0, 40, 4): ("33c05cb6f43b", "443e0da2ec94", "8f7a4605c414"),
     # all text: sources end one after another, and a copy of a document that is held out is not trained on
-    ("plain.jsonl:2,chats.jsonl,copies.jsonl:3", 0, 10_000, 20): ("4a3e72260be8", "da93b5d9ac5c", "d129df02dc22"),
+    ("plain.jsonl:2,chats.jsonl,copies.jsonl:3", 0, 10_000, 20): ("1670c325f314", "49098f0d0945", "d129df02dc22"),
     ("long.jsonl", 0, 40, 4): ("81fa9ae26318", "7b9e7b8c3c5f", "6e6c760db838"),
 }
 
@@ -278,6 +278,18 @@ def test_several_short_files_are_split_and_not_held_out_whole(load: Load, tmp_pa
         name.write_text(" ".join(f"{name.stem} {number}" for number in range(300)))
     blocks = load(",".join(map(str, names)), heldout_blocks=1)
     assert len(blocks.train) > 100 and len(blocks.heldout) == 1
+
+
+def test_sources_keep_their_turns_to_the_end(load: Load, write_texts: Write) -> None:
+    """A text that ends begins again while another lasts, and a line says so."""
+    short = write_texts("short.jsonl", [f"fox {number} fox fox" for number in range(40)])
+    long = write_texts("long.jsonl", [f"dog {number} dog dog" for number in range(900)])
+    blocks = load(f"{short}:3,{long}", train_blocks=10**4, heldout_blocks=2)
+    fox, dog = ((blocks.train == load(str(file)).train[0, 0]).sum(1).double() for file in (short, long))
+    for part in (slice(0, 20), slice(-20, None)):
+        assert 2.5 < fox[part].sum() / dog[part].sum() < 3.5
+    (note,) = blocks.notes
+    assert note.startswith(f"{short}: ") and "times begun anew" in note
 
 
 def test_names_of_sources(tmp_path: Path, write_texts: Write, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

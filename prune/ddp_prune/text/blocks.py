@@ -4,9 +4,9 @@ The held-out documents are those whose rows have the lowest hash, so they are th
 and any number of steps. Rows are hashed as they stand in the file: only documents that are used are
 rendered. A short run should see all of its text, not only the first documents. Therefore documents
 take turns: each gives an excerpt of about one block, then each gives another. Sources take turns as
-well. If the tokenizer begins every text with BOS, so does every block: models of such a family
-(Llama-3, Mistral, Gemma) were never trained on text without BOS, and their attention uses it as a
-sink.
+well, and one that ends begins again while another lasts. If the tokenizer begins every text with
+BOS, so does every block: models of such a family (Llama-3, Mistral, Gemma) were never trained on
+text without BOS, and their attention uses it as a sink.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
 
 ARRAYS = ("train", "loss_mask", "heldout", "train_hashes", "heldout_hashes")  # of cached blocks
-VERSION = 12  # of cached blocks; raised when the same text gives other blocks
+VERSION = 13  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 RUN = 32  # tokens; the longest that two texts may have in common by chance or quotation
 MOST_SHARED = 0.01  # of the runs of a watched text that training text may hold
@@ -130,17 +130,18 @@ def _read_blocks(
     heldout_tokens, names = heldout_blocks * width, sources_of(data)
     turns, template = Counter(names), ChatTemplate(tokenizer)
     notes = {name: Notes() for name in turns}
-    candidates, excerpts = dict[str, Iterable[Document]](), dict[str, Iterable[Document]]()
+    candidates, excerpts = dict[str, Iterable[Document]](), dict[str, _Excerpts]()
+    hidden = set[int]()
     for name, count in turns.items():
         heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
         reader = DocumentReader(name, template, notes[name], text_column)
-        candidates[name], excerpts[name] = _open(open_rows(name, text_column), reader, seed, excerpt_size, heldout_size)
-    heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
-    for name, documents in excerpts.items():
-        stream = excerpts_of(documents, excerpt_size, seed, hidden)
-        # a single source that is too short is refused below
-        excerpts[name] = _not_empty(name, stream) if len(excerpts) > 1 else stream
+        rows = open_rows(name, text_column)
+        candidates[name], documents = _open(rows, reader, seed, excerpt_size, heldout_size)
+        excerpts[name] = _Excerpts(name, documents, excerpt_size, seed, hidden, is_alone=len(turns) == 1)
+    heldout = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens, hidden)
     train = pack(take_turns(excerpts, turns), tokenizer, train_blocks * width)
+    for name in turns:
+        notes[name].add("times begun anew, because other text lasts longer", count=excerpts[name].passes - 1)
     lines = [line for name in turns for line in notes[name].lines(name)]
     num_tokens, required = len(heldout.ids) + len(train.ids), (min_train_blocks + heldout_blocks) * width
     if len(train.ids) < min_train_blocks * width or len(heldout.ids) < heldout_tokens:
@@ -165,9 +166,9 @@ def _open(
     excerpt_size: int,
     heldout_size: int,
     read: tuple[int, int] = (STREAMED_CANDIDATES, 0),
-) -> tuple[Iterable[Document], Iterable[Document]]:
-    """Return the documents of a source that may be held out, lowest hash first, and all documents,
-    shuffled.
+) -> tuple[Iterable[Document], Callable[[], Iterator[Document]]]:
+    """Return the documents of a source that may be held out, lowest hash first, and a function that
+    returns all documents, shuffled.
 
     A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is
     split into its excerpts, which are then treated as documents. Of a stream, only the first
@@ -184,29 +185,35 @@ def _open(
                 return _open(rows, reader, seed, excerpt_size, heldout_size, (4 * multiple, len(first)))
             excerpts = {hash_of(excerpt.text): excerpt for document in first for excerpt in cut(document, excerpt_size)}
             candidates = [excerpts[number] for number in sorted(excerpts)]
-            return candidates, map(candidates.__getitem__, np.random.default_rng(seed).permutation(len(candidates)))
+            order = np.random.default_rng(seed).permutation(len(candidates))
+            return candidates, partial(map, candidates.__getitem__, order)
         first.append(document)
         size += min(len(document.text), excerpt_size)
-    return itertools.chain(first, rest), reader.read(partial(rows.shuffled, seed))
+    return itertools.chain(first, rest), partial(reader.read, partial(rows.shuffled, seed))
 
 
 def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, int]) -> Iterator[Document]:
-    """Yield documents of the sources in rotation, `turns[name]` in a row, until all are exhausted."""
-    streams = {name: iter(source) for name, source in sources.items()}
-    while streams:
-        for name, stream in list(streams.items()):
-            taken = list(itertools.islice(stream, turns[name]))
+    """Yield documents of the sources in rotation, `turns[name]` in a row, until all have ended; one
+    that ends before another begins again, if it can."""
+    streams, lasting = {name: iter(source) for name, source in sources.items()}, {*sources}
+    while lasting:
+        for name, source in sources.items():
+            taken = list(itertools.islice(streams[name], turns[name]))
+            if len(taken) < turns[name]:
+                lasting.discard(name)
+                if lasting:
+                    streams[name] = iter(source)
+                    taken += itertools.islice(streams[name], turns[name] - len(taken))
             yield from taken
-            if not taken:
-                del streams[name]
+            if not lasting:
+                return
 
 
 def hold_out(
-    candidates: Iterable[Document], tokenizer: Any, excerpt_size: int, num_tokens: int
-) -> tuple[Tokens, set[int]]:
-    """Return up to `num_tokens` tokens of one excerpt per document, and the hashes of all their
-    excerpts."""
-    hidden = set[int]()
+    candidates: Iterable[Document], tokenizer: Any, excerpt_size: int, num_tokens: int, hidden: set[int]
+) -> Tokens:
+    """Return up to `num_tokens` tokens of one excerpt per document, and add the hashes of all their
+    excerpts to `hidden`."""
 
     def chosen() -> Iterator[Document]:
         for document in candidates:
@@ -216,7 +223,36 @@ def hold_out(
                 hidden.update(hashes)
                 yield excerpts[hash_of(document.text) % len(excerpts)]
 
-    return pack(chosen(), tokenizer, num_tokens, texts_per_batch=1), hidden
+    return pack(chosen(), tokenizer, num_tokens, texts_per_batch=1)
+
+
+@dataclass
+class _Excerpts:
+    """The excerpts of a source to train on, as often as they are asked for."""
+
+    name: str
+    documents: Callable[[], Iterator[Document]]
+    size: int
+    """Of an excerpt, in characters."""
+    seed: int
+    hidden: set[int]
+    """Hashes of those that are held out."""
+    is_alone: bool
+    """The only source; one without text is refused later."""
+    passes: int = 0
+    """How often they were begun."""
+
+    def __iter__(self) -> Iterator[Document]:
+        """Raises: TextError if one of several sources has no excerpt."""
+        self.passes += 1
+        excerpts = excerpts_of(self.documents(), self.size, self.seed, self.hidden)
+        first = next(excerpts, None)
+        if first is None and not self.is_alone:
+            raise TextError(
+                f"{self.name} holds no text, or all of it is held out, so none is trained on; give more of it, leave "
+                "it out, or set a lower heldout_blocks in a recipe"
+            )
+        yield from itertools.chain(filter(None, [first]), excerpts)
 
 
 def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hidden: set[int]) -> Iterator[Document]:
@@ -241,18 +277,6 @@ def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hid
 
 def _not_hidden(excerpts: Iterable[Document], hidden: set[int]) -> Iterator[Document]:
     return (excerpt for excerpt in excerpts if hash_of(excerpt.text) not in hidden)
-
-
-def _not_empty(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
-    """Yield the excerpts of a source. Raises: TextError if it has none."""
-    first = next(excerpts, None)
-    if first is None:
-        raise TextError(
-            f"{name} holds no text, or all of it is held out, so none is trained on; give more of it, leave it out, "
-            "or set a lower heldout_blocks in a recipe"
-        )
-    yield first
-    yield from excerpts
 
 
 def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:
