@@ -29,10 +29,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 REPO, KERNELS = HERE.parents[1], HERE.parent / "kernels"
 DRY = bool(os.environ.get("LEASE_DRY"))
-CALL_SECONDS = {"1": 120, "2": 430, "3": 250, "gpu": 10**6}
+CALL_SECONDS = {"1": 120, "2": 420, "3": 220, "gpu": 10**6}
 STOPPING = 3.0  # seconds to end a step that ran out of time
 # of the runs: steps whose tokens travel, sequences of a step, their tokens, and held-out sequences
-STEPS, BATCH, LENGTH, HELDOUT = (8, 120, 250, 400, 700, 1000), 16, 2048, 16
+STEPS, BATCH, LENGTH, HELDOUT = (8, 30, 60, 120, 250, 400, 700, 1000), 16, 2048, 16
 TEXTS = "sharegpt,openstax"
 RATE = 1.6e-4  # what trials of four rates chose on an H100, in 45 seconds
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -72,7 +72,7 @@ def pytest(*words: object) -> list[object]:
     return [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "gpu", *plain, *words]
 
 
-def prune(home: Path, name: str, steps: int, train: str) -> Step:
+def prune(home: Path, name: str, steps: int, train: str, share: float = 1.0) -> Step:
     """Prune SmolLM2 to 1.25 times the speed of two CPU cores."""
     texts = ",".join(map(str, (home / "train").glob("*"))) if DRY else TEXTS
     sizes = TINY_RUN or ["--steps", steps, "--batch-size", BATCH, "--seq-len", LENGTH]
@@ -80,16 +80,22 @@ def prune(home: Path, name: str, steps: int, train: str) -> Step:
     command = [*PRODUCT, "prune", home / "smollm2", *speed, *([] if DRY else ["--other-machine"]), *sizes]
     command += ["--train", train, *(["--learning-rate", RATE] if train == "weights" else [])]
     command += ["--data", texts, "--overwrite", "-o", home / name]
-    return Step(name=name, words=command, folder=home / name)
+    return Step(name=name, words=command, share=share, folder=home / name)
 
 
 def steps_within(home: Path, seconds: float) -> int:
     """Return the most steps whose tokens travelled and that end in time, by the steps of the
     rehearsal."""
-    metrics = home / "rehearsal/ddp_metrics.jsonl"
-    rows = [json.loads(line)["seconds"] for line in metrics.read_text().splitlines()] if metrics.exists() else [1.0]
-    usual = sorted(rows)[len(rows) // 2]
+    times = sorted(row["seconds"] for row in metrics_of(home / "rehearsal")) or [1.0]
+    usual = times[len(times) // 2]
     return max(steps for steps in STEPS if steps == STEPS[0] or steps * usual <= seconds)
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of each step of a run, finished or interrupted; [] if it took none."""
+    files = [folder / "ddp_metrics.jsonl", *folder.with_name(f"{folder.name}.run").glob("metrics*.jsonl")]
+    lines = next((path.read_text().splitlines() for path in files if path.exists()), [])
+    return [json.loads(line) for line in lines]
 
 
 def first_call(home: Path) -> list[Step]:
@@ -106,8 +112,8 @@ def second_call(home: Path) -> list[Step]:
     quality = script("quality.py", "{out}", home / "joint", home / "masks", home)
     return [
         Step(name="weights", words=script("machine.py", "weights", home / "smollm2"), limit=90),
-        prune(home, "joint", steps_within(home, 150), "weights"),
-        prune(home, "masks", steps_within(home, 60), "masks"),
+        prune(home, "joint", steps_within(home, 150), "weights", share=0.55),
+        prune(home, "masks", steps_within(home, 60), "masks", share=0.5),
         Step(name="quality", words=quality),
     ]
 
@@ -225,10 +231,8 @@ class Runner:
         if step.folder:
             if (masks := step.folder / "ddp_masks.safetensors").exists():
                 shutil.copy(masks, self.out / f"{step.name}.masks.safetensors")
-            interrupted = step.folder.with_name(f"{step.folder.name}.run") / "metrics.jsonl"
-            for metrics in filter(Path.exists, (step.folder / "ddp_metrics.jsonl", interrupted)):
-                rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-                noted["result"] = rows[-1] | {"metrics": rows[:: len(rows) // 100 + 1]} if rows else {}
+            if rows := metrics_of(step.folder):
+                noted["result"] = rows[-1] | {"metrics": rows[:: len(rows) // 100 + 1]}
         self.state["steps"][step.name] = noted
         self.state_file.write_text(json.dumps(self.state, indent=1))
         print(f"== {step.name}: {'done' if code == 0 else code}, {seconds:.1f} s", flush=True)

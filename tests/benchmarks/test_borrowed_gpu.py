@@ -49,6 +49,18 @@ def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: 
     assert "no such GPU" in (tmp_path / "1.log").read_text()
 
 
+def test_the_rehearsal_decides_the_steps_also_if_it_was_interrupted(tmp_path: Path) -> None:
+    import run as runner
+
+    assert runner.steps_within(tmp_path, 60) == 60  # unknown: a second
+    for folder, name, seconds, steps in (
+        ("rehearsal.run", "metrics.jsonl", 0.6, 60), ("rehearsal", "ddp_metrics.jsonl", 0.14, 400)
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(f'{{"step": 1, "seconds": {seconds}}}\n' * 3)
+        assert runner.steps_within(tmp_path, 60) == steps
+
+
 @pytest.mark.nightly
 def test_steps_without_vllm(tmp_path: Path, tiny: Path, talks: Path) -> None:
     home = tmp_path / "home"
