@@ -4,7 +4,7 @@
 |---|---|
 | `run.json` | the run's id, the recipes, what was resolved from them, the identity of text, weights and profile, and which state is the latest |
 | `state-<size>-<step>` | what the learner needs to take the next step, written by torch.distributed.checkpoint as safetensors; the hashes are in run.json |
-| `metrics.jsonl` | a line per step of the size that is trained |
+| `metrics-<id>.jsonl` | a line per step of the size that is trained |
 | `lock` | held by the process that works on the run |
 
 | found | done |
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-RECORD, METRICS, LOCK = "run.json", "metrics.jsonl", "lock"
-FORMAT = 2  # of run.json
+RECORD, METRICS, LOCK = "run.json", "metrics*.jsonl", "lock"
+FORMAT = 3  # of run.json
 LARGEST_RECORD, LARGEST_METRICS = 1 << 28, 1 << 34  # bytes
 FILE_BYTES = 1 << 30  # tensors per file of a state: a file is assembled in host memory
 CHUNK = 4096  # bytes of a tensor that `inputs_of` reads
@@ -60,7 +60,6 @@ class RunFolder(Unsaved):
     ) -> None:
         self.output, self.accelerator, self.print_line = output, accelerator, print_line
         self.folder = run_folder(output)
-        self.metrics = self.folder / METRICS
         self.size = 0  # number of the size that is trained, in its family
         self.overwrite = False  # whether this command may give up a run of other text or weights
         self.gives_up = False  # whether the folder holds another run, until the first state of this one
@@ -69,6 +68,11 @@ class RunFolder(Unsaved):
     @property
     def id(self) -> str:
         return str(self.record["id"])
+
+    @property
+    def metrics(self) -> Path:
+        """The lines of this run; those of one that it gives up stay until its first state."""
+        return self.folder / f"metrics-{self.id}.jsonl"
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -200,6 +204,8 @@ class RunFolder(Unsaved):
                 for path in self.folder.glob("state-*"):
                     if path.name not in states:
                         shutil.rmtree(path)
+                for path in {*self.folder.glob(METRICS)} - {self.metrics}:
+                    path.unlink()
         self.record, self.gives_up = broadcast_from_main(self.accelerator, record), False
 
     def log(self, metrics: dict[str, float]) -> None:
@@ -213,8 +219,8 @@ class RunFolder(Unsaved):
         if self.accelerator.is_main_process:
             for path in self.folder.glob("state-*"):
                 shutil.rmtree(path)
-            for name in (METRICS, RECORD):
-                (self.folder / name).unlink(missing_ok=True)
+            for path in (*self.folder.glob(METRICS), self.folder / RECORD):
+                path.unlink(missing_ok=True)
 
     def _load(self, name: str, like: Like) -> Saved:
         from ddp_prune.core.processes import raise_on_all_ranks
@@ -248,8 +254,11 @@ class RunFolder(Unsaved):
 
     def _remove_if_empty(self) -> None:
         """Leave nothing behind if no state was saved, as after an error before the first step."""
-        if not self.record.get("states", True) and not self.gives_up:
-            self.remove()
+        if not self.record.get("states", True):
+            if self.gives_up:
+                self.metrics.unlink(missing_ok=True)
+            else:
+                self.remove()
         with suppress(OSError):  # there is something to resume from, or another process works on it
             self.folder.rmdir()
 
@@ -347,7 +356,7 @@ def check_run_folder(output: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    names = path.name in (RECORD, METRICS, LOCK) or path.match(f".{RECORD}.*.tmp")
+    names = path.name in (RECORD, LOCK) or path.match(METRICS) or path.match(f".{RECORD}.*.tmp")
     return names or (path.match("state-*-*") and path.is_dir())
 
 

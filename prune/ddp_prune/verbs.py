@@ -5,6 +5,7 @@ torch.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -199,7 +200,12 @@ def _check_output(
     output: Path, recipes: Sequence[TrainingSettings], *, overwrite: bool, reads: Sequence[str | Path]
 ) -> None:
     """Refuse an output that the run of these recipes cannot write. reads: as of `check_output`. Raises:
-    OutputError."""
+    OutputError.
+
+    The first of several processes tells: each would find the lock of another one.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
     if not interrupted_run(output, recipes, overwrite=overwrite) and len(recipes) == 1:
         check_output(output, overwrite=overwrite, reads=reads)
 

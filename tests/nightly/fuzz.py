@@ -58,7 +58,7 @@ OF_A_MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generat
 TARGETS = {  # target -> files to damage
     "pruned": (*OF_A_MODEL, "model.safetensors.index.json", "ddp_*"),
     "dense": OF_A_MODEL,
-    "run": ("out.run/run.json", "out.run/metrics.jsonl", "out.run/state-0-4/*"),
+    "run": ("out.run/run.json", "out.run/metrics-*.jsonl", "out.run/state-0-4/*"),
 }
 NASTY: tuple[Any, ...] = (
     None, True, -1, 0, 1, 7, 2**31, 2**63, 10**30, 0.5, 1e308, float("inf"), float("nan"), "", "x", "-1", "../x",

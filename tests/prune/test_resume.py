@@ -69,8 +69,8 @@ def test_a_killed_run_resumes_to_the_bit(
     assert_refused(run_in(work, *more), 5, "out exists", "--overwrite")
     (work / "out").rename(work / "anew")
     die_at(step, lambda: run_in(work, *more))
-    found = sorted(path.name for path in (work / "out.run").iterdir())
-    assert {"metrics.jsonl", "run.json", f"state-0-{saved}"} <= {*found}
+    found = [path.name for path in (work / "out.run").iterdir()]
+    assert {"run.json", f"state-0-{saved}"} <= {*found} and any(name.startswith("metrics-") for name in found)
     result = passed(run_in(work, *more))
     assert f"\nresuming after step {saved}\n" in result.stdout and "search 1/6" not in result.stdout
     assert "[v2]" in result.stdout  # the text's name as it is
@@ -125,7 +125,10 @@ def test_a_run_of_another_recipe_or_of_other_inputs_is_refused_and_given_up_by_o
         patch.setattr(resolve, "load", seams.out_of_memory)
         wrong.append(run_in(work, "--overwrite", "--seed", "7"))
     assert [result.exit_code for result in wrong] == [4, 2, 6], [result.output for result in wrong]
+    die_at(1, lambda: run_in(work, "--overwrite", "--seed", "1"))  # before its first save
     assert "resuming after step 4" in die_at(5, lambda: run_in(work)).output
+    (metrics,) = (work / "out.run").glob("metrics-*.jsonl")
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 3, 4, 5]
     edit_weights(work / "model", lambda weights: weights["model.layers.1.mlp.up_proj.weight"].mul_(1.5))
     assert_refused(run_in(work), 5, "the weights changed since", "--overwrite")
     assert (work / "out.run" / "state-0-4").exists()
