@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import exp, inf, isfinite, isnan, log, nan
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
@@ -72,6 +72,7 @@ class Additions(Measured, kw_only=True):
         limit: Count | None
         max_length: Count
         backend: str
+        dtype: str = "auto"
         model_args: list[str] = []
 
     model: ModelFacts
@@ -117,9 +118,8 @@ class Evaluation(msgspec.Struct, kw_only=True, rename={"samples": "n-samples"}):
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """What two comparable evaluations share: tasks, limit, context length, data and how the model was built."""
-        settings = self.ddp_vllm.settings
-        return sorted(self.results), settings.limit, settings.max_length, self.ddp_vllm.data, settings.model_args
+        """What two comparable evaluations share: tasks, data, and all settings that are shown."""
+        return sorted(self.results), self.ddp_vllm.data, self.ddp_vllm.settings
 
 
 class ScoreRow(NamedTuple):
@@ -143,15 +143,34 @@ class Bits(TypedDict):
     """What two models with different tokens require for the same excerpts of a text; the keys `dense`
     and `pruned` of each entry are the models."""
 
+    sha256: NotRequired[str]
     bits_per_byte: dict[str, AtLeastZero]
     tokens_per_byte: dict[str, AtLeastZero]
     excerpt_bits: dict[str, list[Annotated[float, msgspec.Meta(gt=0)]]]
     excerpt_bytes: list[Count]
 
 
+class Text(NamedTuple):
+    """A text of `eval --text` as it was read; results of equal ones can be compared."""
+
+    name: str
+    sha256: str
+    """Of its file; "" of a hub dataset."""
+    size: int
+    """Tokens that were read, or bytes where the models have different tokens."""
+    max_length: int
+    """Tokens, or about as many characters, that were read at once."""
+
+
 class Fidelity(Measured, kw_only=True):
     """What `eval --text` writes."""
 
+    class Settings(msgspec.Struct):
+        """The settings that decide what is read."""
+
+        max_length: Count
+
+    settings: Settings
     started: str
     model: ModelFacts
     against: ModelFacts
@@ -167,6 +186,15 @@ class Fidelity(Measured, kw_only=True):
                 raise SchemaError(f"the bits on {name} are not of the same excerpts for both models")
             if {*bits["bits_per_byte"]} != {"dense", "pruned"} or {*bits["tokens_per_byte"]} != {"dense", "pruned"}:
                 raise SchemaError(f"the bits on {name} are not of both models")
+
+    def by_text(self) -> "dict[Text, Quality | Bits]":
+        """Return the result of each text."""
+        length = self.settings.max_length
+        qualities = {Text(name, one.sha256, one.tokens, length): one for name, one in self.texts.items()}
+        bits = {
+            Text(name, one.get("sha256", ""), sum(one["excerpt_bytes"]), length): one for name, one in self.bits.items()
+        }
+        return {**qualities, **bits}
 
 
 def default_output(model: str) -> Path:

@@ -42,6 +42,8 @@ class Quality(Struct, kw_only=True):
     pruned: AtLeastZero
     recovered: AtLeastZero | None = None
     tokens: Count
+    sha256: str = ""
+    """Of the text's file; "" of a hub dataset."""
     block_losses: dict[str, list[Annotated[float, Meta(ge=-700, le=700)]]] | None = None
     """Model -> nats per token of each block; a float holds exp of these."""
     block_tokens: list[Annotated[int, Meta(ge=1)]] | None = None
@@ -77,6 +79,7 @@ class Quality(Struct, kw_only=True):
 
 class _Recipe(Struct):
     model: str = ""
+    teacher: str = ""
     context_length: Annotated[int, Meta(ge=1, le=1 << 40)] | None = None
     tokens: Count = 0
 
@@ -121,6 +124,15 @@ class Latency(Measured, kw_only=True):
     high: Positive
     workload: Workload
 
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        """The speedup and the ends of its range."""
+        return self.speedup, self.low, self.high
+
+
+class _Fingerprint(Struct):
+    weights: list[Any] = []
+
 
 class _Proof(Struct):
     tokens: Count | None = None
@@ -158,6 +170,8 @@ class Provenance(Training, kw_only=True):
     ddp_vllm: str = "of an unknown version"
     head_unit: str = "kv-group"
     applied_to: str = ""
+    applied_weights: list[Any] = []
+    fingerprint: _Fingerprint = field(default_factory=_Fingerprint)
     search_steps: Count | None = None
     targets: dict[str, Share] = {}
     run: _Run = field(default_factory=_Run)
@@ -184,8 +198,15 @@ class Provenance(Training, kw_only=True):
 
     @property
     def dense_model(self) -> str:
-        """The path or hub name of the model that was pruned; "" if it is unknown."""
-        return self.applied_to or self.recipe.model
+        """The path or hub name of the model that its figures are compared with: the one that was pruned, or
+        the teacher of its recovery; "" if it is unknown."""
+        teacher = self.recovery.recipe.teacher if self.recovery else ""
+        return teacher or self.applied_to or self.recipe.model
+
+    @property
+    def dense_weights(self) -> list[Any]:
+        """The identity of the weights of the model that was pruned; [] if it is unknown."""
+        return self.applied_weights or self.fingerprint.weights
 
 
 def is_mask(name: str) -> bool:

@@ -5,6 +5,7 @@ A model is given by its folder or by its name on the Hugging Face hub.
 """
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -169,16 +170,16 @@ def unrelated(dense: str, pruned: str) -> str:
     return ""
 
 
-def tokens_differ(dense: str, pruned: str) -> str:
+def tokens_differ(dense: str, pruned: str, *, rows: int = sys.maxsize) -> str:
     """Return in words how the tokens of two models differ; "" if they have the same ids and as many
-    rows.
+    rows. rows: of the embedding; tokens beyond them are not compared.
 
     Only models with the same tokens compare by losses, perplexities, KL and speeds per token; others
     by bits per byte and characters per second. Raises: ModelError if a tokenizer cannot be read.
     """
     first, second = _vocabulary(dense), _vocabulary(pruned)
     sizes = [vocab.pop("", len(vocab)) for vocab in (first, second)]
-    if different := set(first.items()) ^ set(second.items()):
+    if different := {pair for pair in set(first.items()) ^ set(second.items()) if pair[1] < rows}:
         token = min(different, key=lambda item: (item[1], item[0]))[0]
         ids = f"; {token!r} is {first.get(token, 'absent')} and {second.get(token, 'absent')}"
         return f"{dense} and {pruned} have different tokens ({len(first):,} and {len(second):,}{ids})"
@@ -265,6 +266,7 @@ def _kv_bytes(
     """Return the bytes per token of the KV cache of all layers, None if the config does not state
     them; widths: None for those of a dense model. is_limit: count layers of other kinds than attention
     too, whose cache does not grow with the context. Raises: ModelError."""
+    config = text_config(config)
     with reading(f"config.json of {folder}", ModelError, "download the model again"):
         if not is_limit and not {*(config.get("layer_types") or ())} <= LAYER_TYPES:
             return None

@@ -14,7 +14,7 @@ from ddp_vllm.evaluations import (
     score_rows,
 )
 from ddp_vllm.intervals import with_interval
-from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference
+from ddp_vllm.pages.measurements import Comparison, Interval, Loss, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.pages.summary import agrees, lowest_agreement
@@ -52,8 +52,8 @@ def headline(model: Model, comparison: Comparison) -> str:
     parts, dense = [], comparison.dense
     if model.speed:
         parts.append(f"{model.speed.verdict.sentence}, {model.speed.verdict.load}")
-    elif model.predicted:
-        parts.append(f"{with_interval(*model.predicted)} as fast, predicted")
+    elif model.speedup:
+        parts.append(f"{with_interval(*model.speedup)} as fast, {_predicted(model)}")
     if lost := difference(model, dense):
         parts.append(f"accuracy: {in_points(*lost)}")
     if model.loss:
@@ -90,7 +90,9 @@ def comparison_table(comparison: Comparison) -> Table:
                 name = metric.removesuffix("_ms").replace("_", " ")
                 verdicts = (of_model.get(metric) for of_model in metrics)
                 add_ratios(f"{name}, {load}", (verdict and verdict.bounds for verdict in verdicts))
-    add_ratios("speed of a step, predicted", (model.predicted for model in pruned))
+    for heading in dict.fromkeys(f"speed of a step, {_predicted(model)}" for model in pruned if model.predicted):
+        of_heading = (model.predicted if heading.endswith(_predicted(model)) else None for model in pruned)
+        add_ratios(heading, (one and one.bounds for one in of_heading))
     add_ratios("held-out perplexity, × dense", (model.heldout for model in pruned))
     for row in score_rows([model.evaluation for model in models]):
         add(row.heading, str, row.cells())
@@ -98,11 +100,12 @@ def comparison_table(comparison: Comparison) -> Table:
     add("points, same questions, 95 %", lambda change: points(*change), changes)
     for text in dict.fromkeys(text for model in models for text in model.texts):
         qualities = [model.texts.get(text) for model in pruned]
-        add_ratios(f"perplexity on {text}, × dense", (quality and perplexity_ratio(quality) for quality in qualities))
+        ratios = (quality and perplexity_ratio(quality) for quality in qualities)
+        add_ratios(f"perplexity on {text.name}, × dense", ratios)
         near = [quality and quality.last_agreement for quality in qualities]
         unknown = ["–"] * bool(dense)
-        add(f"KL on {text}, nats", lambda agreement: f"{agreement.kl:.3f}", near, *unknown)
-        add(f"top-1 agreement on {text}", lambda agreement: f"{agreement.top1:.1%}", near, *unknown)
+        add(f"KL on {text.name}, nats", lambda agreement: f"{agreement.kl:.3f}", near, *unknown)
+        add(f"top-1 agreement on {text.name}", lambda agreement: f"{agreement.top1:.1%}", near, *unknown)
     _add_bits(comparison, add, add_ratios)
     return Table(headings=["", *(model.name for model in models)], rows=rows)
 
@@ -111,13 +114,18 @@ def _add_bits(comparison: Comparison, add: Callable[..., None], add_ratios: Call
     """Add what is known of models whose tokens differ from the dense model's."""
     for text in dict.fromkeys(text for model in comparison.pruned for text in model.bits):
         bits = [model.bits.get(text) for model in comparison.pruned]
-        add_ratios(f"perplexity on {text}, × dense", (one and perplexity_ratio_of_bits(one) for one in bits))
-        add_ratios(f"bits per byte of {text}, × dense", (one and bits_ratio(one) for one in bits))
+        add_ratios(f"perplexity on {text.name}, × dense", (one and perplexity_ratio_of_bits(one) for one in bits))
+        add_ratios(f"bits per byte of {text.name}, × dense", (one and bits_ratio(one) for one in bits))
         for heading, key in (("bits", "bits_per_byte"), ("tokens", "tokens_per_byte")):
             known: list[Any] = [one and one[key] for one in bits]  # type: ignore[literal-required]
             values = [one and one["pruned"] for one in known]
             of_dense = [next(one["dense"] for one in known if one)] * bool(comparison.dense)
-            add(f"{heading} per byte of {text}", "{:.4f}".format, [*of_dense, *values])
+            add(f"{heading} per byte of {text.name}", "{:.4f}".format, [*of_dense, *values])
+
+
+def _predicted(model: Model) -> str:
+    """Return what a speed was predicted for, in words."""
+    return f"predicted ({model.predicted.workload})" if model.predicted else ""
 
 
 def _millions(value: int) -> str:
@@ -157,19 +165,19 @@ def _percent(model: Model) -> Interval | None:
 
 def choice(comparison: Comparison, tolerance: float, min_agreement: float | None = None) -> tuple[Model | None, str]:
     """Return the fastest model, by its measured or else its predicted speed, whose perplexity is at most
-    this many times the dense model's and whose top-1 agreement is high enough, if it is known, and the
-    same in words; if there is none, None and what the user can do."""
+    this many times the dense model's on every text and whose top-1 agreement is high enough, where it is
+    known, and the same in words; if there is none, None and what the user can do."""
     least = lowest_agreement(tolerance, min_agreement)
-    known = [(model, loss) for model in comparison.pruned if (loss := model.loss)]
-    within = [
-        (model, loss)
-        for model, loss in known
-        if loss.ratio[0] <= tolerance and (loss.quality is None or agrees(loss.quality, least))
-    ]
+
+    def is_within(loss: Loss) -> bool:
+        return loss.ratio[0] <= tolerance and (loss.quality is None or agrees(loss.quality, least))
+
+    within = [(model, model.loss) for model in comparison.pruned if model.losses and all(map(is_within, model.losses))]
     by_speed = lambda pair: ((pair[0].speedup or (0.0,))[0], -float(pair[0].facts.parameters or 0))  # noqa: E731
     best, loss = max(within, key=by_speed, default=(None, None))
     if best and loss:
         gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
+        gain += f", {_predicted(best)}" * bool(best.predicted and not best.speed)
         return best, f"{best.name}: {loss.sentence}{gain}"
     agreement = f" and {least:.0%} top-1 agreement" * bool(least)
     sentence = f"none has a known perplexity of at most {tolerance:g} times the dense model's{agreement}"

@@ -5,6 +5,8 @@ the model whose id they store (`model_facts.model_id`), wherever that model is n
 are only compared if they asked the same questions.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ from ddp_vllm.evaluations import (
     Bits,
     Evaluation,
     Fidelity,
+    Text,
     default_output,
     mean_accuracy,
     mean_difference,
@@ -25,7 +28,7 @@ from ddp_vllm.evaluations import (
     perplexity_ratio_of_bits,
 )
 from ddp_vllm.intervals import with_interval
-from ddp_vllm.masks import MASKS_FILE, Provenance, Quality
+from ddp_vllm.masks import MASKS_FILE, Latency, Provenance, Quality
 from ddp_vllm.model_facts import ModelFacts, describe_model, identify, is_pruned, known_folder, tokens_differ, unrelated
 from ddp_vllm.names import bare_name
 from ddp_vllm.provenance import local_provenance, provenance_of
@@ -75,12 +78,12 @@ class Model:
     """Whether it is the one that the others are compared with."""
     quality: Quality | None = None
     """Perplexities on held-out text of the kind it was trained on, as `prune` stores them."""
-    predicted: Interval | None = None
-    """Predicted speedup of a budget in measured time, with the range of the profile's rounds."""
+    predicted: Latency | None = None
+    """Predicted speedup of a budget in measured time, with its conditions."""
     evaluation: Evaluation | None = None
-    texts: dict[str, Quality] = field(default_factory=dict)
+    texts: dict[Text, Quality] = field(default_factory=dict)
     """The results of `eval --text`, by text."""
-    bits: dict[str, Bits] = field(default_factory=dict)
+    bits: dict[Text, Bits] = field(default_factory=dict)
     """The results of `eval --text`, by text, if its tokens differ from the dense model's."""
     speeds: tuple[Speed, ...] = ()
 
@@ -96,16 +99,19 @@ class Model:
         return perplexity_ratio(self.quality) if self.quality else None
 
     @property
-    def loss(self) -> Loss | None:
-        """What a limit judges: the loss on held-out text, or if that is unknown the largest on a text of
-        `eval --text`."""
-        if self.heldout:
-            return Loss(HELD_OUT, self.heldout, self.quality)
-        losses = [Loss(text, perplexity_ratio_of_bits(bits)) for text, bits in self.bits.items()]
+    def losses(self) -> list[Loss]:
+        """What limits judge: the loss on held-out text, and on each text of `eval --text`."""
+        losses = [Loss(HELD_OUT, self.heldout, self.quality)] if self.heldout else []
+        losses += [Loss(text.name, perplexity_ratio_of_bits(bits)) for text, bits in self.bits.items()]
         for text, quality in self.texts.items():
             if ratio := perplexity_ratio(quality):
-                losses.append(Loss(text, ratio, quality))
-        return max(losses, key=lambda loss: loss.ratio[0], default=None)
+                losses.append(Loss(text.name, ratio, quality))
+        return losses
+
+    @property
+    def loss(self) -> Loss | None:
+        """The largest of these."""
+        return max(self.losses, key=lambda loss: loss.ratio[0], default=None)
 
     @property
     def accuracy(self) -> dict[str, Any] | None:
@@ -125,7 +131,7 @@ class Model:
         if self.is_dense:
             return 1.0, 1.0, 1.0
         if self.speed is None:
-            return self.predicted
+            return self.predicted.bounds if self.predicted else None
         ratio, low, high = self.speed.verdict.main.bounds
         return ratio, ratio if low is None else low, ratio if high is None else high
 
@@ -167,6 +173,8 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
         _as_compared(_pruned_model(folder, history, files, facts, notes), origin, facts, notes)
         for folder, history, origin in zip(folders, histories, origins, strict=True)
     )
+    pruned = _told_apart(pruned, notes)
+    _note_other_conditions(pruned, histories, notes)
     return Comparison(dense=_dense_model(facts, files, pruned, notes), pruned=pruned, notes=[*dict.fromkeys(notes)])
 
 
@@ -240,18 +248,23 @@ def _pruned_model(
         latest |= {verdict.load: Speed(verdict, bench) for verdict in bench.verdicts if verdict.label in labels}
     if not latest:
         notes.append(f"{facts.name} was not measured; ddp-vllm bench sharegpt does that")
-    texts, bits = dict[str, Quality](), dict[str, Bits]()
+    by_file: dict[tuple[str, str], tuple[Text, Quality | Bits]] = {}
+    """The latest result of each text."""
     for fidelity in sorted(_of(Fidelity, files), key=lambda fidelity: fidelity.started):
-        if _is_same(fidelity.model, facts, notes) and _may_be_same(fidelity.against, dense):
-            texts |= fidelity.texts
-            bits |= fidelity.bits
+        if _is_same(fidelity.model, facts, notes):
+            if dense and not _is_same(fidelity.against, dense, []):
+                notes.append(f"{facts.name} was compared on text with {fidelity.against.model}, not {dense.model}")
+                continue
+            by_file |= {(text.name, text.sha256): (text, one) for text, one in fidelity.by_text().items()}
+    texts = {text: one for text, one in by_file.values() if isinstance(one, Quality)}
+    bits = {text: one for text, one in by_file.values() if not isinstance(one, Quality)}
     if evaluation is None:
-        what = "evaluated on tasks" if texts or bits else "evaluated"
+        what = "evaluated on tasks" if by_file else "evaluated"
         notes.append(f"{facts.name} was not {what}; ddp-vllm eval does that")
     return Model(
         facts=facts,
         quality=history.perplexity,
-        predicted=(latency.speedup, latency.low, latency.high) if latency else None,
+        predicted=latency,
         evaluation=evaluation,
         texts=texts,
         bits=bits,
@@ -271,9 +284,10 @@ def _as_compared(model: Model, origin: str, dense: ModelFacts | None, notes: Not
     if model.facts.pruned and read_checkpoint(Path(model.facts.model)).widths.is_quantized:
         notes.append(f"the figures of {model.name}'s own pages were measured before quantization and are left out")
         model = replace(model, quality=None, predicted=None)
-    differing = ""
+    differing = f"{model.name} was evaluated as having other tokens" * bool(model.bits)
     with suppress(ModelError):  # a folder of another machine
-        differing = tokens_differ(dense.model, model.facts.model) if dense and known_folder(dense.model) else ""
+        if dense and known_folder(dense.model):
+            differing = tokens_differ(dense.model, model.facts.model)
     if not differing:
         return replace(model, bits={})
     missing = (
@@ -281,6 +295,41 @@ def _as_compared(model: Model, origin: str, dense: ModelFacts | None, notes: Not
     )
     notes.append(f"{differing}, so {model.name} is compared by bits per byte{missing}")
     return replace(model, texts={})
+
+
+def _told_apart(models: Sequence[Model], notes: Notes) -> tuple[Model, ...]:
+    """Return models whose texts of one name say how they were read, where they were read in different
+    ways."""
+    texts = {text for model in models for text in (*model.texts, *model.bits)}
+    names = Counter(text.name for text in texts)
+
+    def renamed(text: Text) -> Text:
+        if names[text.name] == 1:
+            return text
+        file = f" of file {text.sha256[:8]}" * bool(text.sha256)
+        return text._replace(name=f"{text.name} ({text.size:,}{file}, {text.max_length:,} at once)")
+
+    notes += [
+        f"results on {name} are of different text and have rows of their own" for name in names if names[name] > 1
+    ]
+    return tuple(
+        replace(
+            model,
+            texts={renamed(text): one for text, one in model.texts.items()},
+            bits={renamed(text): one for text, one in model.bits.items()},
+        )
+        for model in models
+    )
+
+
+def _note_other_conditions(models: Sequence[Model], histories: Sequence[Provenance], notes: Notes) -> None:
+    """Note models of other weights, and speeds that were predicted for other workloads or places."""
+    weights = {json.dumps(history.dense_weights) for history in histories if history.dense_weights}
+    if len(weights) > 1:
+        notes.append("the models were pruned from different weights, so their figures are over different dense models")
+    predicted = {f"{model.predicted.workload}; {model.predicted.place}" for model in models if model.predicted}
+    if len(predicted) > 1:
+        notes.append(f"speeds were predicted for different conditions: {' and for '.join(sorted(predicted))}")
 
 
 def _of(kind: type[Kind], files: Iterable[Results]) -> list[Kind]:

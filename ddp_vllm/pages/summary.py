@@ -100,7 +100,7 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
                 "text.",
             )
     if latency := provenance.latency:
-        speed = with_interval(latency.speedup, latency.low, latency.high)
+        speed = with_interval(*latency.bounds)
         yield "predicted", f"{speed} the dense model's speed ({latency.workload}; {latency.place})"
     yield "weights", weight_training(provenance)
     if checkpoint.widths.is_quantized:

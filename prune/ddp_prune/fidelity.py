@@ -66,7 +66,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Cal
     )
     results = new_results(FIDELITY_FORMAT, asdict(settings)) | {
         "model": describe_model(settings.model).to_json(),
-        "against": describe_model(str(dense.folder)).to_json(),
+        "against": describe_model(dense.tokenizer).to_json(),
         "texts": {},
     }
 

@@ -4,6 +4,7 @@ trained weights → checkpoint."""
 import dataclasses
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,10 @@ from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.errors import ModelError
 from ddp_vllm.families import config_of_copy
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
+from ddp_vllm.model_facts import tokens_differ
 from ddp_vllm.model_files import stored_tensors, write_model
 from ddp_vllm.names import identity_of
 from ddp_vllm.output import atomic_folder
@@ -179,6 +182,9 @@ def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
     check_index(dense.folder)
     recipe.check_length(recipe.teacher, dense.text_config)
     pruned = open_pruned(checkpoint, dense)
+    rows = int(dense.text_config.get("vocab_size") or sys.maxsize)
+    if differing := tokens_differ(dense.tokenizer, recipe.model, rows=rows):
+        raise ModelError(f"{differing}; pass a teacher with the tokens of the model that it teaches")
     warn_of_other_weights(checkpoint.folder, dense)
     return checkpoint, pruned, dense
 

@@ -56,6 +56,20 @@ def pruned(tmp_path: Path, dense: Path) -> Path:
     return folder
 
 
+def write_text(file: Path, model: Path, dense: Path, max_length: int = 16, **content: Any) -> Path:
+    """Write what `eval --text` does."""
+    facts = {"model": describe_model(str(model)).to_json(), "against": describe_model(str(dense)).to_json()}
+    shown = {"format": FIDELITY_FORMAT, "started": "2026", "settings": {"max_length": max_length}, **MACHINE}
+    file.parent.mkdir(exist_ok=True)
+    return edit_json(file, **facts, **shown, **content)
+
+
+def text_quality(loss: float, **more: Any) -> dict[str, Any]:
+    """Return the result on a text, of two blocks."""
+    losses = {"dense": [3.0, 3.1], "pruned": [3.0 + loss, 3.1 + loss]}
+    return {"dense": 20.0, "pruned": 21.0, "tokens": 48, "block_losses": losses, **more}
+
+
 def pages(comparison: Comparison) -> tuple[str, str]:
     """Return the page in HTML and in Markdown."""
     return to_html(page_of(comparison)), to_markdown(page_of(comparison))
@@ -190,10 +204,13 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     result = passed(invoke(*arguments, "1.2"))
     assert "within 1.2 times: speedup-1.25: held-out perplexity 1.17× [" in result.output
     page = (tmp_path / "page.md").read_text()
-    assert "| speed of a step, predicted | 1 | 1.10× [1.09, 1.11] | 1.25× [1.24, 1.26] | 1.50× [1.49, 1.51] |" in page
+    row = "| speed of a step, predicted (decode, 8 sequences of 1,024 tokens) | 1 |"
+    assert f"{row} 1.10× [1.09, 1.11] | 1.25× [1.24, 1.26] | 1.50× [1.49, 1.51] |" in page
     html = (tmp_path / "page.html").read_text()
     assert "Held-out perplexity against speed" in html
-    assert "1.50× [1.49, 1.51] as fast, predicted; held-out perplexity 1.6" in page
+    assert (
+        "1.50× [1.49, 1.51] as fast, predicted (decode, 8 sequences of 1,024 tokens); held-out perplexity 1.6" in page
+    )
     result = invoke(*arguments, "1.01", "--overwrite")
     assert result.exit_code == 9 and "none has a known perplexity of at most 1.01 times" in result.stdout
     assert result.stderr.endswith("; train for longer with ddp-vllm recover, or remove less\n")
@@ -375,7 +392,7 @@ def test_damaged_results_are_one_line(pruned: Path, tmp_path: Path) -> None:
         assert_refused(invoke("compare", pruned, "-o", tmp_path / "page.html"), 4, "sharegpt.json", "is damaged")
 
 
-def test_a_tolerance_judges_the_worst_text_until_held_out_text_is_known(tmp_path: Path) -> None:
+def test_a_tolerance_judges_every_text(tmp_path: Path) -> None:
     """Text on which another model stood in for the dense one says nothing, and neither do figures of its own pages."""
     dense, other = write_dense(tmp_path / "base"), write_dense(tmp_path / "other")
     edit_json(other / "config.json", rms_norm_eps=1e-3)  # so it is another model
@@ -385,25 +402,70 @@ def test_a_tolerance_judges_the_worst_text_until_held_out_text_is_known(tmp_path
     assert result.exit_code == 9 and "none has a known perplexity of at most 1.1 times" in result.stderr
     assert result.stderr.endswith(f"; measure half with ddp-vllm eval FOLDER --against {dense} --text FILE\n")
     assert (tmp_path / "page.html").exists() and (tmp_path / "page.md").exists()
-    facts = {"format": FIDELITY_FORMAT, "started": "2026", "model": describe_model(str(pruned)).to_json(), **MACHINE}
     for text, loss, against in (("chats", 0.05, dense), ("prose", 0.08, dense), ("poems", 0.5, other)):
-        losses = {"dense": [3.0, 3.1], "pruned": [3.0 + loss, 3.1 + loss]}
-        quality = {"dense": 20.0, "pruned": 21.0, "tokens": 48, "block_losses": losses}
-        content = facts | {"against": describe_model(str(against)).to_json(), "texts": {text: quality}}
-        (pruned / f"{text}.json").write_text(json.dumps(content))
+        write_text(pruned / f"{text}.json", pruned, against, texts={text: text_quality(loss)})
     chosen = passed(invoke(*words)).output
     assert "within 1.1 times: half: perplexity 1.0833× [1.0833, 1.0833] the dense model's on prose" in chosen
     words[5] = "1.07"
     assert invoke(*words).stderr.endswith("; train for longer with ddp-vllm recover, or remove less\n")
     quality = {"dense": 20.0, "pruned": 20.0, "tokens": 48, "block_losses": {"dense": [3.0], "pruned": [3.0]}}
     write_masks(pruned, {}, {"recipe": {"model": str(dense)}, "perplexity": quality})
-    assert "half: held-out perplexity 1.0" in passed(invoke(*words)).output
+    assert "half: held-out perplexity 1.0" in passed(invoke(*words)).output  # results of the model before are left out
+    write_text(pruned / "prose.json", pruned, dense, texts={"prose": text_quality(0.08)})
+    assert invoke(*words).exit_code == 9
     compared = collect([pruned], dense=str(other))
     assert compared.pruned[0].heldout is None and f"half was made from {dense}" in " ".join(compared.notes)
     edit_json(pruned / "config.json", quantization_config={"quant_method": "compressed-tensors"})
     compared = collect([pruned], dense=str(dense))
     assert compared.pruned[0].heldout is None
     assert "the figures of half's own pages were measured before quantization and are left out" in compared.notes
+
+
+def test_texts_of_one_name_that_were_read_differently_have_rows_of_their_own(dense: Path, tmp_path: Path) -> None:
+    folders = [write_pruned(tmp_path / name, dense) for name in ("a", "b")]
+    for folder, sha256, length in zip(folders, ("1" * 32, "2" * 32), (2048, 16), strict=True):
+        texts = {"test.jsonl": text_quality(0.1, sha256=sha256), "same.jsonl": text_quality(0.1)}
+        write_text(folder / "text.json", folder, dense, length, texts=texts)
+    comparison = collect(folders)
+    (note,) = [note for note in comparison.notes if "test.jsonl" in note]
+    page = pages(comparison)[1]
+    assert "rows of their own" in note and "test.jsonl (48 of file 11111111, 2,048 at once)" in page
+    assert "same.jsonl (48, 16 at once)" in page  # of another length
+    write_text(
+        folders[1] / "text.json", folders[1], dense, 2048, texts={"test.jsonl": text_quality(0.2, sha256="1" * 32)}
+    )
+    (row,) = [line for line in pages(collect(folders))[1].split("\n") if "perplexity on test.jsonl" in line]
+    assert "1.11× [1.11, 1.11]" in row.replace("1.1052", "1.11") and "1.22× [1.22, 1.22]" in row.replace(
+        "1.2214", "1.22"
+    )
+
+
+def test_results_against_another_model_are_left_out_where_the_dense_model_is_not_here(tmp_path: Path) -> None:
+    """And bits per byte stay, which say by themselves that the tokens differ."""
+    folder, sibling = write_pruned(tmp_path / "half", "owner/base"), write_dense(tmp_path / "sibling")
+    write_text(folder / "text.json", folder, sibling, texts={"prose": text_quality(-0.3)})
+    comparison = collect([folder])
+    assert not comparison.pruned[0].texts
+    assert f"half was compared on text with {sibling}, not owner/base" in comparison.notes
+    bits = {name: {"dense": 1.0, "pruned": 1.1} for name in ("bits_per_byte", "tokens_per_byte")}
+    bits |= {"excerpt_bits": {"dense": [8.0, 9.0], "pruned": [8.8, 9.9]}, "excerpt_bytes": [8, 9]}
+    write_text(folder / "bits.json", folder, sibling, bits={"chats": bits}, texts={})
+    edit_json(folder / "bits.json", lambda c: c["against"].update(model="owner/base", name="owner/base"))
+    assert "bits per byte of chats" in pages(collect([folder]))[1]
+
+
+def test_other_weights_and_other_predictions_are_noted(tmp_path: Path) -> None:
+    sizes = list[Path]()
+    for name, phase in (("a", "decode"), ("b", "prefill")):
+        work = {"phase": phase, "batch": 8, "context": 1024}
+        latency = {"speedup": 1.2, "low": 1.1, "high": 1.3, "workload": work, **MACHINE}
+        fingerprint = {"weights": [["model.safetensors", 9, name]]}
+        sizes.append(write_size(tmp_path / name, "owner/dense", 0.05, latency=latency, fingerprint=fingerprint))
+    comparison = collect(sizes)
+    notes = " ".join(comparison.notes)
+    assert "pruned from different weights" in notes and "predicted for different conditions: decode, 8" in notes
+    rows = [line for line in pages(comparison)[1].split("\n") if "speed of a step, predicted (" in line]
+    assert len(rows) == 2
 
 
 def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
@@ -460,12 +522,8 @@ def test_a_model_that_was_evaluated_on_text_is_not_said_to_be_unmeasured(dense: 
     (dense / "eval" / "results.json").unlink()
     folder = write_pruned(tmp_path / "new", dense)
     assert "new was not evaluated; ddp-vllm eval does that" in collect([folder]).notes
-    quality = {"dense": 9.0, "pruned": 9.9, "tokens": 64, "agreement": {"pruned": {"kl": 0.1, "top1": 0.8}}}
-    quality["block_losses"] = {"dense": [2.1, 2.2], "pruned": [2.2, 2.3]}
-    text = {"format": "ddp-vllm eval text 1", "started": "2026", "model": describe_model(str(folder)).to_json()}
-    text["against"] = describe_model(str(dense)).to_json()
-    (folder / "eval").mkdir()
-    (folder / "eval" / "text.json").write_text(json.dumps(text | MACHINE | {"texts": {"chats.jsonl": quality}}))
+    quality = text_quality(0.1, agreement={"pruned": {"kl": 0.1, "top1": 0.8}})
+    write_text(folder / "eval" / "text.json", folder, dense, texts={"chats.jsonl": quality})
     comparison = collect([folder])
     assert "perplexity on chats.jsonl" in pages(comparison)[1]
     said = [note for note in comparison.notes if "evaluated" in note]
