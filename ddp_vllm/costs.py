@@ -7,12 +7,14 @@ widths: embeddings, norms, routers, shared experts. The totals of a whole model 
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ddp_vllm.dimensions import LAYER_TYPES, attended, count_experts, text_config, widths_of
 from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import BLOCK_OF
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
@@ -22,7 +24,6 @@ LARGE_TABLE = 0.15  # of the weights that a decode step reads: trimming it is wo
 KV_ELEMENT_BYTES = 2
 # one tensor per expert on disk, stacked in memory
 _EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")
-_EMBEDDING = re.compile(r"(^|\.)embed_(tokens|in)\.weight$")  # of which a tied output head is made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
     # two per weight; a query head is also multiplied with each key and each value
     assert budget == "flops"
     flops = {unit: 2.0 * number for unit, number in numbers.items()}
-    flops["expert_channel"] *= experts_chosen(config)
+    flops["expert_channel"] *= experts_chosen(config, widths)
     return [
         Prices(**flops | {"query_head": flops["query_head"] + 4.0 * size * num_keys})
         for num_keys in (attended(config, context) if size else [0] * len(widths.layers))
@@ -98,47 +99,67 @@ def whole_model(
             raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
         priced = zip(prices(budget, config, shapes, context), layers, strict=True)
         return sum(price.of(layer) for price, layer in priced)
-    heads = [name for name in shapes if name.endswith(("lm_head.weight", "embed_out.weight"))]
-    heads = heads or [name for name in shapes if _EMBEDDING.search(name)]
-    weights = float(sum(prod(shapes[name]) for name in heads))
-    share = experts_chosen(config, replace(widths, layers=tuple(layers)))
-    for name, shape in shapes.items():
-        if len(shape) >= 2 and (place := widths.split(name)) and place[0] < len(layers):
-            weights += prod(shape) * (share if _EXPERT.search(name) else 1.0)
+    weights, _ = numbers_read(config, shapes, layers)
     queries = int(text.get("num_attention_heads") or 0)
     size = 2 * int(text.get("head_dim") or (text.get("hidden_size") or 0) // max(queries, 1))
     if text.get("kv_lora_rank"):  # latent attention has keys and values of several sizes
         size = sum(text.get(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    keys = attended({**text, "num_hidden_layers": len(layers)}, context)
-    kinds = text.get("layer_types") or ["full_attention"] * len(keys)
     counts = [layer.num_query_heads if widths.is_family else queries for layer in layers]
-    rows = zip(keys, kinds, counts, strict=True)
-    return 2.0 * (weights + size * sum(number * count for number, kind, count in rows if kind in LAYER_TYPES))
+    rows = zip(keys_read(config, len(layers), context), counts, strict=True)
+    return 2.0 * (weights + size * sum(number * count for number, count in rows))
 
 
-def experts_chosen(config: Mapping[str, Any], widths: Widths | None = None) -> float:
+def keys_read(config: Mapping[str, Any], num_layers: int, context: int) -> list[int]:
+    """Return how many tokens of the context each layer attends to: 0 in layers of another kind than attention."""
+    text = text_config(config)
+    keys = attended({**text, "num_hidden_layers": num_layers}, context)
+    kinds = text.get("layer_types") or ["full_attention"] * len(keys)
+    return [number if kind in LAYER_TYPES else 0 for number, kind in zip(keys, kinds, strict=True)]
+
+
+def experts_chosen(config: Mapping[str, Any], widths: Widths | None) -> float:
     """Return the share of the routed experts of a layer that a token is sent to; 0 without any."""
-    text, widths = text_config(config), widths or widths_of(config)
-    number = widths.on_disk.num_experts or count_experts(text)
+    text = text_config(config)
+    number = (widths and widths.on_disk.num_experts) or count_experts(text)
     return (text.get("num_experts_per_tok") or 1) / number if number else 0.0
 
 
-def numbers_read(shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    """Return how many numbers of the weights a decode step reads, and how many of these are of the
+def numbers_read(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    layers: Sequence[LayerWidths] | None = None,
+    *,
+    batch: int = 1,
+) -> tuple[float, float]:
+    """Return how many numbers of weight matrices a decode step reads, and how many of these are of the
     table of tokens. An embedding that is not the head too is only looked up, as are those of layers.
 
-    shapes: of a model's tensors, by name.
+    shapes: of a model's tensors, by name. layers: their widths, unless it is dense. batch: tokens of a
+        step, which choose as many experts as independent ones are expected to.
     """
-    sizes = {name: prod(shape) for name, shape in shapes.items()}
-    table = [name for name in sizes if TABLE.fullmatch(name)]
+    widths, of_layers = None, [name for name in shapes if not TABLE.fullmatch(name)]
+    with suppress(WidthsError):  # of a model that cannot be pruned here
+        widths = widths_of(config) if layers is None else replace(widths_of(config), layers=tuple(layers))
+        places = ((name, widths.split(name)) for name in shapes)
+        of_layers = [name for name, place in places if place and place[0] < len(widths.layers)]
+    table = [name for name, shape in shapes.items() if TABLE.fullmatch(name) and len(shape) > 1]
     heads = [name for name in table if "lm_head" in name or "embed_out" in name]
-    of_table = sum(sizes[name] for name in heads or table if "per_layer" not in name)
-    return sum(sizes.values()) - sum(sizes[name] for name in table) + of_table, of_table
+    of_table = sum(prod(shapes[name]) for name in heads or table if "per_layer" not in name)
+    read, share = float(of_table), experts_read(experts_chosen(config, widths), batch)
+    for name in of_layers:
+        if len(shapes[name]) > 1:
+            read += prod(shapes[name]) * (share if _EXPERT.search(name) else 1.0)
+    return read, float(of_table)
 
 
-def table_note(shapes: Mapping[str, Sequence[int]]) -> str:
+def experts_read(chosen: float, batch: int) -> float:
+    """Return the share of the experts that a batch of tokens reads if each is sent to the share `chosen`."""
+    return 1.0 - (1.0 - chosen) ** batch
+
+
+def table_note(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> str:
     """Return a sentence on the table of tokens, if a decode step reads much of it; "" if it does not."""
-    read, of_table = numbers_read(shapes)
+    read, of_table = numbers_read(config, shapes)
     if of_table < LARGE_TABLE * read or not read:
         return ""
     return f"the table of tokens is {of_table / read:.0%} of the weights that a decode step reads"

@@ -245,7 +245,7 @@ def announce(run: Run, source: Source, text: Text, print_line: Callable[[str], N
         f"text: {blocks.num_tokens:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
         f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
     )
-    if note := table_note(source.shapes):
+    if note := table_note(source.config, source.shapes):
         used, known = len(blocks.train.unique()), source.text_config.get("vocab_size", 0)
         print_line(f"{note}; {used:,} of its {known:,} tokens occur in the text to train on (ddp-vllm trim)")
     print_line(

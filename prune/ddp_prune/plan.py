@@ -36,7 +36,7 @@ from ddp_prune.resolve import (
 )
 from ddp_prune.run import steps_of
 from ddp_prune.run_folder import find_record
-from ddp_vllm.costs import experts_chosen, prices, table_note, whole_model
+from ddp_vllm.costs import experts_chosen, experts_read, keys_read, numbers_read, prices, table_note, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 from ddp_vllm.model_facts import dense_kv_bytes
@@ -80,7 +80,7 @@ def plan(
         planned.lines.append(str(error))
         planned.removed, is_known = [None] * len(recipes), False
     source.describe_rest(planned.lines.append)
-    if note := table_note(source.shapes):
+    if note := table_note(source.config, source.shapes):
         planned.lines.append(f"{note}; ddp-vllm trim, before pruning, removes tokens that your text does not use")
     pools_of = pools_of_sizes(recipes, source, profile) if is_known else []
     for recipe, pools in zip(recipes, pools_of, strict=False):
@@ -185,23 +185,28 @@ def _decode_bound(recipe: Recipe, source: Source, pools: Sequence[Pool], on: str
     """Return a line about how much faster a decode step can be: by the bytes that it reads, weights
     and KV cache of the recipe's workload."""
     name, count = parse_cards(on)
-    workload, fixed = recipe.workload, (source.config, source.widths.dense_layers, source.shapes)
+    workload, config, layers = recipe.workload, source.config, source.widths.dense_layers
     keep_ratios = {kind: pool.keep_ratio for pool in pools for kind in pool.shapes}
-    read = whole_model("flops", *fixed, 0)  # two per weight that a token reads, and weights have two bytes
-    prunable = {kind: 2 * number for kind, number in prunable_parameters(source, workload.context).items()}
-    chosen = experts_chosen(source.config)
-    if experts := prunable.get("experts", 0.0):  # tokens of a batch choose different ones
-        prunable["experts"] = experts * (1 - (1 - chosen) ** workload.batch)
-        read += prunable["experts"] - experts * chosen
-    cache = (dense_kv_bytes(source.folder, value_bytes=2) or 0) * workload.batch * workload.context
-    removed = sum(number * (1 - keep_ratios.get(kind, 1.0)) for kind, number in prunable.items())
+    read, _ = numbers_read(config, source.shapes, layers, batch=workload.batch)
+    chosen, saved = experts_chosen(config, source.widths), 0.0
+    for kind, number in prunable_parameters(source, workload.context).items():
+        ratio, share = keep_ratios.get(kind, 1.0), 1.0
+        if kind == "experts":
+            share = experts_read(chosen, workload.batch)
+            if recipe.whole_experts:  # a token is sent to as many of fewer experts
+                saved += number * (share - ratio * experts_read(chosen / ratio, workload.batch))
+                continue
+        saved += number * share * (1.0 - ratio)
+    per_layer = (dense_kv_bytes(source.folder, value_bytes=2) or 0) / len(layers)
+    cache = per_layer * sum(keys_read(config, len(layers), workload.context)) * workload.batch
     kept_cache = cache * (keep_ratios.get("attn", 1.0) if pools[0].queries_per_kv == 1 else 1.0)
-    dense, pruned = read + cache, read - removed + kept_cache
+    dense, pruned = 2 * read + cache, 2 * (read - saved) + kept_cache  # weights have two bytes
+    shared = ", if all kinds of units lose equal shares" * (len(pools[0].shapes) > 1)
     return (
         f"decode on {on}: at most {dense / pruned:.2f}× as fast with {workload.batch} sequences of "
-        f"{workload.context:,} tokens, because a step reads {gigabytes(pruned)} instead of {gigabytes(dense)}, "
-        f"which take {1e3 * pruned / count / CARDS[name].bandwidth:.2g} ms; a bound: an H100 reached two thirds of "
-        "this gain with Qwen3-8B"
+        f"{workload.context:,} tokens, because a step reads {gigabytes(pruned)} instead of {gigabytes(dense)}"
+        f"{shared}, which take {1e3 * pruned / count / CARDS[name].bandwidth:.2g} ms; a bound: an H100 reached two "
+        "thirds of this gain with Qwen3-8B"
     )
 
 

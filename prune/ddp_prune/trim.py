@@ -294,7 +294,10 @@ def _costs(models: Mapping[str, Path], texts: Texts) -> Json:
     """
     tokenizers = [*map(load_tokenizer, models)]
     held_out = {name: excerpts for name, excerpts in texts.held_out.items() if excerpts}
-    costs: Json = {"read": [numbers_read(_shapes(folder))[0] for folder in models.values()], "texts": {}}
+    costs: Json = {
+        "read": [round(numbers_read(read_config(folder), _shapes(folder))[0]) for folder in models.values()],
+        "texts": {},
+    }
     bits = {name: list[float]() for name in held_out}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without it, "auto" may emulate bfloat16
     for source, tokenizer in zip(models, tokenizers, strict=True):  # one model in memory at a time

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from any_models import write_headers
 from commands import assert_refused, invoke, passed
 from latency_profiles import written
 from runs import prune
 from seams import AlmSettings, Recipe, RecoveryRecipe, Run, load_recipe, load_recipes, open_source, plan, verbs
 
-from ddp_vllm.costs import table_note
+from ddp_vllm.costs import keys_read, numbers_read, table_note, whole_model
 from ddp_vllm.errors import SettingError
+from ddp_vllm.model_facts import dense_kv_bytes
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 
@@ -265,8 +267,38 @@ def test_memory_and_time_on_cards_depend_on_no_profile(card: str, tiny_model: Pa
 def test_a_large_table_of_tokens_is_named(tiny_model: Path, tmp_path: Path) -> None:
     """Of the tied table of a tiny model, 320 × 64; not of the same model with 32 times the channels."""
     assert "ddp-vllm trim, before pruning" in dry_run(tiny_model, tmp_path, "--sparsity", "0.4")
-    shapes = dict(open_source(str(tiny_model)).shapes)
-    assert table_note(shapes) and not table_note(shapes | {"model.layers.0.mlp.up_proj.weight": [4096, 64]})
+    source = open_source(str(tiny_model))
+    shapes = dict(source.shapes)
+    assert table_note(source.config, shapes)
+    wider = shapes | {"model.layers.0.mlp.up_proj.weight": [4096, 64]}
+    assert not table_note(source.config, wider)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose(tiny_experts: Path, tmp_path: Path) -> None:
+    """Whether or not experts are pruned; of fewer whole experts a token still reads as many."""
+    source = open_source(str(tiny_experts))
+    experts, rest = 2 * 5 * 3 * 64 * 32, 320 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 5 * 64)
+    for batch in (1, 3):
+        expected = rest + experts * (1 - 0.6**batch), 320 * 64
+        assert numbers_read(source.config, source.shapes, batch=batch) == pytest.approx(expected)
+    assert whole_model("flops", source.config, source.widths.dense_layers, source.shapes, 0) == pytest.approx(
+        2 * (rest + experts * 0.4)
+    )
+    options = ["--whole-experts", "--sparsity", "0.4", "--on", "h100-80gb", "--concurrency"]
+    assert "at most 1.00× as fast with 1 sequences" in dry_run(tiny_experts, tmp_path, *options, "1")
+    assert "at most 1.00× as fast" not in dry_run(tiny_experts, tmp_path, *options, "8")
+
+
+def test_a_step_reads_the_cache_of_windows_and_of_text_alone(tmp_path: Path) -> None:
+    """Gemma-3 with pictures: 5 of 6 layers attend to a window; FLOPs count a tied head by any name."""
+    folder = write_headers("Gemma3Config", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    assert dense_kv_bytes(folder, value_bytes=2) == 4 * text["num_hidden_layers"] * text["num_key_value_heads"] * 256
+    keys = keys_read(config, text["num_hidden_layers"], 32768)
+    assert {*keys} == {text["sliding_window"], 32768} and keys.count(32768) == text["num_hidden_layers"] // 6
+    falcon = open_source(str(write_headers("FalconConfig", tmp_path / "falcon")))
+    assert whole_model("flops", falcon.config, falcon.widths.dense_layers, falcon.shapes, 0) > 2 * 65024 * 4544
 
 
 def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
