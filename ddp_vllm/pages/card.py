@@ -74,7 +74,11 @@ llama-server -m {file}
 ```"""
 
 
-_UNITS_OF = {"attn": "attention heads", "mlp": "MLP channels", "experts": "channels of the routed experts"}
+_UNITS_OF = {  # block -> its units, and the width of a layer that counts them
+    "attn": ("attention heads", "query_heads_per_kv_head"),
+    "mlp": ("MLP channels", "intermediate_size"),
+    "experts": ("channels of the routed experts", "expert_intermediate_sizes"),
+}
 
 
 def model_card(
@@ -97,7 +101,13 @@ def model_card(
         license=license_name, base_model=base,
     )  # fmt: skip
     place = place or f"./{name}"
-    units = " and ".join(_UNITS_OF[block] for block in checkpoint.widths.blocks)
+    pairs = [*zip(checkpoint.widths.layers, checkpoint.widths.dense_layers, strict=True)]
+    fewer = (
+        _UNITS_OF[block][0]
+        for block in checkpoint.widths.blocks
+        if any(getattr(kept, _UNITS_OF[block][1]) != getattr(dense, _UNITS_OF[block][1]) for kept, dense in pairs)
+    )
+    units = " and ".join(fewer) or "units"
     if checkpoint.is_stock:
         units = "whole experts, equally many of each layer,"
     converted = checkpoint.history.converted

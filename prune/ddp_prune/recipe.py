@@ -319,6 +319,8 @@ def check_suits(recipe: Recipe, source: "Source") -> None:
         )
     if recipe.whole_experts and "experts" not in source.sizes.blocks:
         raise SettingError(f"{recipe.model} is not a mixture of experts, so it has no whole experts to remove")
+    if recipe.whole_experts and source.sizes.blocks != ("experts",):
+        raise SettingError("whole_experts", "removes experts alone; give --prune experts")
     if recipe.whole_experts and source.config["model_type"] not in MIXTURES:
         raise SettingError(
             "whole_experts",

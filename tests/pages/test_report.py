@@ -179,6 +179,15 @@ def test_a_folder_is_no_base_model(
     assert (f"base_model: {model}" in model_card(read_checkpoint(folder), "pruned")) == named
 
 
+@pytest.mark.parametrize(
+    ("widths", "units"),
+    [((2, 5), "MLP channels"), ((1, 16), "attention heads"), ((1, 5), "attention heads and MLP channels")],
+)
+def test_the_card_names_what_was_removed(widths: tuple[int, int], units: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "pruned", widths=[widths, (2, 16)], origin="owner/dense")
+    assert f": {units} whose learned masks closed" in model_card(read_checkpoint(folder), "pruned")
+
+
 def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
     checkpoint = read_checkpoint(trained)
     quality = {"tokens": 1024, "dense": 2.0, "pruned": 3.0}

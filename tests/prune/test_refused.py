@@ -103,6 +103,9 @@ UNMET: dict[str, tuple[str, list[str], tuple[str, ...]]] = {  # model, "" for th
     "sequences too long": ("", ["--seq-len", "2049"], ("--seq-len is 2049", "takes 2,048", "lower --seq-len")),
     "a budget in every expert": ("", ["--scope", "expert"], ("scope is 'expert'", "not a mixture of experts")),
     "whole experts of a dense model": ("", ["--whole-experts"], ("not a mixture of experts", "no whole experts")),
+    "whole experts and channels of MLPs": (
+        "deepseek_v3", ["--whole-experts", "--prune", "mlp,experts"], ("removes experts alone", "--prune experts")
+    ),
     "shards in one process": ("", ["--shard"], ("there is one", "accelerate launch")),
     "attention": ("olmo2", ["--prune", "attention,mlp"], ("attention of olmo2 cannot be pruned", "choose from mlp")),
     "whole experts": ("glm4_moe", ["--whole-experts"], ("removes rows of the router", "glm4_moe", "leave it out")),
