@@ -6,7 +6,8 @@ Python files that load it, and `ddp_masks.safetensors`.
 """
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -199,13 +200,13 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _check_routing(Provenance.of(provenance).routing.chosen, widths, folder / MASKS_FILE)
-    shapes = {name: shape for name, shape, _ in tensors if not is_copied_head(config, name)}
+    tensors = [tensor for tensor in tensors if not is_copied_head(config, tensor[0])]
     return Checkpoint(
         folder=folder,
         config=config,
         layers=widths.layers,
         widths=widths,
-        shapes=unpacked(shapes, config) if widths.is_family else shapes,
+        shapes=unpacked(tensors, config),
         provenance=provenance,
     )
 
@@ -250,22 +251,39 @@ def dense_shapes(widths: Widths, shapes: Mapping[str, list[int]]) -> dict[str, l
     return full
 
 
-def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the shapes of weights and biases before compressed-tensors quantized them.
+# the last part of a quantized tensor's name
+_PACKED = re.compile(r"(weight_packed|qweight)|.*_blocks")
+_SCALES = re.compile(
+    r"(weight|input|output)_(scale|scale_inv|global_scale|zero_point|shape|g_idx)|(.*_)?scales|qzeros|g_idx"
+)
 
-    A tensor `weight_packed` holds eight 4-bit weights per int32, along the inputs. Scales are left
-    out.
+
+def unpacked(tensors: Iterable[tuple[str, list[int], str]], config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of tensors before compressed-tensors, GPTQ, AWQ or MXFP4 quantized them;
+    scales and zero points are left out.
+
+    tensors: name, shape and dtype on disk. A packed tensor holds several weights per number, along its
+        last axis.
     """
-    if not config.get("quantization_config"):
-        return dict(shapes)
-    plain = {}
-    for name, shape in shapes.items():
+    quantization, plain = config.get("quantization_config"), dict[str, list[int]]()
+    bits = _weight_bits(quantization) if isinstance(quantization, Mapping) else 0
+    for name, shape, dtype in tensors:
         module, _, kind = name.rpartition(".")
-        if kind == "weight_packed":
-            plain[f"{module}.weight"] = [shape[0], 8 * shape[1]]
-        elif kind in ("weight", "bias"):
-            plain[name] = shape
+        if quantization and _SCALES.fullmatch(kind):
+            continue
+        packed = quantization and _PACKED.fullmatch(kind)
+        each = files.BITS.get(dtype, bits) // bits if packed and bits else 1
+        plain[f"{module}.weight" if packed and packed[1] else name] = [*shape[:-1], each * shape[-1]]
     return plain
+
+
+def _weight_bits(quantization: Mapping[str, Any]) -> int:
+    """Return the bits of a quantized weight; 0 if they are not stated."""
+    groups = quantization.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    stated = [one.get("num_bits") for one in weights if isinstance(one, Mapping)]
+    stated += [quantization.get("bits"), quantization.get("w_bit"), 4 * (quantization.get("quant_method") == "mxfp4")]
+    return next((number for number in stated if isinstance(number, int) and number > 0), 0)
 
 
 def _check_routing(chosen: Mapping[str, list[float]], widths: Widths, path: Path) -> None:

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
+from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config, unpacked
 from ddp_vllm.dimensions import LAYER_TYPES, is_copied_head
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
@@ -253,7 +253,7 @@ def known_folder(model: str) -> Path | None:
 def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Widths | None) -> int | None:
     try:
         tensors = (tensor for path in files for tensor in file_tensors(path))
-        shapes = {name: shape for name, shape, _ in tensors if not is_copied_head(config, name)}
+        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config)
         kept = (prod(shape) for name, shape in shapes.items() if not (widths and is_leftover(widths, name, shape)))
         return sum(kept) or None
     except (WidthsError, OSError) as error:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from commands import edit_json, invoke
 from safetensors.numpy import load_file, save_file
+from written_folders import write_model
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError
+from ddp_vllm.model_facts import describe_model
 
 LAYERS: list[dict[str, Any]] = [
     {"query_heads_per_kv_head": [2, 1], "intermediate_size": 7},  # uneven groups, a width that is prime
@@ -296,3 +298,34 @@ def test_what_a_quantizer_adds_to_some_layers_is_none_of_ours(folder: Path) -> N
         _zeros(name, 3)(folder)
     _weights(lambda w: w.update({f"{DOWN_PROJ}_packed": w.pop(DOWN_PROJ)}))(folder)
     read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "stated"),
+    [
+        (4, np.int32, {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}),
+        (8, np.int32, {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8}}}}),
+        (4, np.uint8, {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}),
+        (4, np.int32, {"quant_method": "gptq", "bits": 4}),
+    ],
+)
+def test_parameters_of_packed_weights_are_counted_before_they_were_packed(
+    bits: int, dtype: Any, stated: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of dense and of pruned folders by one rule, without scales."""
+    name = "qweight" if stated["quant_method"] == "gptq" else "weight_packed"
+    for origin, widths in ((None, (2, 16)), ("owner/base", (1, 8))):
+        folder = write_model(tmp_path / str(origin), widths=[widths, widths], origin=origin)
+        before = describe_model(str(folder)).parameters
+        if name == "qweight" and origin:
+            continue  # a family has no such tensors
+        weights = load_file(folder / "model.safetensors")
+        for tensor in [tensor for tensor in weights if tensor.endswith("_proj.weight")]:
+            rows, columns = weights.pop(tensor).shape
+            module = tensor.removesuffix(".weight")
+            packed = columns * bits // (8 * np.dtype(dtype).itemsize)
+            weights[f"{module}.{name}"] = np.zeros((rows, packed), dtype)
+            weights[f"{module}.{'scales' if name == 'qweight' else 'weight_scale'}"] = np.zeros((rows, 1), np.float32)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        edit_json(folder / "config.json", quantization_config=stated)
+        assert describe_model(str(folder)).parameters == before

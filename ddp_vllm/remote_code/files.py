@@ -24,7 +24,7 @@ LARGEST_CONFIG = 4_000_000
 LONGEST_HEADER = 100_000_000  # bytes of a safetensors file; its own library's limit
 DEEPEST = 100  # levels of nested objects and lists
 MOST_DIGITS = 19  # of an integer; more digits exceed 64 bits
-_BITS = {
+BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32), **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
@@ -149,7 +149,7 @@ def file_tensors(path: Path) -> Iterator[tuple[str, list[int], str]]:
             shape, dtype, offsets = _stated(entry)
             if offsets is None:
                 raise WidthsError(f"{path} lacks shape, dtype or offsets of {short(name)}; download it again")
-            if dtype in _BITS and prod(shape) * _BITS[dtype] != 8 * (offsets[1] - offsets[0]):
+            if dtype in BITS and prod(shape) * BITS[dtype] != 8 * (offsets[1] - offsets[0]):
                 raise WidthsError(f"{path}: offsets of {short(name)} contradict its shape and dtype; download it again")
             ends += offsets
             yield name, shape, dtype
