@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddp_vllm.errors import CheckpointError, ModelError, reading
+from ddp_vllm.errors import CheckpointError, ModelError, SettingError, reading
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
@@ -58,6 +58,26 @@ def is_copied_head(config: Mapping[str, Any], name: str) -> bool:
     twice."""
     table = TABLES.get(dense_type(config))
     return name == HEAD and bool(config.get("tie_word_embeddings", table and table.is_tied))
+
+
+# kinds of rotary embeddings for which vLLM multiplies the context that the config states
+STRETCHING = ("linear", "dynamic", "yarn")
+
+
+def longest_context(config: Mapping[str, Any]) -> int | None:
+    """Return the longest context in tokens; None if the config does not state it, or stretches it."""
+    text = text_config(config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    is_stretched = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in STRETCHING
+    longest = text.get("max_position_embeddings")
+    return longest if isinstance(longest, int) and longest > 0 and not is_stretched else None
+
+
+def check_length(name: str, length: int, model: str, config: Mapping[str, Any]) -> None:
+    """Refuse sequences that are longer than a model states. name: of the setting. Raises:
+    SettingError."""
+    if (longest := longest_context(config)) and longest < length:
+        raise SettingError(name, f"is {length}, but {model} takes {longest:,}; lower --{name.replace('_', '-')}")
 
 
 def count_experts(config: Mapping[str, Any]) -> int:

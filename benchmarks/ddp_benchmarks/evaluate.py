@@ -22,6 +22,7 @@ from ddp_benchmarks.processes import end_group, kill_with_us
 from ddp_vllm.cache import cache_folder, is_own
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import quiet_libraries
+from ddp_vllm.dimensions import check_length
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError, reading
 from ddp_vllm.evaluations import ACCURACY, TASKS, mean_accuracy
 from ddp_vllm.families import register_pruned
@@ -96,6 +97,8 @@ class EvalSettings(Settings):
             vllm_command()
         describe_model(self.model)
         folder = local_folder(self.model)
+        if folder:
+            check_length("max_length", self.max_length, self.model, read_config(folder))
         if self.backend == "hf" and folder and not is_pruned(folder):
             try:
                 check_states_no_widths(read_config(folder))

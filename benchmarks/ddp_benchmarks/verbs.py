@@ -28,7 +28,7 @@ from ddp_vllm.evaluations import (
 )
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.latency import Profile, read_profile
-from ddp_vllm.machine import Workload
+from ddp_vllm.machine import Hardware, Workload
 from ddp_vllm.masks import MASKS_FILE, Provenance, Quality, read_provenance
 from ddp_vllm.model_facts import is_pruned, known_folder
 from ddp_vllm.output import check_file, make_folder
@@ -121,7 +121,8 @@ def _print_verdicts(results: Mapping[str, Any], values: Mapping[str, Any]) -> No
             speeds = (f"{before:,.0f} → {after:,.0f} {unit}/s" for unit, (before, after) in pairs.items())
             echo(f"{name}by characters {by_text['sentence']} ({', '.join(speeds)})")
         if "predicted" in verdict:
-            echo(f"{name}predicted {verdict['predicted']:.2f}×")
+            place = f" for {verdict['predicted_for']}" if "predicted_for" in verdict else ""
+            echo(f"{name}predicted {verdict['predicted']:.2f}×{place}")
         if values["phase"] == "decode":
             echo(f"{name}prefill {verdict['prefill']['sentence']}")
 
@@ -151,7 +152,8 @@ def bench_steps(
     Each round is written to the output and its ratio printed, so a stop loses at most one round. In
     Python `settings` are any fields of `StepSettings`. The results are returned as they are written
     to `output`; `["verdicts"]` states how much faster each pruned model is, and was
-    predicted to be if this workload was its budget.
+    predicted to be if this workload was its budget; `predicted_for` names another machine or other engine
+    arguments.
     """
     if output:
         check_file(Path(output), overwrite=overwrite, begins=BEGINS)
@@ -166,6 +168,9 @@ def bench_steps(
         for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
             if prediction and prediction.workload == chosen.workload:
                 verdict["predicted"] = prediction.speedup
+                here = convert(results["hardware"], Hardware), [*chosen.engine_arguments]
+                if (prediction.hardware, prediction.engine_arguments) != here:
+                    verdict["predicted_for"] = prediction.place
         if output:
             write_results(results, Path(output))
 

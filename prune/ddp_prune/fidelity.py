@@ -15,13 +15,14 @@ from ddp_prune.export import warn_of_other_weights
 from ddp_prune.models.evaluation import Evaluation, bits_of
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_pruned, open_source
-from ddp_prune.settings import FidelitySettings, check_length
+from ddp_prune.settings import FidelitySettings
 from ddp_prune.text.blocks import check_vocabulary, load_blocks
 from ddp_prune.text.documents import read_excerpts
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.cache import sha256
 from ddp_vllm.checkpoint import read_checkpoint, read_config
+from ddp_vllm.dimensions import check_length
 from ddp_vllm.errors import ModelError, SettingError, TextError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.families import register_pruned

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddp_prune.core.schedule import Schedule, Steps
+from ddp_vllm.dimensions import check_length
 from ddp_vllm.errors import SettingError
 from ddp_vllm.names import bare_name, identity_of, is_hub_name, split_sources
 from ddp_vllm.settings import DTYPES, Settings, read_settings, setting
@@ -26,14 +27,6 @@ def optimizer_suits(optimizer: str, dtype: str) -> bool:
     move.
     """
     return not (optimizer == "adamw-8bit" and dtype == "float16")
-
-
-def check_length(name: str, length: int, model: str, text_config: Mapping[str, Any]) -> None:
-    """Refuse sequences that are longer than a model states. name: of the setting. Raises:
-    SettingError."""
-    longest = text_config.get("max_position_embeddings")
-    if isinstance(longest, int) and 0 < longest < length:
-        raise SettingError(name, f"is {length}, but {model} takes {longest:,}; lower --{name.replace('_', '-')}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,8 @@ def test_local_tasks_count_and_are_compared_with_the_dense_model(
     """With --output nothing is written into either model's folder. Only known tasks are among the mean's."""
     dense = shutil.copytree(tiny, tmp_path / "dense")
     options = ["--tasks", "piqa,riddles,words", "--include-path", tasks, "-o", "out", "--against", dense]
+    assert_refused(invoke("eval", halved, *options), 2, "is 2048, but", "takes 256; lower --max-length")
+    options += ["--max-length", 256]
     result = invoke("eval", halved, *options, "--min-retained", "0.97", "--json")
     assert result.exit_code == 9 and "retains 0 of words" in result.stderr  # the dense model has no right answer
     printed, records = result.stderr, json.loads(result.stdout)
@@ -125,7 +127,7 @@ def test_a_task_of_a_papers_name_may_have_another_metric(
     rows = [{"doc_hash": number, "filter": "none", "acc": 1.0} for number in range(2)]
     raw = {"results": {"piqa": {"acc,none": 0.5, "acc_stderr,none": 0.5}}, "samples": {"piqa": rows}}
     monkeypatch.setattr(evaluate, "run_alone", lambda *_: raw)
-    done = passed(invoke("eval", tiny, "--tasks", "piqa", "-o", tmp_path / "out"))
+    done = passed(invoke("eval", tiny, "--tasks", "piqa", "--max-length", 256, "-o", tmp_path / "out"))
     assert re.search(r"PIQA \(acc\) +│ 50\.00", done.stdout)
     (file,) = (tmp_path / "out").glob("results_*.json")
     assert json.loads(file.read_text())["ddp_vllm"]["answers"] == {}
@@ -213,7 +215,11 @@ def test_results_of_both_models_go_into_the_folder_of_the_evaluated_one(
 
 @pytest.mark.nightly
 def test_what_lm_eval_does_not_find_is_one_line(tiny: Path, tasks: Path) -> None:
-    assert_refused(invoke("eval", tiny, "--include-path", tasks, "--tasks", "arc"), 2, "lm-eval has no task arc")
+    assert_refused(
+        invoke("eval", tiny, "--max-length", 256, "--include-path", tasks, "--tasks", "arc"),
+        2,
+        "lm-eval has no task arc",
+    )
     (tasks / "rows.jsonl").unlink()
-    missing = invoke("eval", tiny, "--include-path", tasks, "--tasks", "words")
+    missing = invoke("eval", tiny, "--max-length", 256, "--include-path", tasks, "--tasks", "words")
     assert_refused(missing, 4, "the rows of words cannot be read")

@@ -12,6 +12,7 @@ import pytest
 from commands import edit_json, invoke, passed, write_lines
 from latency_profiles import MIXTURE, written
 from safetensors.torch import load_file
+from written_folders import write_masks
 
 import ddp_vllm
 import demo
@@ -21,6 +22,7 @@ from ddp_vllm.checkpoint import read_config, read_stock_config
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import OutputError, SettingError
 from ddp_vllm.latency import Workload, read_profile, shapes_of
+from ddp_vllm.machine import hardware
 from ddp_vllm.remote_code.widths import LayerWidths
 
 COUNT_OUTPUTS = """
@@ -139,6 +141,22 @@ def test_a_model_without_whole_experts_is_timed_with_the_experts_that_it_has(tmp
     profile = read_profile(tmp_path / "machine.json")
     assert profile.times(Workload(phase="decode", batch=8, context=32)).sizes.num_experts == 6
     profile.check_fits(read_stock_config(tmp_path), {})
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(("cpu", "argument"), [("", ""), ("a CPU", ""), ("", "--enforce-eager")])
+def test_a_prediction_for_another_place_says_so(
+    cpu: str, argument: str, tiny: Path, halved: Path, tmp_path: Path
+) -> None:
+    folder, here = Path(shutil.copytree(halved, tmp_path / "halved")), hardware()
+    latency = {"speedup": 1.2, "low": 1.1, "high": 1.3, "workload": {"phase": "decode", "batch": 2, "context": 48}}
+    latency |= {"hardware": here | {"cpu": cpu or here["cpu"]}, "versions": {}}
+    latency |= {"engine_arguments": [argument] * bool(argument)}
+    write_masks(folder, {}, {"latency": latency})
+    options = ["--concurrency=2", "--context-length=48", "--rounds=3", "--steps=24"]
+    printed = passed(invoke("bench", "steps", f"--dense={tiny}", f"--pruned={folder}", *options)).stdout
+    (line,) = [line for line in printed.splitlines() if line.startswith("predicted")]
+    assert (line == "predicted 1.20×") == (not cpu and not argument) and cpu in line and argument in line
 
 
 @pytest.mark.usefixtures("known")
