@@ -215,11 +215,7 @@ def test_results_of_both_models_go_into_the_folder_of_the_evaluated_one(
 
 @pytest.mark.nightly
 def test_what_lm_eval_does_not_find_is_one_line(tiny: Path, tasks: Path) -> None:
-    assert_refused(
-        invoke("eval", tiny, "--max-length", 256, "--include-path", tasks, "--tasks", "arc"),
-        2,
-        "lm-eval has no task arc",
-    )
+    words = ("eval", tiny, "--max-length", 256, "--include-path", tasks, "--tasks")
+    assert_refused(invoke(*words, "arc"), 2, "lm-eval has no task arc")
     (tasks / "rows.jsonl").unlink()
-    missing = invoke("eval", tiny, "--max-length", 256, "--include-path", tasks, "--tasks", "words")
-    assert_refused(missing, 4, "the rows of words cannot be read")
+    assert_refused(invoke(*words, "words"), 4, "the rows of words cannot be read")
