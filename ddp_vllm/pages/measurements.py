@@ -300,18 +300,15 @@ def _as_compared(model: Model, origin: str, dense: ModelFacts | None, notes: Not
 def _told_apart(models: Sequence[Model], notes: Notes) -> tuple[Model, ...]:
     """Return models whose texts of one name say how they were read, where they were read in different
     ways."""
-    texts = {text for model in models for text in (*model.texts, *model.bits)}
-    names = Counter(text.name for text in texts)
+    kinds = ({text for model in models for text in model.texts}, {text for model in models for text in model.bits})
+    ambiguous = {name for kind in kinds for name, count in Counter(text.name for text in kind).items() if count > 1}
 
     def renamed(text: Text) -> Text:
-        if names[text.name] == 1:
-            return text
         file = f" of file {text.sha256[:8]}" * bool(text.sha256)
-        return text._replace(name=f"{text.name} ({text.size:,}{file}, {text.max_length:,} at once)")
+        name = f"{text.name} ({text.size:,}{file}, {text.max_length:,} at once)"
+        return text._replace(name=name) if text.name in ambiguous else text
 
-    notes += [
-        f"results on {name} are of different text and have rows of their own" for name in names if names[name] > 1
-    ]
+    notes += [f"results on {name} are of different text and have rows of their own" for name in sorted(ambiguous)]
     return tuple(
         replace(
             model,
@@ -324,7 +321,8 @@ def _told_apart(models: Sequence[Model], notes: Notes) -> tuple[Model, ...]:
 
 def _note_other_conditions(models: Sequence[Model], histories: Sequence[Provenance], notes: Notes) -> None:
     """Note models of other weights, and speeds that were predicted for other workloads or places."""
-    weights = {json.dumps(history.dense_weights) for history in histories if history.dense_weights}
+    pairs = zip(models, histories, strict=True)
+    weights = {json.dumps(one.dense_weights) for model, one in pairs if model.quality and one.dense_weights}
     if len(weights) > 1:
         notes.append("the models were pruned from different weights, so their figures are over different dense models")
     predicted = {f"{model.predicted.workload}; {model.predicted.place}" for model in models if model.predicted}
