@@ -56,6 +56,8 @@ def remember(masks: Path, provenance: Mapping[str, Any]) -> None:
     """Store the absolute paths of a masks file's models and texts in the cache, if there are any and it can
     be written: further commands may run in another folder."""
     stored = {part: provenance[part] for part in ("recipe", "texts", "applied_to") if part in provenance}
+    if "recipe" in provenance.get("recovery", {}):
+        stored["recovery"] = {"recipe": provenance["recovery"]["recipe"]}
     if (paths := _renamed(stored, absolute_name)) != _renamed(stored, bare_name):
         with suppress(OutputError):
             write_text(json.dumps(paths), _paths_file(masks))
@@ -65,7 +67,9 @@ def local_provenance(masks: Path) -> dict[str, Any]:
     """Return the provenance in a masks file, with the paths that this machine stored."""
     provenance = read_provenance(masks)
     with suppress(OSError, ValueError, OutputError):
-        return provenance | json.loads(_paths_file(masks).read_text(encoding="utf-8"))
+        paths = json.loads(_paths_file(masks).read_text(encoding="utf-8"))
+        recovery = {name: provenance[name] | paths[name] for name in ("recovery",) if name in paths}
+        return provenance | paths | recovery
     return provenance
 
 

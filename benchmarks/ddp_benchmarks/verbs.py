@@ -152,7 +152,7 @@ def bench_steps(
     Each round is written to the output and its ratio printed, so a stop loses at most one round. In
     Python `settings` are any fields of `StepSettings`. The results are returned as they are written
     to `output`; `["verdicts"]` states how much faster each pruned model is, and was
-    predicted to be if this workload was its budget; `predicted_for` names another machine or other engine
+    predicted to be if this workload was its budget. `predicted_for` names another machine or other engine
     arguments.
     """
     if output:

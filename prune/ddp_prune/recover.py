@@ -37,7 +37,7 @@ from ddp_vllm.errors import ModelError
 from ddp_vllm.families import config_of_copy
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.model_facts import tokens_differ
-from ddp_vllm.model_files import stored_tensors, write_model
+from ddp_vllm.model_files import has_tokenizer, stored_tensors, write_model
 from ddp_vllm.names import identity_of
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.progress import StepProgress
@@ -183,7 +183,7 @@ def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
     recipe.check_length(recipe.teacher, dense.text_config)
     pruned = open_pruned(checkpoint, dense)
     rows = int(dense.text_config.get("vocab_size") or sys.maxsize)
-    if differing := tokens_differ(dense.tokenizer, recipe.model, rows=rows):
+    if has_tokenizer(dense.folder) and (differing := tokens_differ(dense.tokenizer, recipe.model, rows=rows)):
         raise ModelError(f"{differing}; pass a teacher with the tokens of the model that it teaches")
     warn_of_other_weights(checkpoint.folder, dense)
     return checkpoint, pruned, dense

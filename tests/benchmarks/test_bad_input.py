@@ -35,7 +35,7 @@ REFUSED = {  # words of a command, which writes nothing -> exit code, and a part
     f"{PROFILE} -- --model gpt2": (2, "--model after -- is set by this measurement"),
     "profile {tiny} -o file": (5, "exists"),
     "eval {tiny} --against {tiny} --min-retained 97": (2, "--min-retained 97 is not a fraction"),
-    "eval {tiny} --include-path . -o file": (5, "choose another output"),
+    "eval {tiny} --max-length 64 --include-path . -o file": (5, "choose another output"),
     "eval other --tasks piqa -o new": (3, "another tool pruned it: its config.json has drop_attn_list"),
     "eval twice --tasks piqa -o new": (3, "twice: config.json: ddp_widths is no object"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, invoke, passed, quick_commands
+from commands import assert_refused, edit_json, invoke, passed, quick_commands
 from runs import assert_same_weights, assert_written_as_evaluated, die_at, edit_weights, prune, recover, weights
 from seams import Learner
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -22,7 +22,7 @@ from ddp_prune.models.source import open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.settings import RecoveryRecipe
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.masks import MASKS_FILE, Provenance
 from ddp_vllm.provenance import local_provenance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
@@ -282,6 +282,24 @@ def test_a_tokenizer_that_knows_more_than_the_model(pruned: Path, tmp_path: Path
     tokenizer.add_tokens(["fox number"])
     tokenizer.save_pretrained(folder)
     assert_refused(recover(folder, tmp_path / "other"), 3, "makes token 321", "0 to 319")
+
+
+def test_a_teacher_of_other_tokens_is_refused(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """As after another trim to as many tokens. The figures of a recovery are over its teacher's."""
+    teacher = Path(shutil.copytree(tiny_model, tmp_path / "teacher"))
+    passed(recover(pruned, tmp_path / "out", "--tokens", "64", "--teacher", teacher))
+    provenance = local_provenance(tmp_path / "out" / MASKS_FILE)
+    assert Provenance.of(provenance).dense_model == str(teacher) != provenance["recipe"]["model"]
+
+    def swap(content: dict[str, Any]) -> None:
+        vocabulary = content["model"]["vocab"]
+        first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+    edit_json(teacher / "tokenizer.json", swap)
+    assert_refused(
+        recover(pruned, tmp_path / "other", "--teacher", teacher), 3, "have different tokens", "a teacher with"
+    )
 
 
 def test_models_of_one_name_do_not_share_their_paths(
