@@ -48,6 +48,7 @@ OFFSETS = {
 }  # fmt: skip
 """Offsets of names from their points, where (0, 7) would cover another name."""
 LIMIT = 1.1  # of quality.md
+FEWEST_RUNS = 3  # that a power law is fitted to
 TOKENS = "trained on 40,960 tokens"  # of the table `sizes`
 TOP = 2.4  # of the chart's perplexity; what lies above is named, not drawn
 COLORS = {  # of the page on which the chart stands: background, text, ddp-vllm, other methods
@@ -78,7 +79,7 @@ def write_charts(folder: Path, model: str) -> None:
         "methods": ("speed", draw_methods),
     }
     for name, (table, draw) in charts.items():
-        if not read(table, model):
+        if not read(table, model) or (draw is draw_tokens and len(by_tokens(table, model)) < FEWEST_RUNS):
             continue
         for suffix, (background, text, *_) in COLORS.items():
             colored = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
@@ -223,8 +224,8 @@ def by_tokens(name: str, model: str) -> dict[int, list[Result]]:
 
 def power_law(runs: Mapping[int, Sequence[Result]]) -> tuple[float, float, float] | None:
     """Return which share of the lost log-perplexity remains after twice the tokens, by least squares on logarithms,
-    with its 95 % interval; None for fewer than three runs."""
-    if len(runs) < 3:
+    with its 95 % interval; None for fewer than FEWEST_RUNS."""
+    if len(runs) < FEWEST_RUNS:
         return None
     across = list(map(math.log2, runs))
     lost = [math.log2(math.log(perplexity_over_dense(results))) for results in runs.values()]
