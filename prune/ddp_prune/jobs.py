@@ -76,8 +76,9 @@ def begin_job(
     run_folder = RunFolder(output, accelerator, print_line)
     with run_folder.open(recipes, overwrite=overwrite):
         num_written = len(run_folder.written(folders))
+        is_watched = recipes[0].watch == run_folder.record["recipes"][0].get("watch", "")
         for folder in folders[:num_written]:
-            print_line(f"{folder} was written before")
+            print_line(f"{folder} was written before" + "; eval --text reads what --watch names now" * (not is_watched))
         with raise_on_all_ranks(accelerator):
             for folder in folders[num_written:] if accelerator.is_main_process else ():
                 check_output(folder, overwrite=run_folder.record["overwrite"], reads=reads)

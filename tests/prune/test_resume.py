@@ -291,6 +291,7 @@ def test_sizes_of_a_family_are_nested_and_exact(train: str, work: Path) -> None:
 def test_a_killed_family_resumes_to_the_bit(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It saves by time, as by default, and is killed at the first step of the search and in the polish of each size."""
     passed(family_in(work, output="anew"))
+    (work / "other.txt").write_text(" ".join(f"rain fell on town {number}." for number in range(900)))
     step, killed = Trainer.step, set[tuple[float, bool]]()
 
     def die_once(self: Trainer, number: int) -> dict[str, float]:
@@ -301,8 +302,10 @@ def test_a_killed_family_resumes_to_the_bit(work: Path, monkeypatch: pytest.Monk
         return step(self, number)
 
     monkeypatch.setattr(Trainer, "step", die_once)
-    codes = [family_in(work).exit_code for _ in range(5)]
-    assert codes == [130] * 4 + [0] and not (work / "out.run").exists()
+    codes = [family_in(work).exit_code for _ in range(4)]
+    last = passed(family_in(work, "--watch", work / "other.txt"))
+    assert codes == [130] * 4 and not (work / "out.run").exists()
+    assert "sparsity-0.2 was written before; eval --text reads what --watch names now" in " ".join(last.stdout.split())
     for name in NAMES[:2]:
         assert_same_weights(work / "anew" / name, work / "out" / name)
 
