@@ -272,8 +272,8 @@ def unpacked(tensors: Iterable[tuple[str, list[int], str]], config: Mapping[str,
         if quantization and _SCALES.fullmatch(kind):
             continue
         packed = quantization and _PACKED.fullmatch(kind)
-        each = files.BITS.get(dtype, bits) // bits if packed and bits else 1
-        plain[f"{module}.weight" if packed and packed[1] else name] = [*shape[:-1], each * shape[-1]]
+        per_number = files.BITS.get(dtype, bits) // bits if packed and bits else 1
+        plain[f"{module}.weight" if packed and packed[1] else name] = [*shape[:-1], per_number * shape[-1]]
     return plain
 
 

@@ -203,7 +203,7 @@ def curve(name: str, model: str) -> Iterator[str]:
     for tokens, results in runs.items():
         cells = [perplexity(text, True, "", results) for text in texts]
         cells += [f"{perplexity_over_dense(results):.2f}×", top_1("", results)]
-        hours = option(results[0], "--steps") * statistics.fmean(each["step_seconds"] for each in results) / 3600
+        hours = option(results[0], "--steps") * statistics.fmean(result["step_seconds"] for result in results) / 3600
         yield f"| {tokens:,} | {' | '.join(cells)} | {hours:.1f} |"
     if law := power_law(runs):
         yield "\nTwice the tokens leave {:.0%} [{:.0%}, {:.0%}] of the log-perplexity lost.".format(*law)
@@ -270,7 +270,7 @@ def draw_tokens(axes: Axes, *, model: str, suffix: str) -> None:
     runs, (_, text, ours, others) = by_tokens("tokens", model), COLORS[suffix]
     for name, style in zip(TABLES["tokens"]["texts"], ("-", "--", ":"), strict=True):
         ratios = [
-            statistics.fmean(each["texts"][name]["pruned"] / each["texts"][name]["dense"] for each in results)
+            statistics.fmean(one["pruned"] / one["dense"] for one in (result["texts"][name] for result in results))
             for results in runs.values()
         ]
         axes.plot([*runs], ratios, style, marker="o", color=ours, markersize=5, label=TEXTS[name])

@@ -69,8 +69,8 @@ def test_a_killed_run_resumes_to_the_bit(
     assert_refused(run_in(work, *more), 5, "out exists", "--overwrite")
     (work / "out").rename(work / "anew")
     die_at(step, lambda: run_in(work, *more))
-    found = [path.name for path in (work / "out.run").iterdir()]
-    assert {"run.json", f"state-0-{saved}"} <= {*found} and any(name.startswith("metrics-") for name in found)
+    left = [path.name for path in (work / "out.run").iterdir()]
+    assert {"run.json", f"state-0-{saved}"} <= {*left} and any(name.startswith("metrics-") for name in left)
     result = passed(run_in(work, *more))
     assert f"\nresuming after step {saved}\n" in result.stdout and "search 1/6" not in result.stdout
     assert "[v2]" in result.stdout  # the text's name as it is
