@@ -96,8 +96,8 @@ def trim(
     data: texts that are counted, as in `load_blocks`. keep: further texts, whose tokens stay before
         those of `data`, or "".
     print_line: prints a line of the summary.
-    Raises: ModelError if the model is not dense, its tokenizer is no BPE that can write any text, or
-        a setting names an id that the tokenizer lacks; SettingError if `num_tokens` is too low or
+    Raises: ModelError if the model is not dense, its tokenizer is neither BPE nor Unigram that can
+        write any text, or a setting names an id that the tokenizer lacks; SettingError if `num_tokens` is too low or
         leaves nothing to remove; TextError; OutputError and CheckpointError as `atomic_folder`.
     """
     folder = local_folder(model)

@@ -1,5 +1,6 @@
 """The verb trim: fewer tokens, a stock model, and nothing else that changes."""
 
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import torch
 from commands import assert_refused, edit_json, invoke, passed
 from safetensors.torch import load_file, save_file
 from seams import cut, leave_unquantized, open_source, trim_module, vocabulary_module
-from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -22,6 +23,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    PreTrainedTokenizerFast,
 )
 
 from ddp_vllm.api import read
@@ -379,7 +381,12 @@ def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, tex
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("tokenizer.json", {"model": {"type": "Unigram", "vocab": []}}, ("Unigram", "BPE")),
+        ("tokenizer.json", {"model": {"type": "WordPiece", "vocab": {}}}, ("WordPiece", "BPE and Unigram")),
+        (
+            "tokenizer.json",
+            {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}, "pre_tokenizer": None},
+            ("single bytes",),
+        ),
         ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, ("single bytes",)),
         (  # byte fallback without the tokens that it falls back to
             "tokenizer.json",
@@ -421,6 +428,46 @@ def test_damaged_weights_are_refused(dense: Path, text: Path, tmp_path: Path) ->
 def test_too_few_or_too_many_tokens(tokens: int, dense: Path, text: Path, tmp_path: Path) -> None:
     result = invoke("trim", dense, "--tokens", tokens, "--data", text, "-o", tmp_path / "new")
     assert_refused(result, 2, "tokens", str(tokens))
+
+
+def test_unigram_is_filtered(proving_here: None, text: Path, tmp_path: Path) -> None:
+    """As llm-jp: a piece that is removed is written by shorter ones, and what has none by its bytes."""
+    words = " ".join(SENTENCES).split()
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>")
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator([*SENTENCES, CHINESE, *map("".join, itertools.pairwise(words))], trainer)
+    document = json.loads(trained.to_str())
+    model = document["model"]
+    pieces = model["vocab"]
+    model["vocab"] = [*pieces[:3], *([f"<0x{byte:02X}>", 0.0] for byte in range(256)), *pieces[3:]]
+    model["byte_fallback"] = True
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    document["decoder"] = json.loads(decoders.Sequence(steps).__getstate__())
+    document["post_processor"] = json.loads(
+        processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)]).__getstate__()
+    )
+    before = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(document)), unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    config = LlamaConfig(
+        vocab_size=len(before), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    before.save_pretrained(tmp_path / "dense")
+    command = ("trim", tmp_path / "dense", "--tokens", 384, "--data", text, "-o", tmp_path / "new")
+    assert "tokens the same" in passed(invoke(*command)).stdout
+    after = AutoTokenizer.from_pretrained(tmp_path / "new")
+    small = json.loads((tmp_path / "new" / "tokenizer.json").read_text())["model"]
+    assert len(after) == 384 < len(before) and small["unk_id"] == 0
+    lowest = min(score for _, score in model["vocab"])
+    assert min(score for _, score in small["vocab"]) == lowest
+    removed = before.get_vocab().keys() - after.get_vocab().keys()
+    assert "你" in removed and before.tokenize(CHINESE) != after.tokenize(CHINESE)
+    for content in (CHINESE, EMOJI, SENTENCES[0]):
+        assert after.decode(after(content)["input_ids"], skip_special_tokens=True) == content
+    assert after.tokenize(SENTENCES[0]) == before.tokenize(SENTENCES[0])
 
 
 def test_byte_fallback_writes_removed_characters_as_bytes() -> None:

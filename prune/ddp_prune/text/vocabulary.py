@@ -1,8 +1,9 @@
-"""Which tokens of a BPE tokenizer stay, and tokenizer.json without the others.
+"""Which tokens of a BPE or Unigram tokenizer stay, and tokenizer.json without the others.
 
-The kept set is closed under merges: a token stays only with every token that BPE makes on the way to
-it. So text whose tokens are all kept is tokenized as before. Other text is cut into shorter tokens,
-down to single bytes.
+Text whose tokens are all kept is tokenized as before, and other text is cut into shorter tokens, down
+to single bytes. BPE requires for that that a token stays only with every token that it makes on the
+way to it. Unigram takes the pieces with the highest sum of scores, so any subset will do; the lowest
+score must stay, from which that of unknown text follows.
 """
 
 import itertools
@@ -30,20 +31,20 @@ Renumber = Callable[[int, str], int]
 
 
 def read_document(folder: Path) -> Json:
-    """Return tokenizer.json. Raises: ModelError if it is missing, or no BPE that writes any text in
-    single bytes."""
+    """Return tokenizer.json. Raises: ModelError if it is missing, or neither BPE nor Unigram that can
+    write any text in single bytes."""
     path, remedy = folder / "tokenizer.json", "choose a model with byte-level BPE or byte fallback, or prune this one"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json, and trim reads no other tokenizer; {remedy}")
     if (folder / "tokenizer_config.json").is_file() and "auto_map" in read_settings(folder / "tokenizer_config.json"):
         raise ModelError(f"the tokenizer of {folder} requires code of its own (auto_map); {remedy}")
     document: Json = read_settings(path)
-    bpe = document["model"]
-    if bpe.get("type") != "BPE":
-        raise ModelError(f"the tokenizer of {folder} is {bpe.get('type')}, but trim supports BPE only; {remedy}")
-    if affix := bpe.get("continuing_subword_prefix") or bpe.get("end_of_word_suffix"):
+    model = document["model"]
+    if (kind := model.get("type")) not in ("BPE", "Unigram"):
+        raise ModelError(f"the tokenizer of {folder} is {kind}, but trim supports BPE and Unigram only; {remedy}")
+    if affix := model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise ModelError(f"the tokenizer of {folder} marks parts of words by {affix!r}; {remedy}")
-    has_bytes = bpe.get("byte_fallback") and bpe["vocab"].keys() >= {*BYTES}
+    has_bytes = model.get("byte_fallback") and ids_of(document).keys() >= {*BYTES}
     if not (has_bytes or _is_byte_level(document)):
         raise ModelError(f"the tokenizer of {folder} has no tokens for single bytes; {remedy}")
     return document
@@ -74,18 +75,23 @@ def _is_byte_level(document: Json) -> bool:
 
 def ids_of(document: Json) -> dict[str, int]:
     """Return all tokens of tokenizer.json with their ids, added tokens included."""
-    return document["model"]["vocab"] | {token["content"]: token["id"] for token in document["added_tokens"]}
+    vocab = document["model"]["vocab"]
+    if isinstance(vocab, list):  # of Unigram: [[piece, score], …]
+        vocab = {token: number for number, (token, _) in enumerate(vocab)}
+    return vocab | {token["content"]: token["id"] for token in document["added_tokens"]}
 
 
 def required_ids(folder: Path, document: Json, tokenizer: Any) -> set[int]:
-    """Return the ids that always stay: added tokens, single bytes, the alphabet, ids in files of
-    settings, and the tokens of what the chat template writes. Raises: ModelError for an id that the
-    tokenizer lacks."""
+    """Return the ids that always stay: added tokens, single bytes, the alphabet, the lowest score of
+    Unigram, ids in files of settings, and the tokens of what the chat template writes. Raises:
+    ModelError for an id that the tokenizer lacks."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    ids = ids_of(document)
+    ids, model = ids_of(document), document["model"]
     alphabet = ByteLevel.alphabet() if _is_byte_level(document) else [*map(chr, range(0x20, 0x7F)), "▁"]
-    tokens = [*alphabet, *BYTES, document["model"].get("unk_token")]
+    tokens = [*alphabet, *BYTES, model.get("unk_token")]
+    if isinstance(pieces := model["vocab"], list):
+        tokens += [piece for piece, _ in (min(pieces, key=lambda piece: piece[1]), pieces[model.get("unk_id") or 0])]
     required = {ids[token] for token in tokens if token in ids} | {token["id"] for token in document["added_tokens"]}
     known = set(ids.values())
 
@@ -155,8 +161,8 @@ def by_count(excerpts: Iterable[str], tokenizer: Any) -> list[int]:
 
 
 def _pairs(document: Json) -> list[tuple[str, str]]:
-    """Return the merges, lowest rank first, in either form of tokenizer.json."""
-    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in document["model"]["merges"])
+    """Return the merges, lowest rank first, in either form of tokenizer.json; none of Unigram."""
+    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in document["model"].get("merges", ()))
     return [(first, second) for first, second in merges]
 
 
@@ -174,7 +180,8 @@ def _parts(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
 
 
 def choose(document: Json, required: set[int], orders: Iterable[list[int]], size: int, num_rows: int) -> list[int]:
-    """Return the kept ids, ascending: required ones, those of each order, then by rank of the merges.
+    """Return the kept ids, ascending: required ones, those of each order, then by rank of the merges,
+    or of Unigram's pieces, which are sorted by score.
 
     size: kept ids below `num_rows`, at most; an added token above it has no row.
     Raises: SettingError if the required ones are more.
@@ -204,13 +211,18 @@ def choose(document: Json, required: set[int], orders: Iterable[list[int]], size
 
 def trimmed_document(document: Json, new_ids: Mapping[int, int]) -> Json:
     """Return tokenizer.json with the kept tokens and the merges among them."""
-    bpe = document["model"]
-    vocab = {token: new_ids[number] for token, number in bpe["vocab"].items() if number in new_ids}
-    pairs = zip(bpe["merges"], _pairs(document), strict=True)
-    merges = [merge for merge, (one, two) in pairs if {one, two, one + two} <= vocab.keys()]
+    model: Json = dict(document["model"])
+    if isinstance(pieces := model["vocab"], list):
+        model["vocab"] = [piece for number, piece in enumerate(pieces) if number in new_ids]
+        model["unk_id"] = new_ids.get(model.get("unk_id", -1))
+    else:
+        vocab = {token: new_ids[number] for token, number in model["vocab"].items() if number in new_ids}
+        pairs = zip(model["merges"], _pairs(document), strict=True)
+        model["merges"] = [merge for merge, (one, two) in pairs if {one, two, one + two} <= vocab.keys()]
+        model["vocab"] = vocab
     moved = {
         key: renumber(document.get(key), lambda number, _: new_ids[number], key, TOKENIZER_ID)
         for key in ("post_processor", "padding")
     }
     added = [token | {"id": new_ids[token["id"]]} for token in document["added_tokens"]]
-    return document | moved | {"added_tokens": added, "model": bpe | {"vocab": vocab, "merges": merges}}
+    return document | moved | {"added_tokens": added, "model": model}
