@@ -49,11 +49,11 @@ OFFSETS = {
 """Offsets of names from their points, where (0, 7) would cover another name."""
 LIMIT = 1.1  # of quality.md
 FEWEST_RUNS = 3  # that a power law is fitted to
-TOKENS = "trained on 40,960 tokens"  # of the table `sizes`
+SIZE = re.compile(r"([\d.]+)( longer)?")  # a row of the table `sizes` that trains weights: its speedup
 TOP = 2.4  # of the chart's perplexity; what lies above is named, not drawn
-COLORS = {  # of the page on which the chart stands: background, text, ddp-vllm, other methods
-    "": ("white", "#1f2328", "#0b57d0", "#6e7781"),
-    "-dark": ("#0d1117", "#e6edf3", "#6cb6ff", "#9aa4af"),
+COLORS = {  # of the page on which the chart stands: background, text, ddp-vllm, other methods, longer runs
+    "": ("white", "#1f2328", "#0b57d0", "#6e7781", "#1a7f37"),
+    "-dark": ("#0d1117", "#e6edf3", "#6cb6ff", "#9aa4af", "#57ab5a"),
 }
 MODEL_NAMES = {"smollm2-135m": "SmolLM2-135M"}
 Result = Mapping[str, Any]
@@ -210,16 +210,15 @@ def curve(name: str, model: str) -> Iterator[str]:
 
 
 def by_tokens(name: str, model: str) -> dict[int, list[Result]]:
-    """Return the results of a table by the tokens that were read, with the row of another one that belongs to them."""
+    """Return the results of a table by the tokens that were read, with the rows of another one that belong to them."""
     other = TABLES[name]["with"]
-    rows = [*read(name, model).values(), read(other["table"], model).get(other["row"], [])]
-    return dict(
-        sorted(
-            (math.prod(option(results[0], name) for name in ("--steps", "--batch-size", "--seq-len")), results)
-            for results in rows
-            if results
-        )
-    )
+    others = read(other["table"], model)
+    rows = [*read(name, model).values(), *(others.get(row, []) for row in other["rows"])]
+    return dict(sorted((tokens_read(results[0]), results) for results in rows if results))
+
+
+def tokens_read(result: Result) -> int:
+    return math.prod(option(result, name) for name in ("--steps", "--batch-size", "--seq-len"))
 
 
 def power_law(runs: Mapping[int, Sequence[Result]]) -> tuple[float, float, float] | None:
@@ -236,38 +235,44 @@ def power_law(runs: Mapping[int, Sequence[Result]]) -> tuple[float, float, float
 
 
 def option(result: Result, name: str) -> int:
-    """Return the value of an option of the last command of a result."""
+    """Return the value of an option of the last command of a result, where it stands last."""
     words = result["commands"][-1].split()
-    return int(words[words.index(name) + 1])
+    return int(words[len(words) - words[::-1].index(name)])
 
 
 def draw_sizes(axes: Axes, *, model: str, suffix: str) -> None:
     """Draw each size of the table `sizes`: perplexity over the dense model's on each text, over the
-    speed."""
-    rows, speeds, (_, text, ours, others) = read("sizes", model), read_speeds("sizes", model), COLORS[suffix]
-    sizes = {row: speeds[row] for row in rows if row in speeds and row.replace(".", "").isdigit()}
-    across = [1.0, *(verdict["ratio"] for verdict in sizes.values())]
-    for name, style in zip(next(iter(rows.values()))[0]["texts"], ("-", "--", ":"), strict=True):
-        of_text = [rows[row][0]["texts"][name] for row in sizes]
-        ratios = [1.0, *(quality["pruned"] / quality["dense"] for quality in of_text)]
-        axes.plot(across, ratios, style, marker="o", color=ours, markersize=5, label=TEXTS[name])
-    for row, verdict in sizes.items():
-        top = max(quality["pruned"] / quality["dense"] for quality in rows[row][0]["texts"].values())
-        axes.annotate(
-            f"--speedup {row}", (verdict["ratio"], top), xytext=(-6, 7), textcoords="offset points", ha="right"
-        )
+    speed, in a color by the tokens that were read."""
+    rows, speeds, (_, text, ours, others, green) = read("sizes", model), read_speeds("sizes", model), COLORS[suffix]
+    sizes = {row: found for row in rows if row in speeds and (found := SIZE.fullmatch(row))}
+    for color, longer in ((ours, None), (green, " longer")):
+        chosen = [row for row, found in sizes.items() if found[2] == longer]
+        if not chosen:
+            continue
+        texts = [rows[row][0]["texts"] for row in chosen]
+        ratios = {name: [1.0, *(text[name]["pruned"] / text[name]["dense"] for text in texts)] for name in texts[0]}
+        across = [1.0, *(speeds[row]["ratio"] for row in chosen)]
+        for (name, heights), style in zip(ratios.items(), ("-", "--", ":"), strict=True):
+            label = "" if longer else TEXTS[name]
+            axes.plot(across, heights, style, marker="o", color=color, markersize=5, label=label)
+        offset, side = ((6, -14), "left") if longer else ((-6, 7), "right")
+        tops = [*map(max, *ratios.values())][1:]
+        for row, x, top in zip(chosen, across[1:], tops, strict=True):
+            name = f"--speedup {sizes[row][1]}"
+            axes.annotate(name, (x, top), xytext=offset, textcoords="offset points", color=color, ha=side)
+        axes.plot([], [], "o", color=color, label=f"{tokens_read(rows[chosen[0]][0]):,} tokens")
     axes.axhline(LIMIT, color=others, linestyle="-.", linewidth=1)
     axes.text(0.99, LIMIT + 0.01, f"our limit of {LIMIT}", transform=axes.get_yaxis_transform(), ha="right", fontsize=9)
     axes.legend(loc="upper left", frameon=False, labelcolor=text)
     axes.margins(x=0.12, y=0.15)
-    axes.set_title(f"{MODEL_NAMES.get(model, model)}, {TOKENS}, in vLLM on two CPU cores", loc="left", fontsize=11)
+    axes.set_title(f"{MODEL_NAMES.get(model, model)} in vLLM on two CPU cores", loc="left", fontsize=11)
     axes.set_xlabel("decode speed, × the dense model's")
     axes.set_ylabel("perplexity, × the dense model's")
 
 
 def draw_tokens(axes: Axes, *, model: str, suffix: str) -> None:
     """Draw each run of the table `tokens`: perplexity over the dense model's on each text, over the tokens read."""
-    runs, (_, text, ours, others) = by_tokens("tokens", model), COLORS[suffix]
+    runs, (_, text, ours, others, _) = by_tokens("tokens", model), COLORS[suffix]
     for name, style in zip(TABLES["tokens"]["texts"], ("-", "--", ":"), strict=True):
         ratios = [
             statistics.fmean(one["pruned"] / one["dense"] for one in (result["texts"][name] for result in results))
@@ -288,7 +293,7 @@ def draw_tokens(axes: Axes, *, model: str, suffix: str) -> None:
 def draw_methods(axes: Axes, *, model: str, suffix: str) -> None:
     """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the
     speed."""
-    rows, (_, text, ours, others) = read("speed", model), COLORS[suffix]
+    rows, (_, text, ours, others, _) = read("speed", model), COLORS[suffix]
     label = partial(axes.annotate, textcoords="offset points", ha="center", fontsize=10)
     axes.plot(1.0, 1.0, "s", color=others, markersize=6)
     label("dense", (1.0, 1.0), xytext=(0, -15))
