@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ddp_prune.models.evaluation import bits_of
 from ddp_prune.models.loading import load_model
-from ddp_prune.models.source import open_source, read_headers
+from ddp_prune.models.source import Source, open_source, read_headers
 from ddp_prune.text.documents import read_excerpts
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import sources_of
@@ -106,7 +106,7 @@ def trim(
     config = _checked(folder)
     read_document(folder)  # which refuses other tokenizers
     table = table_of(folder, config)
-    open_source(model)  # which `_costs` loads
+    source = open_source(model)
     tokenizer, num_rows = load_tokenizer(model), text_config(config)["vocab_size"]
     document = loaded_document(tokenizer)
     ids = ids_of(document)
@@ -132,7 +132,7 @@ def trim(
             print_line("comparing tokens and logits with the dense model's, in fresh processes")
         proved = _prove(writing, (model, folder), texts, new_ids, num_rows) if proof else {}
         print_line("evaluating both models on held-out text")
-        costs = _costs({model: folder, str(writing): writing}, texts)
+        costs = _costs((source, open_source(str(writing))), texts)
         name = folder.resolve().name if Path(model).is_dir() else model  # not the hash of a snapshot
         entry = {"name": name, "tokens": (len(ids), len(rows)), **costs}
         write_provenance(writing / MASKS_FILE, {"trimmed": entry, "applied_to": model, "proof": proved})
@@ -287,21 +287,19 @@ def _prove(written: Path, dense: tuple[str, Path], texts: Texts, new_ids: Mappin
     return {"tokens": sum(map(len, found["tokens"])), "logits": far, "tolerance": limit, "fault": fault}
 
 
-def _costs(models: Mapping[str, Path], texts: Texts) -> Json:
-    """Return what the smaller vocabulary saves and costs, before and after (`Trimmed` in masks.py).
-
-    models: the dense one and the trimmed one, with their folders.
-    """
-    tokenizers = [*map(load_tokenizer, models)]
+def _costs(sources: Sequence[Source], texts: Texts) -> Json:
+    """Return what the smaller vocabulary saves and costs (`Trimmed` in masks.py). sources: the dense model and the
+    trimmed one."""
+    tokenizers = [load_tokenizer(source.tokenizer) for source in sources]
     held_out = {name: excerpts for name, excerpts in texts.held_out.items() if excerpts}
     costs: Json = {
-        "read": [round(numbers_read(read_config(folder), _shapes(folder))[0]) for folder in models.values()],
+        "read": [round(numbers_read(source.config, source.shapes)[0]) for source in sources],
         "texts": {},
     }
     bits = {name: list[float]() for name in held_out}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without it, "auto" may emulate bfloat16
-    for source, tokenizer in zip(models, tokenizers, strict=True):  # one model in memory at a time
-        model = load_model(open_source(source), "auto", device)
+    for source, tokenizer in zip(sources, tokenizers, strict=True):  # one model in memory at a time
+        model = load_model(source, "auto", device)
         for name, excerpts in held_out.items():
             num_bytes = sum(len(text.encode()) for text in excerpts[:READ])
             bits[name].append(sum(bits_of(model, tokenizer, excerpts[:READ])[0]) / num_bytes)

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Ernie4_5_MoeConfig,
     Gemma3Config,
     HyperCLOVAXConfig,
     LlamaConfig,
@@ -376,6 +377,26 @@ def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, tex
     passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "new")
     assert model.config.text_config.vocab_size == 384 == len(model.get_input_embeddings().weight)
+    layers = model.get_decoder().layers.parameters()  # the tower of images is not read
+    read = 384 * 16 + sum(weight.numel() for weight in layers if weight.dim() > 1)
+    assert read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["read"][1] == read
+
+
+def test_a_decode_step_reads_the_chosen_experts(dense: Path, text: Path, tmp_path: Path) -> None:
+    """Of a mixture whose config names their number in its own way."""
+    folder = shutil.copytree(dense, tmp_path / "model")
+    stated = json.loads((dense / "config.json").read_text())
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
+    config = Ernie4_5_MoeConfig(**stated | {"model_type": "ernie4_5_moe"} | experts)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    weights = {name: weight.numel() for name, weight in model.model.layers.named_parameters() if weight.dim() > 1}
+    chosen = sum(number / 2 for name, number in weights.items() if "mlp.experts." in name)
+    assert chosen == 2 * 2 * 3 * 16 * 32  # of each layer's four experts, two
+    read = sum(number for name, number in weights.items() if "mlp.experts." not in name) + chosen
+    stated_read = read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["read"]
+    assert stated_read == [read + 640 * 32, read + 384 * 32]
 
 
 @pytest.mark.parametrize(
