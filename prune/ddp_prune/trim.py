@@ -31,8 +31,7 @@ from ddp_prune.text.vocabulary import (
     by_count,
     choose,
     ids_of,
-    loaded_document,
-    read_document,
+    load_document,
     read_settings,
     renumber,
     required_ids,
@@ -104,12 +103,10 @@ def trim(
     if folder is None:
         raise ModelError(f"{model} is not on this machine; run: hf download {model}")
     config = _checked(folder)
-    read_document(folder)  # which refuses other tokenizers
+    tokenizer, document = load_document(model, folder)
     table = table_of(folder, config)
     source = open_source(model)
-    tokenizer, num_rows = load_tokenizer(model), text_config(config)["vocab_size"]
-    document = loaded_document(tokenizer)
-    ids = ids_of(document)
+    num_rows, ids = text_config(config)["vocab_size"], ids_of(document)
     target = num_tokens // MULTIPLE * MULTIPLE
     if not target or target >= sum(number < num_rows for number in ids.values()):
         raise SettingError(

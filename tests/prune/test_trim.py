@@ -194,6 +194,9 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
     assert collect([trimmed[0]]).dense == both.dense
 
 
+WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0, "?": 1}, "unk_token": "?", "max_input_chars_per_word": 9} | {
+    "continuing_subword_prefix": "##"
+}
 PAD = {"content": "<pad>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 
 
@@ -216,6 +219,15 @@ def test_a_token_that_transformers_adds_from_another_file_stays(
     )
     rows = [AutoModelForCausalLM.from_pretrained(one).model.embed_tokens.weight for one in (folder, tmp_path / "new")]
     assert (before, after, len(rows[1])) == (514, 383, 384) and torch.equal(rows[0][before], rows[1][after])
+
+
+def test_the_vocabulary_of_an_older_file(dense: Path, text: Path, trimmed: tuple[Path, str], tmp_path: Path) -> None:
+    """It states no type, and its merges are strings."""
+    model = json.loads((dense / "tokenizer.json").read_text())["model"]
+    older = {"vocab": model["vocab"], "merges": [*map(" ".join, model["merges"])]}
+    folder = edited(dense, tmp_path / "model", "tokenizer.json", model=older)
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    assert (tmp_path / "new" / "tokenizer.json").read_text() == (trimmed[0] / "tokenizer.json").read_text()
 
 
 def test_a_tokenizer_that_transformers_chooses_by_the_name_on_the_hub(
@@ -402,7 +414,13 @@ def test_a_decode_step_reads_the_chosen_experts(dense: Path, text: Path, tmp_pat
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("tokenizer.json", {"model": {"type": "WordPiece", "vocab": {}}}, ("WordPiece", "BPE and Unigram")),
+        ("tokenizer.json", {"model": WORD_PIECE}, ("WordPiece", "BPE and Unigram")),
+        (
+            "tokenizer.json",
+            {"model": {name: WORD_PIECE[name] for name in WORD_PIECE if name != "type"}},
+            ("WordPiece",),
+        ),
+        ("tokenizer.json", {"model": {}}, ("cannot be read",)),
         (
             "tokenizer.json",
             {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}, "pre_tokenizer": None},
@@ -411,7 +429,10 @@ def test_a_decode_step_reads_the_chosen_experts(dense: Path, text: Path, tmp_pat
         ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, ("single bytes",)),
         (  # byte fallback without the tokens that it falls back to
             "tokenizer.json",
-            {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"<0x00>": 0}}, "pre_tokenizer": None},
+            {
+                "model": {"type": "BPE", "byte_fallback": True, "vocab": {"<0x00>": 0}, "merges": []},
+                "pre_tokenizer": None,
+            },
             ("single bytes",),
         ),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, ("code of its own",)),

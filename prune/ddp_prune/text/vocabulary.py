@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.text.templates import ChatTemplate
+from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.errors import ModelError, SettingError, reading
 
 MULTIPLE = 128  # of rows in the table, which kernels of heads and a split over devices prefer
@@ -30,37 +31,31 @@ Renumber = Callable[[int, str], int]
 """Takes a token id and the setting that names it, returns the new id."""
 
 
-def read_document(folder: Path) -> Json:
-    """Return tokenizer.json. Raises: ModelError if it is missing, or neither BPE nor Unigram that can
-    write any text in single bytes."""
+def load_document(model: str, folder: Path) -> tuple[Any, Json]:
+    """Return the tokenizer of a model, and tokenizer.json as transformers reads it: with the added tokens of other
+    files, such as tokenizer_config.json, and with repairs, which depend on names and on the number of tokens.
+    Raises: ModelError if it is missing, or neither BPE nor Unigram that can write any text in single bytes."""
     path, remedy = folder / "tokenizer.json", "choose a model with byte-level BPE or byte fallback, or prune this one"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json, and trim reads no other tokenizer; {remedy}")
     if (folder / "tokenizer_config.json").is_file() and "auto_map" in read_settings(folder / "tokenizer_config.json"):
         raise ModelError(f"the tokenizer of {folder} requires code of its own (auto_map); {remedy}")
-    document: Json = read_settings(path)
-    model = document["model"]
-    if (kind := model.get("type")) not in ("BPE", "Unigram"):
-        raise ModelError(f"the tokenizer of {folder} is {kind}, but trim supports BPE and Unigram only; {remedy}")
-    if affix := model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise ModelError(f"the tokenizer of {folder} marks parts of words by {affix!r}; {remedy}")
-    has_bytes = model.get("byte_fallback") and ids_of(document).keys() >= {*BYTES}
-    if not (has_bytes or _is_byte_level(document)):
-        raise ModelError(f"the tokenizer of {folder} has no tokens for single bytes; {remedy}")
-    return document
-
-
-def loaded_document(tokenizer: Any) -> Json:
-    """Return tokenizer.json as transformers reads it: with the added tokens of other files, such as
-    tokenizer_config.json, and with repairs, which depend on names and on the number of tokens. Raises:
-    ModelError."""
+    tokenizer = load_tokenizer(model)
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         raise ModelError(
-            f"transformers reads the tokenizer of {tokenizer.name_or_path} by {type(tokenizer).__name__} and not from "
+            f"transformers reads the tokenizer of {model} by {type(tokenizer).__name__} and not from "
             "tokenizer.json; remove its other files, such as tekken.json, or prune this model instead"
         )
     document: Json = json.loads(backend.to_str())
-    return document
+    part = document["model"]
+    if (kind := part["type"]) not in ("BPE", "Unigram"):
+        raise ModelError(f"the tokenizer of {folder} is {kind}, but trim supports BPE and Unigram only; {remedy}")
+    if affix := part.get("continuing_subword_prefix") or part.get("end_of_word_suffix"):
+        raise ModelError(f"the tokenizer of {folder} marks parts of words by {affix!r}; {remedy}")
+    has_bytes = part.get("byte_fallback") and ids_of(document).keys() >= {*BYTES}
+    if not (has_bytes or _is_byte_level(document)):
+        raise ModelError(f"the tokenizer of {folder} has no tokens for single bytes; {remedy}")
+    return tokenizer, document
 
 
 def read_settings(path: Path) -> Any:
@@ -161,9 +156,8 @@ def by_count(excerpts: Iterable[str], tokenizer: Any) -> list[int]:
 
 
 def _pairs(document: Json) -> list[tuple[str, str]]:
-    """Return the merges, lowest rank first, in either form of tokenizer.json; none of Unigram."""
-    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in document["model"].get("merges", ()))
-    return [(first, second) for first, second in merges]
+    """Return the merges, lowest rank first; none of Unigram."""
+    return [(first, second) for first, second in document["model"].get("merges", ())]
 
 
 def _parts(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
@@ -217,8 +211,7 @@ def trimmed_document(document: Json, new_ids: Mapping[int, int]) -> Json:
         model["unk_id"] = new_ids.get(model.get("unk_id", -1))
     else:
         vocab = {token: new_ids[number] for token, number in model["vocab"].items() if number in new_ids}
-        pairs = zip(model["merges"], _pairs(document), strict=True)
-        model["merges"] = [merge for merge, (one, two) in pairs if {one, two, one + two} <= vocab.keys()]
+        model["merges"] = [pair for pair in _pairs(document) if {*pair, "".join(pair)} <= vocab.keys()]
         model["vocab"] = vocab
     moved = {
         key: renumber(document.get(key), lambda number, _: new_ids[number], key, TOKENIZER_ID)
