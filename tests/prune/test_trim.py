@@ -230,6 +230,23 @@ def test_the_vocabulary_of_an_older_file(dense: Path, text: Path, trimmed: tuple
     assert (tmp_path / "new" / "tokenizer.json").read_text() == (trimmed[0] / "tokenizer.json").read_text()
 
 
+def test_padding_and_truncation_stay(proving_here: None, dense: Path, text: Path, tmp_path: Path) -> None:
+    """Of the file and of programs that read it alone. Neither decides which tokens the proof compares."""
+    truncation = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 10}, "direction": "Left", "pad_id": 512, "pad_type_id": 0, "pad_token": "<eos>"}
+    padding["pad_to_multiple_of"] = None
+    folder = edited(dense, tmp_path / "model", "tokenizer.json", truncation=truncation, padding=padding)
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new"))
+    assert read_provenance(tmp_path / "new" / MASKS_FILE)["proof"]["tokens"] > 500
+    stored = json.loads((tmp_path / "new" / "tokenizer.json").read_text())
+    assert (stored["truncation"], stored["padding"]) == (truncation, padding | {"pad_id": 382})
+    encoded = [Tokenizer.from_file(str(one / "tokenizer.json")).encode("the") for one in (folder, tmp_path / "new")]
+    assert encoded[0].tokens == encoded[1].tokens and encoded[1].ids[:5] == [382] * 5
+    long = Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).encode(SENTENCES[0])
+    assert (len(long.ids), sum(long.attention_mask)) == (10, 8)
+    assert AutoTokenizer.from_pretrained(tmp_path / "new").pad_token == "<eos>"
+
+
 def test_a_tokenizer_that_transformers_chooses_by_the_name_on_the_hub(
     proving_here: None, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

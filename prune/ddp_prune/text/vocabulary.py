@@ -46,7 +46,9 @@ def load_document(model: str, folder: Path) -> tuple[Any, Json]:
             f"transformers reads the tokenizer of {model} by {type(tokenizer).__name__} and not from "
             "tokenizer.json; remove its other files, such as tekken.json, or prune this model instead"
         )
-    document: Json = json.loads(backend.to_str())
+    stored = read_settings(path)
+    # each call of the tokenizer sets them anew
+    document: Json = json.loads(backend.to_str()) | {name: stored.get(name) for name in ("truncation", "padding")}
     part = document["model"]
     if (kind := part["type"]) not in ("BPE", "Unigram"):
         raise ModelError(f"the tokenizer of {folder} is {kind}, but trim supports BPE and Unigram only; {remedy}")
