@@ -233,7 +233,7 @@ def _write_settings(folder: Path, document: Json, new_ids: Mapping[int, int], cl
     (folder / "tokenizer.json").write_text(text + "\n", encoding="utf-8")
     for path in {*folder.glob("*config.json")} - {folder / "config.json"}:
         settings = renumber(read_settings(path), lambda number, _: new_ids[number], path.name)
-        if added := settings.get("added_tokens_decoder"):
+        if isinstance(settings, dict) and (added := settings.get("added_tokens_decoder")):
             settings["added_tokens_decoder"] = {
                 str(ids[token["content"]]): token for token in added.values() if token["content"] in ids
             }

@@ -387,6 +387,13 @@ def test_ids_that_a_generation_config_weights_or_forces(dense: Path, text: Path,
     assert settings["force_words_ids"] == [[new, new[:1]]]
 
 
+def test_a_file_of_settings_that_is_a_list(dense: Path, text: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(dense, tmp_path / "model")
+    (folder / "stages_config.json").write_text('[{"eos_token_id": 512}]')
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    assert json.loads((tmp_path / "new" / "stages_config.json").read_text()) == [{"eos_token_id": 382}]
+
+
 def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, text: Path, tmp_path: Path) -> None:
     """As the published configs of Gemma 3 with images."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
