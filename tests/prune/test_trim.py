@@ -374,17 +374,36 @@ def test_an_embedding_that_is_stored_as_the_head_too_is_written_once(dense: Path
     assert_refused(invoke("inspect", tmp_path / "new"), 7, "new is trimmed, not pruned", "report.html")
 
 
-def test_ids_that_a_generation_config_weights_or_forces(dense: Path, text: Path, tmp_path: Path) -> None:
-    names = {number: name for name, number in AutoTokenizer.from_pretrained(dense).get_vocab().items()}
-    ids = [505, 480]
-    changes = {"sequence_bias": [[ids, 5], [ids[:1], -2.5]], "force_words_ids": [[ids, ids[:1]]]}
-    folder = edited(dense, tmp_path / "model", "generation_config.json", **changes)
+GENERATION, PROCESSOR = "generation_config.json", "preprocessor_config.json"
+
+
+def test_ids_in_settings_are_renumbered(dense: Path, text: Path, tmp_path: Path) -> None:
+    """And neither positions, biases nor sizes."""
+    before, folder = AutoTokenizer.from_pretrained(dense), shutil.copytree(dense, tmp_path / "model")
+
+    def settings(one: int, other: int) -> list[tuple[str, str, Any]]:
+        return [
+            (GENERATION, "sequence_bias", [[[one, other], 5], [[one], -2.5]]),
+            ("processor_config.json", "sequence_bias", {f"[{one}, {other}]": 5, str(one): 2}),
+            (GENERATION, "forced_decoder_ids", [[1, one], [2, None]]),
+            (GENERATION, "force_words_ids", [[[one, other], [one]]]),
+            (GENERATION, "bad_words_ids", [[one], [other, one]]),
+            (GENERATION, "begin_suppress_tokens", [one, -1]),
+            (GENERATION, "no_repeat_ngram_size", 3),
+            (PROCESSOR, "image_token_id", {"tile": one, "row": [other]}),
+            (PROCESSOR, "kinds", [{"boi_token_index": one}]),
+            ("processor_config.json", "image_processor", {"im_start_id": other}),
+            ("config.json", "audio", {"video_token_ids": [one]}),
+        ]
+
+    for name, setting, value in settings(505, 480):
+        edit_json(folder / name, **{setting: value})
     passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
-    settings = json.loads((tmp_path / "new" / "generation_config.json").read_text())
-    vocab = AutoTokenizer.from_pretrained(tmp_path / "new").get_vocab()
-    new = [vocab[names[number]] for number in ids]
-    assert ids != new and settings["sequence_bias"] == [[new, 5], [new[:1], -2.5]]
-    assert settings["force_words_ids"] == [[new, new[:1]]]
+    after = AutoTokenizer.from_pretrained(tmp_path / "new")
+    new = after.convert_tokens_to_ids(before.convert_ids_to_tokens([505, 480]))
+    assert new != [505, 480]
+    for name, setting, value in settings(*new):
+        assert json.loads((tmp_path / "new" / name).read_text())[setting] == value, (name, setting)
 
 
 def test_a_file_of_settings_that_is_a_list(dense: Path, text: Path, tmp_path: Path) -> None:
@@ -461,6 +480,8 @@ def test_a_decode_step_reads_the_chosen_experts(dense: Path, text: Path, tmp_pat
         ),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, ("code of its own",)),
         ("config.json", {"pad_token_id": 600}, ("pad_token_id is 600", "no such token")),
+        ("generation_config.json", {"forced_decoder_ids": [3]}, ("forced_decoder_ids is no list of pairs",)),
+        ("preprocessor_config.json", {"image_token_id": [{"a": 600}]}, ("image_token_id is 600", "no such token")),
         ("config.json", {"vocab_size": 700}, ("rows", "700")),
         ("config.json", {"quantization_config": {"quant_method": "fp8"}}, ("quantized",)),
         ("config.json", {"ddp_widths": []}, ("ddp_widths is no object",)),

@@ -20,8 +20,12 @@ from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.errors import ModelError, SettingError, reading
 
 MULTIPLE = 128  # of rows in the table, which kernels of heads and a split over devices prefer
-TOKEN_ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens|(bad|force)_words_ids|pad_id")
-WEIGHTED = "sequence_bias"  # [[ids, bias], …] in generation_config.json
+TOKEN_ID = re.compile(
+    r".*_token_(id|ids|index)|(begin_)?suppress_tokens|(bad|force)_words_ids|"
+    r"((im|image|slice)_(start|end|newline)|newline|pad)_id"
+)
+PAIRS = {"sequence_bias": 0, "forced_decoder_ids": 1}
+"""Setting of generation_config.json that is a list of pairs -> the part of a pair that holds ids."""
 TOKENIZER_ID = re.compile(r"pad_id|ids|sep|cls")  # of padding and post-processors in tokenizer.json
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))  # tokens of byte fallback
 OTHER_VOCABULARIES = ("vision_config", "audio_config")
@@ -108,26 +112,37 @@ def required_ids(folder: Path, document: Json, tokenizer: Any) -> set[int]:
 
 def renumber(content: Any, new_id: Renumber, place: str, names: re.Pattern[str] = TOKEN_ID) -> Any:
     """Return settings with new token ids. place: names the setting in errors. names: of settings that
-    hold ids; a negative id stands for none."""
-
-    def moved(value: Any, place: str) -> Any:
-        if isinstance(value, list):
-            return [moved(part, place) for part in value]
-        return new_id(value, place) if type(value) is int and value >= 0 else value
-
+    hold ids; a negative id stands for none. Raises: ModelError for a setting of pairs that holds none."""
     if isinstance(content, list):
         return [renumber(part, new_id, place, names) for part in content]
     if not isinstance(content, dict):
         return content
     settings = dict(content)
     for key, value in content.items():
-        if key == WEIGHTED and value:
-            settings[key] = [[moved(ids, f"{place}: {key}"), bias] for ids, bias in value]
+        if key in PAIRS and value:
+            settings[key] = _moved_pairs(value, new_id, f"{place}: {key}", PAIRS[key])
         elif names.fullmatch(key):
-            settings[key] = moved(value, f"{place}: {key}")
+            settings[key] = _moved(value, new_id, f"{place}: {key}")
         elif key not in OTHER_VOCABULARIES:
             settings[key] = renumber(value, new_id, place, names)
     return settings
+
+
+def _moved(value: Any, new_id: Renumber, place: str) -> Any:
+    if isinstance(value, list):
+        return [_moved(part, new_id, place) for part in value]
+    if isinstance(value, dict):
+        return {key: _moved(part, new_id, place) for key, part in value.items()}
+    return new_id(value, place) if type(value) is int and value >= 0 else value
+
+
+def _moved_pairs(value: Any, new_id: Renumber, place: str, index: int) -> Any:
+    """index: of the part of a pair that holds ids."""
+    if isinstance(value, dict):  # whose keys are the ids, such as "[1, 2]"
+        return {re.sub(r"\d+", lambda digits: str(new_id(int(digits[0]), place)), key): value[key] for key in value}
+    if not isinstance(value, list) or not all(isinstance(pair, list) for pair in value):
+        raise ModelError(f"{place} is no list of pairs; correct it there")
+    return [[*pair[:index], *_moved(pair[index : index + 1], new_id, place), *pair[index + 1 :]] for pair in value]
 
 
 def template_texts(tokenizer: Any) -> Iterator[str]:
