@@ -16,17 +16,19 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec import convert
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ddp_prune.models.evaluation import bits_of
 from ddp_prune.models.loading import load_model
-from ddp_prune.models.source import Source, open_source, read_headers
+from ddp_prune.models.source import Source, open_source, read_headers, stock_config
 from ddp_prune.text.documents import read_excerpts
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_prune.text.vocabulary import (
     MULTIPLE,
+    OTHER_VOCABULARIES,
+    TOKEN_ID,
     Json,
     by_count,
     choose,
@@ -104,16 +106,17 @@ def trim(
         raise ModelError(f"{model} is not on this machine; run: hf download {model}")
     config = _checked(folder)
     tokenizer, document = load_document(model, folder)
-    table = table_of(folder, config)
-    source = open_source(model)
-    num_rows, ids = text_config(config)["vocab_size"], ids_of(document)
+    source, ids = open_source(model), ids_of(document)
+    usual: Json = json.loads(stock_config(folder).to_json_string(use_diff=False))
+    config = _with_defaults(config, usual, {*ids.values()})
+    table, num_rows = table_of(folder, config), text_config(config)["vocab_size"]
     target = num_tokens // MULTIPLE * MULTIPLE
     if not target or target >= sum(number < num_rows for number in ids.values()):
         raise SettingError(
             "tokens",
             f"is {num_tokens:,}; it must be at least {MULTIPLE} and below the {len(ids):,} tokens of {model}",
         )
-    required = required_ids(folder, document, tokenizer)
+    required = required_ids(folder, config, document, tokenizer)
     texts = read_texts(data, tokenizer, print_line)
     further = read_texts(keep, tokenizer, print_line, held_out=0) if keep else Texts({}, {})
     orders = [by_count(itertools.chain(*part.counted.values()), tokenizer) for part in (further, texts)]
@@ -150,22 +153,23 @@ def _checked(folder: Path) -> Json:
     if is_pruned(folder) or (folder / MASKS_FILE).exists():
         raise ModelError(f"{folder} is pruned or converted already; trim the dense model first, then prune the result")
     check_dense(config)
-    part: Any = text_config(config)
-    part["vocab_size"] = part.get("vocab_size", _usual_vocab_size(folder))
-    if not isinstance(part["vocab_size"], int):
-        raise ModelError(f"{folder}/config.json has no vocab_size; download the model again")
     if "vocab_offset" in json.dumps(config):
         raise ModelError(f"{folder} has a second vocabulary (vocab_offset), which trim does not move; prune it instead")
     return config
 
 
-def _usual_vocab_size(folder: Path) -> int | None:
-    """Return the number of tokens of the class, which config.json need not state, as that of Gemma 3 with images."""
-    try:
-        usual: int | None = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config().vocab_size
-    except (OSError, ValueError, AttributeError):
-        return None
-    return usual
+def _with_defaults(config: Json, usual: Json, known: set[int]) -> Json:
+    """Return config.json with the numbers of rows and the token ids that it leaves to its class, as Gemma 3 with
+    images. usual: all settings of the class. known: ids of the tokenizer; a default that is none of them stays out."""
+    stated = dict(config)
+    for key, value in usual.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict) and key not in OTHER_VOCABULARIES:
+            stated[key] = _with_defaults(config[key], value, known)
+        elif key in ROW_COUNTS or (
+            TOKEN_ID.fullmatch(key) and known.issuperset(value if isinstance(value, list) else [value])
+        ):
+            stated.setdefault(key, value)
+    return stated
 
 
 def _row_counts(config: Json) -> dict[str, int]:

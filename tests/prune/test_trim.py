@@ -454,6 +454,22 @@ def test_a_decode_step_reads_the_chosen_experts(dense: Path, text: Path, tmp_pat
     assert stated_read == [read + 640 * 32, read + 384 * 32]
 
 
+def test_ids_that_the_config_leaves_to_its_class_are_written(dense: Path, text: Path, tmp_path: Path) -> None:
+    """Else the Llama class, whose BOS is 1, would mean another token; a default that is no token stays out."""
+    model = json.loads((dense / "tokenizer.json").read_text())["model"]
+    turned = model | {"vocab": {token: 511 - number for token, number in model["vocab"].items()}}
+    folder = edited(dense, tmp_path / "model", "tokenizer.json", model=turned)
+    stated = json.loads((dense / "config.json").read_text())
+    edit_json(folder / "config.json", bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    (folder / "generation_config.json").unlink()
+    passed(invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    before, after = (AutoTokenizer.from_pretrained(one) for one in (folder, tmp_path / "new"))
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    new = after.convert_tokens_to_ids(before.convert_ids_to_tokens([1, 2]))
+    assert None not in new and new != [1, 2] and [config["bos_token_id"], config["eos_token_id"]] == new
+    assert "pad_token_id" not in config and config.keys() == stated.keys() - {"pad_token_id"}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
@@ -482,7 +498,7 @@ def test_a_decode_step_reads_the_chosen_experts(dense: Path, text: Path, tmp_pat
         ("config.json", {"pad_token_id": 600}, ("pad_token_id is 600", "no such token")),
         ("generation_config.json", {"forced_decoder_ids": [3]}, ("forced_decoder_ids is no list of pairs",)),
         ("preprocessor_config.json", {"image_token_id": [{"a": 600}]}, ("image_token_id is 600", "no such token")),
-        ("config.json", {"vocab_size": 700}, ("rows", "700")),
+        ("config.json", {"vocab_size": 700}, ("lm_head.weight has shape [640, 32]", "700")),
         ("config.json", {"quantization_config": {"quant_method": "fp8"}}, ("quantized",)),
         ("config.json", {"ddp_widths": []}, ("ddp_widths is no object",)),
     ],

@@ -82,10 +82,10 @@ def ids_of(document: Json) -> dict[str, int]:
     return vocab | {token["content"]: token["id"] for token in document["added_tokens"]}
 
 
-def required_ids(folder: Path, document: Json, tokenizer: Any) -> set[int]:
+def required_ids(folder: Path, config: Json, document: Json, tokenizer: Any) -> set[int]:
     """Return the ids that always stay: added tokens, single bytes, the alphabet, the lowest score of
-    Unigram, ids in files of settings, and the tokens of what the chat template writes. Raises:
-    ModelError for an id that the tokenizer lacks."""
+    Unigram, ids in files of settings, and the tokens of what the chat template writes. config: config.json
+    with the ids of its class. Raises: ModelError for an id that the tokenizer lacks."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     ids, model = ids_of(document), document["model"]
@@ -102,8 +102,9 @@ def required_ids(folder: Path, document: Json, tokenizer: Any) -> set[int]:
         required.add(number)
         return number
 
-    for path in folder.glob("*config.json"):
-        renumber(read_settings(path), note, path.name)
+    settings = {path.name: read_settings(path) for path in folder.glob("*config.json")} | {"config.json": config}
+    for name, content in settings.items():
+        renumber(content, note, name)
     renumber([document.get("post_processor"), document.get("padding")], note, "tokenizer.json", TOKENIZER_ID)
     for text in template_texts(tokenizer):
         required.update(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
