@@ -130,7 +130,7 @@ def trim(
         write_weights(_trimmed_tensors(folder, config, table, rows), writing)
         if proof:
             print_line("comparing tokens and logits with the dense model's, in fresh processes")
-        proved = _prove(writing, (model, folder), texts, new_ids, num_rows) if proof else {}
+        proved = _prove(writing, source, texts, new_ids, num_rows) if proof else {}
         print_line("evaluating both models on held-out text")
         costs = _costs((source, open_source(str(writing))), texts)
         name = folder.resolve().name if Path(model).is_dir() else model  # not the hash of a snapshot
@@ -257,22 +257,22 @@ def _trimmed_tensors(
             yield name, tensor[[row for row in rows if row < len(tensor)]] if name in table else tensor
 
 
-def _prove(written: Path, dense: tuple[str, Path], texts: Texts, new_ids: Mapping[int, int], num_rows: int) -> Json:
+def _prove(written: Path, dense: Source, texts: Texts, new_ids: Mapping[int, int], num_rows: int) -> Json:
     """Return the proof of a written folder, as `proof.prove` does. Fresh processes read both models:
     text of kept tokens has the same tokens and, but for rounding, the same logits of kept tokens, and
-    any text is decoded as by the dense model. dense: its name, by which transformers may choose the class
-    of its tokenizer, and its folder."""
-    tokenizer, chance = AutoTokenizer.from_pretrained(dense[0], trust_remote_code=False), random.Random(0)
+    any text is decoded as by the dense model."""
+    tokenizer, chance = AutoTokenizer.from_pretrained(dense.tokenizer, trust_remote_code=False), random.Random(0)
     held_out = [*itertools.chain(*texts.held_out.values())]
     lines = itertools.chain(*(text.splitlines(keepends=True) for text in held_out))
     sample = chance.sample(sorted(new_ids), min(len(new_ids), SAMPLED_TOKENS))
     odd = ["".join(chr(chance.randint(*chance.choice(PLANES))) for _ in range(20)) for _ in range(RANDOM_TEXTS)]
     candidates = [*lines, PROSE, *map(tokenizer.decode, sample), ODD, *odd, *held_out]
     natural = itertools.chain(*(tokenizer(text, verbose=False)["input_ids"] for text in (PROSE, ODD, *held_out[:READ])))
-    block = [number for number in natural if number in new_ids and number < num_rows][:MOST_TOKENS]
-    before, logits = read_back(dense[1], (), block)
+    longest = getattr(stock_config(dense.folder).get_text_config(), "max_position_embeddings", None) or MOST_TOKENS
+    block = [number for number in natural if number in new_ids and number < num_rows][: min(longest, MOST_TOKENS)]
+    before, logits = read_back(dense.folder, (), block)
     if error := before.get("error"):
-        raise ModelError(f"{dense[0]} cannot be loaded by transformers ({error}); download it again")
+        raise ModelError(f"{dense.tokenizer} cannot be loaded by transformers ({error}); download it again")
     after, new_logits = read_back(written, candidates, [new_ids[number] for number in block])
     if error := after.get("error"):
         return {"fault": f"transformers cannot load it ({error})"}

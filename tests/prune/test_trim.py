@@ -20,6 +20,7 @@ from transformers import (
     AutoTokenizer,
     Ernie4_5_MoeConfig,
     Gemma3Config,
+    GPTNeoConfig,
     HyperCLOVAXConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -197,6 +198,20 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
 WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0, "?": 1}, "unk_token": "?", "max_input_chars_per_word": 9} | {
     "continuing_subword_prefix": "##"
 }
+
+
+def test_a_short_context_is_proved(proving_here: None, dense: Path, text: Path, tmp_path: Path) -> None:
+    """The model has no more embeddings of positions."""
+    folder, stated = shutil.copytree(dense, tmp_path / "model"), json.loads((dense / "config.json").read_text())
+    ids = {name: stated[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
+    config = GPTNeoConfig(vocab_size=640, max_position_embeddings=64, **sizes, **ids)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    printed = passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new")).stdout
+    assert "514 → 384 of model" in printed
+    assert read_provenance(tmp_path / "new" / MASKS_FILE)["proof"]["logits"] < 1e-5
+
+
 PAD = {"content": "<pad>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 
 
