@@ -119,11 +119,15 @@ def trim(
     required = required_ids(folder, config, document, tokenizer)
     texts = read_texts(data, tokenizer, print_line)
     further = read_texts(keep, tokenizer, print_line, held_out=0) if keep else Texts({}, {})
+    counted = "".join(itertools.chain(*texts.counted.values(), *further.counted.values()))
+    for name, excerpts in texts.held_out.items():
+        excerpts[:] = [excerpt for excerpt in excerpts if excerpt not in counted]
+        if not excerpts:
+            print_line(f"every excerpt of {name} is counted, so its cost is not measured; give more such text")
     orders = [by_count(itertools.chain(*part.counted.values()), tokenizer) for part in (further, texts)]
     kept = choose(document, required, orders, target, num_rows)
     new_ids, rows = {old: new for new, old in enumerate(kept)}, [old for old in kept if old < num_rows]
-    counted = sum(map(len, itertools.chain(*texts.counted.values(), *further.counted.values())))
-    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {counted:,} characters were counted")
+    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {len(counted):,} characters were counted")
     with atomic_folder(output, overwrite=overwrite) as writing:
         write_model_files(writing, folder, trimmed_config(config, new_ids))
         _write_settings(writing, trimmed_document(document, new_ids), new_ids, tokenizer_class(tokenizer))
@@ -214,8 +218,6 @@ def read_texts(data: str, tokenizer: Any, print_line: Callable[[str], None], hel
                 break
         for line in notes.lines(name):
             print_line(line)
-        if held_out and not apart:
-            print_line(f"{name} has one excerpt, which is counted, so its cost is not measured; give more such text")
     return texts
 
 

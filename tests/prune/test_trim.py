@@ -346,8 +346,22 @@ def test_blank_text_is_no_text(dense: Path, tmp_path: Path) -> None:
 def test_a_source_of_one_excerpt_has_no_cost(dense: Path, text: Path, tmp_path: Path) -> None:
     (short := tmp_path / "short.txt").write_text("The quick brown fox")
     words = ("trim", dense, "--tokens", 400, "--data", f"{text},{short}", "-o", tmp_path / "new", "--no-proof")
-    assert "short.txt has one excerpt, which is counted, so its cost is not measured" in passed(invoke(*words)).stdout
+    assert f"every excerpt of {short} is counted, so its cost is not measured" in passed(invoke(*words)).stdout
     assert [*read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["texts"]] == ["text.jsonl"]
+
+
+def test_kept_text_is_not_held_out(dense: Path, text: Path, tmp_path: Path) -> None:
+    """It would cost nothing. Here all but one of the held-out excerpts are in a kept file of another form."""
+    held_out, *rest = trim_module.read_texts(str(text), AutoTokenizer.from_pretrained(dense), print).held_out[str(text)]
+    (keep := tmp_path / "keep.txt").write_text("\n".join(rest))
+    words = ("trim", dense, "--tokens", 400, "--data", text, "--keep", keep, "-o", tmp_path / "new", "--no-proof")
+    passed(invoke(*words))
+    stated = read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["texts"]["text.jsonl"]["tokens"]
+    tokenizers = (AutoTokenizer.from_pretrained(one) for one in (dense, tmp_path / "new"))
+    assert stated == [len(tokenizer.tokenize(held_out)) / len(held_out) for tokenizer in tokenizers]
+    shutil.copy(text, again := tmp_path / "keep.jsonl")
+    printed = passed(invoke(*words[:7], again, *words[8:], "--overwrite")).stdout
+    assert f"every excerpt of {text} is counted, so its cost is not measured" in printed
 
 
 @pytest.mark.parametrize("content", [CHINESE, EMOJI, "\0\t\r\n  ", "zzqx"])
