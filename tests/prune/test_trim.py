@@ -384,6 +384,29 @@ def test_what_the_chat_template_writes_and_a_kept_text_stay(dense: Path, text: P
         assert before.tokenize(stays) == after.tokenize(stays)
 
 
+@pytest.mark.parametrize("form", ["a list in tokenizer_config.json", "a folder"])
+def test_named_chat_templates_without_a_default(form: str, dense: Path, tmp_path: Path) -> None:
+    """What each of them writes stays, joined by a filter too; one that fails without tools is no fault."""
+    sources = {
+        "rag": "{{ ['lazy', 'clouds'] | join(' over ') }}{{ messages[0].content }}",
+        "tools": "{{ tools | length }}",
+    }
+    folder = shutil.copytree(dense, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    if form == "a folder":
+        (folder / "additional_chat_templates").mkdir()
+        for name, source in sources.items():
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    else:
+        listed = [{"name": name, "template": source} for name, source in sources.items()]
+        edit_json(folder / "tokenizer_config.json", chat_template=listed)
+    (other := tmp_path / "other.txt").write_text("abc " * 50)
+    passed(invoke("trim", folder, "--tokens", 384, "--data", other, "-o", tmp_path / "new", "--no-proof"))
+    before, after = (AutoTokenizer.from_pretrained(one) for one in (folder, tmp_path / "new"))
+    assert after.chat_template == sources
+    assert before.tokenize("lazy over clouds.") == after.tokenize("lazy over clouds.")
+
+
 def test_a_trimmed_or_pruned_model_is_refused(
     dense: Path, text: Path, trimmed: tuple[Path, str], tmp_path: Path
 ) -> None:

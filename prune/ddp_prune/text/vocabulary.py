@@ -12,10 +12,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_prune.text.templates import ChatTemplate
+from ddp_prune.text.templates import UNREADABLE
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.errors import ModelError, SettingError, reading
 
@@ -147,21 +148,21 @@ def _moved_pairs(value: Any, new_id: Renumber, place: str, index: int) -> Any:
 
 
 def template_texts(tokenizer: Any) -> Iterator[str]:
-    """Yield what the chat template writes: its constants, and conversations."""
+    """Yield what each chat template writes, that of a processor too: its constants, and conversations."""
     from jinja2 import Environment, TemplateSyntaxError
 
-    template, roles = ChatTemplate(tokenizer), ("system", "user", "assistant", "user")
-    sources = tokenizer.chat_template or {}
-    for source in sources.values() if isinstance(sources, dict) else [sources]:
-        try:
-            tokens = [*Environment().lexer.tokenize(source)]
-        except TemplateSyntaxError:  # of another dialect; its conversations follow
-            continue
-        yield from (token.value for token in tokens if token.type in ("data", "string"))
-    for first in (0, 1):
-        rendered = template.render([{"role": role, "content": "."} for role in roles[first:]])
-        yield "" if isinstance(rendered, Exception) else rendered.text
-    yield template.prompt
+    templates = (tokenizer.chat_template or {}, tokenizer.stored_chat_template or {})
+    sources = (given.values() if isinstance(given, dict) else [given] for given in templates)
+    roles = ("system", "user", "assistant", "user")
+    for template in dict.fromkeys(itertools.chain(*sources)):
+        with suppress(TemplateSyntaxError):  # of another dialect
+            tokens = [*Environment().lexer.tokenize(template)]
+            yield from (token.value for token in tokens if token.type in ("data", "string"))
+        for first, prompt in itertools.product((0, 1), (False, True)):
+            turns = [{"role": role, "content": "."} for role in roles[first:]]
+            options = {"chat_template": template, "tokenize": False, "add_generation_prompt": prompt}
+            with suppress(*UNREADABLE, LookupError, AttributeError):  # some require tools or documents
+                yield tokenizer.apply_chat_template(turns, **options)
 
 
 def by_count(excerpts: Iterable[str], tokenizer: Any) -> list[int]:
