@@ -71,6 +71,7 @@ SAME = {"float32": 1e-5, "bfloat16": 1e-3}
 """Number format -> the largest distance of logits. The rows are the same to the bit, but a matrix product
 with fewer rows may add in another order: 3e-8 of a small model in float32, 8e-7 of SmolLM2-135M in bfloat16."""
 WORD = re.compile(r"[^\W\d_]+")  # no addresses, which grow most and tell least
+SECOND_VOCABULARY = re.compile(r'"(vocab_offset|vocabulary_map)": (?!null)')  # of Gemma 3n; of Chameleon and Emu3
 ROW_COUNTS = ("vocab_size", "vocab_size_per_layer_input")
 
 
@@ -157,8 +158,10 @@ def _checked(folder: Path) -> Json:
     if is_pruned(folder) or (folder / MASKS_FILE).exists():
         raise ModelError(f"{folder} is pruned or converted already; trim the dense model first, then prune the result")
     check_dense(config)
-    if "vocab_offset" in json.dumps(config):
-        raise ModelError(f"{folder} has a second vocabulary (vocab_offset), which trim does not move; prune it instead")
+    if second := SECOND_VOCABULARY.search(json.dumps(config)):
+        raise ModelError(
+            f"{folder} has a second vocabulary ({second[1]}), which trim does not move; choose another model"
+        )
     return config
 
 

@@ -551,6 +551,8 @@ def test_ids_that_the_config_leaves_to_its_class_are_written(dense: Path, text: 
         ("generation_config.json", {"forced_decoder_ids": [3]}, ("forced_decoder_ids is no list of pairs",)),
         ("preprocessor_config.json", {"image_token_id": [{"a": 600}]}, ("image_token_id is 600", "no such token")),
         ("config.json", {"vocab_size": 700}, ("lm_head.weight has shape [640, 32]", "700")),
+        ("config.json", {"vocabulary_map": {"IMGIMGAZ": 300}}, ("vocabulary_map",)),
+        ("config.json", {"audio_config": {"vocab_offset": 500}}, ("vocab_offset",)),
         ("config.json", {"quantization_config": {"quant_method": "fp8"}}, ("quantized",)),
         ("config.json", {"ddp_widths": []}, ("ddp_widths is no object",)),
     ],
@@ -558,8 +560,11 @@ def test_ids_that_the_config_leaves_to_its_class_are_written(dense: Path, text: 
 def test_refused(
     name: str, changes: dict[str, Any], words: tuple[str, ...], dense: Path, text: Path, tmp_path: Path
 ) -> None:
+    """Before text and weights are read."""
     folder = edited(dense, tmp_path / "model", name, **changes)
-    assert_refused(invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new"), 3, *words)
+    refused = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new")
+    assert_refused(refused, 3, *words)
+    assert not refused.stdout
 
 
 def test_an_output_head_that_is_unknown(dense: Path, text: Path, tmp_path: Path) -> None:
