@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from ddp_prune.models.evaluation import bits_of
 from ddp_prune.models.loading import load_model
-from ddp_prune.models.source import Source, open_source, read_headers, stock_config
+from ddp_prune.models.source import Source, open_source, stock_config
 from ddp_prune.text.documents import read_excerpts
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import sources_of
@@ -110,7 +110,7 @@ def trim(
     source, ids = open_source(model), ids_of(document)
     usual: Json = json.loads(stock_config(folder).to_json_string(use_diff=False))
     config = _with_defaults(config, usual, {*ids.values()})
-    table, num_rows = table_of(folder, config), text_config(config)["vocab_size"]
+    table, num_rows = table_of(source, config), text_config(config)["vocab_size"]
     target = num_tokens // MULTIPLE * MULTIPLE
     if not target or target >= sum(number < num_rows for number in ids.values()):
         raise SettingError(
@@ -183,25 +183,25 @@ def _row_counts(config: Json) -> dict[str, int]:
     return {key: text_config(config)[key] for key in ROW_COUNTS if key in text_config(config)}
 
 
-def table_of(folder: Path, config: Json) -> list[str]:
+def table_of(source: Source, config: Json) -> list[str]:
     """Return the names of tensors whose first axis is the vocabulary. Raises: ModelError if a tensor
     of another name is as long."""
     sizes, names = {*_row_counts(config).values()}, list[str]()
-    for name, shape in _shapes(folder).items():
+    if not sizes:
+        raise ModelError(f"{source.folder}/config.json has no vocab_size; download the model again")
+    for name, shape in source.shapes.items():
         is_table = bool(TABLE.fullmatch(name))
         if is_table != (shape[0] in sizes if shape else False) and (is_table or shape[0] == max(sizes)):
             raise ModelError(
-                f"{folder}: {name} has {shape[0] if shape else 1:,} rows and vocab_size is {max(sizes):,}; trim knows "
-                "embeddings and heads with one row per token only, so prune this model instead"
+                f"{source.folder}: {name} has {shape[0] if shape else 1:,} rows and vocab_size is {max(sizes):,}; trim "
+                "knows embeddings and heads with one row per token only, so prune this model instead"
             )
         names += [name] * is_table
     if not names:
-        raise ModelError(f"{folder} has no embedding that trim knows (embed_tokens, wte, embed_in); prune it instead")
+        raise ModelError(
+            f"{source.folder} has no embedding that trim knows (embed_tokens, wte, embed_in); prune it instead"
+        )
     return names
-
-
-def _shapes(folder: Path) -> dict[str, list[int]]:
-    return {name: shape for name, (shape, _) in read_headers(folder).items()}
 
 
 def read_texts(data: str, tokenizer: Any, print_line: Callable[[str], None], held_out: int = MOST_HELD_OUT) -> Texts:

@@ -200,13 +200,19 @@ WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0, "?": 1}, "unk_token": "?", 
 }
 
 
-def test_a_short_context_is_proved(proving_here: None, dense: Path, text: Path, tmp_path: Path) -> None:
-    """The model has no more embeddings of positions."""
-    folder, stated = shutil.copytree(dense, tmp_path / "model"), json.loads((dense / "config.json").read_text())
+def small_gpt_neo(dense: Path, folder: Path) -> Path:
+    """Write a model with 64 embeddings of positions and the tokenizer of `dense`."""
+    stated = json.loads((shutil.copytree(dense, folder) / "config.json").read_text())
     ids = {name: stated[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
     config = GPTNeoConfig(vocab_size=640, max_position_embeddings=64, **sizes, **ids)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_short_context_is_proved(proving_here: None, dense: Path, text: Path, tmp_path: Path) -> None:
+    """The model has no more embeddings of positions."""
+    folder = small_gpt_neo(dense, tmp_path / "model")
     printed = passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new")).stdout
     assert "514 → 384 of model" in printed
     assert read_provenance(tmp_path / "new" / MASKS_FILE)["proof"]["logits"] < 1e-5
@@ -575,6 +581,15 @@ def test_an_output_head_that_is_unknown(dense: Path, text: Path, tmp_path: Path)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     refused = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new", "--no-proof")
     assert_refused(refused, 3, "HyperCLOVAXForCausalLM computes its logits")
+
+
+def test_a_table_of_tokens_of_another_name_is_refused(dense: Path, text: Path, tmp_path: Path) -> None:
+    """Its rows would not be those of the tokens that stay."""
+    folder = small_gpt_neo(dense, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors") | {"medusa.weight": torch.zeros(640, 4)}
+    save_file(weights, folder / "model.safetensors")
+    refused = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new")
+    assert_refused(refused, 3, "medusa.weight has 640 rows and vocab_size is 640")
 
 
 def test_damaged_weights_are_refused(dense: Path, text: Path, tmp_path: Path) -> None:

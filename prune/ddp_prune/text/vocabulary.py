@@ -232,9 +232,7 @@ def trimmed_document(document: Json, new_ids: Mapping[int, int]) -> Json:
         vocab = {token: new_ids[number] for token, number in model["vocab"].items() if number in new_ids}
         model["merges"] = [pair for pair in _pairs(document) if {*pair, "".join(pair)} <= vocab.keys()]
         model["vocab"] = vocab
-    moved = {
-        key: renumber(document.get(key), lambda number, _: new_ids[number], key, TOKENIZER_ID)
-        for key in ("post_processor", "padding")
-    }
+    parts = {key: document.get(key) for key in ("post_processor", "padding")}
+    moved = renumber(parts, lambda number, _: new_ids[number], "tokenizer.json", TOKENIZER_ID)
     added = [token | {"id": new_ids[token["id"]]} for token in document["added_tokens"]]
-    return document | moved | {"added_tokens": added, "model": model}
+    return {**document, **moved, "added_tokens": added, "model": model}
