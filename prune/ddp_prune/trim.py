@@ -16,23 +16,24 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec import convert
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ddp_prune.models.evaluation import bits_of
 from ddp_prune.models.loading import load_model
-from ddp_prune.models.source import open_source, read_headers
+from ddp_prune.models.source import Source, open_source, stock_config
 from ddp_prune.text.documents import read_excerpts
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_prune.text.vocabulary import (
     MULTIPLE,
+    OTHER_VOCABULARIES,
+    TOKEN_ID,
     Json,
     by_count,
     choose,
     ids_of,
-    loaded_document,
-    read_document,
+    load_document,
     read_settings,
     renumber,
     required_ids,
@@ -70,6 +71,7 @@ SAME = {"float32": 1e-5, "bfloat16": 1e-3}
 """Number format -> the largest distance of logits. The rows are the same to the bit, but a matrix product
 with fewer rows may add in another order: 3e-8 of a small model in float32, 8e-7 of SmolLM2-135M in bfloat16."""
 WORD = re.compile(r"[^\W\d_]+")  # no addresses, which grow most and tell least
+SECOND_VOCABULARY = re.compile(r'"(vocab_offset|vocabulary_map)": (?!null)')  # of Gemma 3n; of Chameleon and Emu3
 ROW_COUNTS = ("vocab_size", "vocab_size_per_layer_input")
 
 
@@ -104,35 +106,38 @@ def trim(
     if folder is None:
         raise ModelError(f"{model} is not on this machine; run: hf download {model}")
     config = _checked(folder)
-    read_document(folder)  # which refuses other tokenizers
-    table = table_of(folder, config)
-    open_source(model)  # which `_costs` loads
-    tokenizer, num_rows = load_tokenizer(model), text_config(config)["vocab_size"]
-    document = loaded_document(tokenizer)
-    ids = ids_of(document)
+    tokenizer, document = load_document(model, folder)
+    source, ids = open_source(model), ids_of(document)
+    usual: Json = json.loads(stock_config(folder).to_json_string(use_diff=False))
+    config = _with_defaults(config, usual, {*ids.values()})
+    table, num_rows = table_of(source, config), text_config(config)["vocab_size"]
     target = num_tokens // MULTIPLE * MULTIPLE
     if not target or target >= sum(number < num_rows for number in ids.values()):
         raise SettingError(
             "tokens",
             f"is {num_tokens:,}; it must be at least {MULTIPLE} and below the {len(ids):,} tokens of {model}",
         )
-    required = required_ids(folder, document, tokenizer)
+    required = required_ids(folder, config, document, tokenizer)
     texts = read_texts(data, tokenizer, print_line)
     further = read_texts(keep, tokenizer, print_line, held_out=0) if keep else Texts({}, {})
+    counted = "".join(itertools.chain(*texts.counted.values(), *further.counted.values()))
+    for name, excerpts in texts.held_out.items():
+        excerpts[:] = [excerpt for excerpt in excerpts if excerpt not in counted]
+        if not excerpts:
+            print_line(f"every excerpt of {name} is counted, so its cost is not measured; give more such text")
     orders = [by_count(itertools.chain(*part.counted.values()), tokenizer) for part in (further, texts)]
     kept = choose(document, required, orders, target, num_rows)
     new_ids, rows = {old: new for new, old in enumerate(kept)}, [old for old in kept if old < num_rows]
-    counted = sum(map(len, itertools.chain(*texts.counted.values(), *further.counted.values())))
-    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {counted:,} characters were counted")
+    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {len(counted):,} characters were counted")
     with atomic_folder(output, overwrite=overwrite) as writing:
         write_model_files(writing, folder, trimmed_config(config, new_ids))
         _write_settings(writing, trimmed_document(document, new_ids), new_ids, tokenizer_class(tokenizer))
         write_weights(_trimmed_tensors(folder, config, table, rows), writing)
         if proof:
             print_line("comparing tokens and logits with the dense model's, in fresh processes")
-        proved = _prove(writing, (model, folder), texts, new_ids, num_rows) if proof else {}
+        proved = _prove(writing, source, texts, new_ids, num_rows) if proof else {}
         print_line("evaluating both models on held-out text")
-        costs = _costs({model: folder, str(writing): writing}, texts)
+        costs = _costs((source, open_source(str(writing))), texts)
         name = folder.resolve().name if Path(model).is_dir() else model  # not the hash of a snapshot
         entry = {"name": name, "tokens": (len(ids), len(rows)), **costs}
         write_provenance(writing / MASKS_FILE, {"trimmed": entry, "applied_to": model, "proof": proved})
@@ -153,47 +158,50 @@ def _checked(folder: Path) -> Json:
     if is_pruned(folder) or (folder / MASKS_FILE).exists():
         raise ModelError(f"{folder} is pruned or converted already; trim the dense model first, then prune the result")
     check_dense(config)
-    part: Any = text_config(config)
-    part["vocab_size"] = part.get("vocab_size", _usual_vocab_size(folder))
-    if not isinstance(part["vocab_size"], int):
-        raise ModelError(f"{folder}/config.json has no vocab_size; download the model again")
-    if "vocab_offset" in json.dumps(config):
-        raise ModelError(f"{folder} has a second vocabulary (vocab_offset), which trim does not move; prune it instead")
+    if second := SECOND_VOCABULARY.search(json.dumps(config)):
+        raise ModelError(
+            f"{folder} has a second vocabulary ({second[1]}), which trim does not move; choose another model"
+        )
     return config
 
 
-def _usual_vocab_size(folder: Path) -> int | None:
-    """Return the number of tokens of the class, which config.json need not state, as that of Gemma 3 with images."""
-    try:
-        usual: int | None = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config().vocab_size
-    except (OSError, ValueError, AttributeError):
-        return None
-    return usual
+def _with_defaults(config: Json, usual: Json, known: set[int]) -> Json:
+    """Return config.json with the numbers of rows and the token ids that it leaves to its class, as Gemma 3 with
+    images. usual: all settings of the class. known: ids of the tokenizer; a default that is none of them stays out."""
+    stated = dict(config)
+    for key, value in usual.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict) and key not in OTHER_VOCABULARIES:
+            stated[key] = _with_defaults(config[key], value, known)
+        elif key in ROW_COUNTS or (
+            TOKEN_ID.fullmatch(key) and known.issuperset(value if isinstance(value, list) else [value])
+        ):
+            stated.setdefault(key, value)
+    return stated
 
 
 def _row_counts(config: Json) -> dict[str, int]:
     return {key: text_config(config)[key] for key in ROW_COUNTS if key in text_config(config)}
 
 
-def table_of(folder: Path, config: Json) -> list[str]:
+def table_of(source: Source, config: Json) -> list[str]:
     """Return the names of tensors whose first axis is the vocabulary. Raises: ModelError if a tensor
     of another name is as long."""
     sizes, names = {*_row_counts(config).values()}, list[str]()
-    for name, shape in _shapes(folder).items():
+    if not sizes:
+        raise ModelError(f"{source.folder}/config.json has no vocab_size; download the model again")
+    for name, shape in source.shapes.items():
         is_table = bool(TABLE.fullmatch(name))
         if is_table != (shape[0] in sizes if shape else False) and (is_table or shape[0] == max(sizes)):
             raise ModelError(
-                f"{folder}: {name} has {shape[0] if shape else 1:,} rows and vocab_size is {max(sizes):,}; trim knows "
-                "embeddings and heads with one row per token only, so prune this model instead"
+                f"{source.folder}: {name} has {shape[0] if shape else 1:,} rows and vocab_size is {max(sizes):,}; trim "
+                "knows embeddings and heads with one row per token only, so prune this model instead"
             )
         names += [name] * is_table
     if not names:
-        raise ModelError(f"{folder} has no embedding that trim knows (embed_tokens, wte, embed_in); prune it instead")
+        raise ModelError(
+            f"{source.folder} has no embedding that trim knows (embed_tokens, wte, embed_in); prune it instead"
+        )
     return names
-
-
-def _shapes(folder: Path) -> dict[str, list[int]]:
-    return {name: shape for name, (shape, _) in read_headers(folder).items()}
 
 
 def read_texts(data: str, tokenizer: Any, print_line: Callable[[str], None], held_out: int = MOST_HELD_OUT) -> Texts:
@@ -213,8 +221,6 @@ def read_texts(data: str, tokenizer: Any, print_line: Callable[[str], None], hel
                 break
         for line in notes.lines(name):
             print_line(line)
-        if held_out and not apart:
-            print_line(f"{name} has one excerpt, which is counted, so its cost is not measured; give more such text")
     return texts
 
 
@@ -236,7 +242,7 @@ def _write_settings(folder: Path, document: Json, new_ids: Mapping[int, int], cl
     (folder / "tokenizer.json").write_text(text + "\n", encoding="utf-8")
     for path in {*folder.glob("*config.json")} - {folder / "config.json"}:
         settings = renumber(read_settings(path), lambda number, _: new_ids[number], path.name)
-        if added := settings.get("added_tokens_decoder"):
+        if isinstance(settings, dict) and (added := settings.get("added_tokens_decoder")):
             settings["added_tokens_decoder"] = {
                 str(ids[token["content"]]): token for token in added.values() if token["content"] in ids
             }
@@ -256,22 +262,22 @@ def _trimmed_tensors(
             yield name, tensor[[row for row in rows if row < len(tensor)]] if name in table else tensor
 
 
-def _prove(written: Path, dense: tuple[str, Path], texts: Texts, new_ids: Mapping[int, int], num_rows: int) -> Json:
+def _prove(written: Path, dense: Source, texts: Texts, new_ids: Mapping[int, int], num_rows: int) -> Json:
     """Return the proof of a written folder, as `proof.prove` does. Fresh processes read both models:
     text of kept tokens has the same tokens and, but for rounding, the same logits of kept tokens, and
-    any text is decoded as by the dense model. dense: its name, by which transformers may choose the class
-    of its tokenizer, and its folder."""
-    tokenizer, chance = AutoTokenizer.from_pretrained(dense[0], trust_remote_code=False), random.Random(0)
+    any text is decoded as by the dense model."""
+    tokenizer, chance = AutoTokenizer.from_pretrained(dense.tokenizer, trust_remote_code=False), random.Random(0)
     held_out = [*itertools.chain(*texts.held_out.values())]
     lines = itertools.chain(*(text.splitlines(keepends=True) for text in held_out))
     sample = chance.sample(sorted(new_ids), min(len(new_ids), SAMPLED_TOKENS))
     odd = ["".join(chr(chance.randint(*chance.choice(PLANES))) for _ in range(20)) for _ in range(RANDOM_TEXTS)]
     candidates = [*lines, PROSE, *map(tokenizer.decode, sample), ODD, *odd, *held_out]
     natural = itertools.chain(*(tokenizer(text, verbose=False)["input_ids"] for text in (PROSE, ODD, *held_out[:READ])))
-    block = [number for number in natural if number in new_ids and number < num_rows][:MOST_TOKENS]
-    before, logits = read_back(dense[1], (), block)
+    longest = getattr(stock_config(dense.folder).get_text_config(), "max_position_embeddings", None) or MOST_TOKENS
+    block = [number for number in natural if number in new_ids and number < num_rows][: min(longest, MOST_TOKENS)]
+    before, logits = read_back(dense.folder, (), block)
     if error := before.get("error"):
-        raise ModelError(f"{dense[0]} cannot be loaded by transformers ({error}); download it again")
+        raise ModelError(f"{dense.tokenizer} cannot be loaded by transformers ({error}); download it again")
     after, new_logits = read_back(written, candidates, [new_ids[number] for number in block])
     if error := after.get("error"):
         return {"fault": f"transformers cannot load it ({error})"}
@@ -287,21 +293,19 @@ def _prove(written: Path, dense: tuple[str, Path], texts: Texts, new_ids: Mappin
     return {"tokens": sum(map(len, found["tokens"])), "logits": far, "tolerance": limit, "fault": fault}
 
 
-def _costs(models: Mapping[str, Path], texts: Texts) -> Json:
-    """Return what the smaller vocabulary saves and costs, before and after (`Trimmed` in masks.py).
-
-    models: the dense one and the trimmed one, with their folders.
-    """
-    tokenizers = [*map(load_tokenizer, models)]
+def _costs(sources: Sequence[Source], texts: Texts) -> Json:
+    """Return what the smaller vocabulary saves and costs (`Trimmed` in masks.py). sources: the dense model and the
+    trimmed one."""
+    tokenizers = [load_tokenizer(source.tokenizer) for source in sources]
     held_out = {name: excerpts for name, excerpts in texts.held_out.items() if excerpts}
     costs: Json = {
-        "read": [round(numbers_read(read_config(folder), _shapes(folder))[0]) for folder in models.values()],
+        "read": [round(numbers_read(source.config, source.shapes)[0]) for source in sources],
         "texts": {},
     }
     bits = {name: list[float]() for name in held_out}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without it, "auto" may emulate bfloat16
-    for source, tokenizer in zip(models, tokenizers, strict=True):  # one model in memory at a time
-        model = load_model(open_source(source), "auto", device)
+    for source, tokenizer in zip(sources, tokenizers, strict=True):  # one model in memory at a time
+        model = load_model(source, "auto", device)
         for name, excerpts in held_out.items():
             num_bytes = sum(len(text.encode()) for text in excerpts[:READ])
             bits[name].append(sum(bits_of(model, tokenizer, excerpts[:READ])[0]) / num_bytes)

@@ -18,7 +18,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Ernie4_5_MoeConfig,
     Gemma3Config,
+    GPTNeoConfig,
     HyperCLOVAXConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -193,6 +195,29 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
     assert collect([trimmed[0]]).dense == both.dense
 
 
+WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0, "?": 1}, "unk_token": "?", "max_input_chars_per_word": 9} | {
+    "continuing_subword_prefix": "##"
+}
+
+
+def small_gpt_neo(dense: Path, folder: Path) -> Path:
+    """Write a model with 64 embeddings of positions and the tokenizer of `dense`."""
+    stated = json.loads((shutil.copytree(dense, folder) / "config.json").read_text())
+    ids = {name: stated[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
+    config = GPTNeoConfig(vocab_size=640, max_position_embeddings=64, **sizes, **ids)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_short_context_is_proved(proving_here: None, dense: Path, text: Path, tmp_path: Path) -> None:
+    """The model has no more embeddings of positions."""
+    folder = small_gpt_neo(dense, tmp_path / "model")
+    printed = passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new")).stdout
+    assert "514 → 384 of model" in printed
+    assert read_provenance(tmp_path / "new" / MASKS_FILE)["proof"]["logits"] < 1e-5
+
+
 PAD = {"content": "<pad>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 
 
@@ -215,6 +240,32 @@ def test_a_token_that_transformers_adds_from_another_file_stays(
     )
     rows = [AutoModelForCausalLM.from_pretrained(one).model.embed_tokens.weight for one in (folder, tmp_path / "new")]
     assert (before, after, len(rows[1])) == (514, 383, 384) and torch.equal(rows[0][before], rows[1][after])
+
+
+def test_the_vocabulary_of_an_older_file(dense: Path, text: Path, trimmed: tuple[Path, str], tmp_path: Path) -> None:
+    """It states no type, and its merges are strings."""
+    model = json.loads((dense / "tokenizer.json").read_text())["model"]
+    older = {"vocab": model["vocab"], "merges": [*map(" ".join, model["merges"])]}
+    folder = edited(dense, tmp_path / "model", "tokenizer.json", model=older)
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    assert (tmp_path / "new" / "tokenizer.json").read_text() == (trimmed[0] / "tokenizer.json").read_text()
+
+
+def test_padding_and_truncation_stay(proving_here: None, dense: Path, text: Path, tmp_path: Path) -> None:
+    """Of the file and of programs that read it alone. Neither decides which tokens the proof compares."""
+    truncation = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 10}, "direction": "Left", "pad_id": 512, "pad_type_id": 0, "pad_token": "<eos>"}
+    padding["pad_to_multiple_of"] = None
+    folder = edited(dense, tmp_path / "model", "tokenizer.json", truncation=truncation, padding=padding)
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new"))
+    assert read_provenance(tmp_path / "new" / MASKS_FILE)["proof"]["tokens"] > 500
+    stored = json.loads((tmp_path / "new" / "tokenizer.json").read_text())
+    assert (stored["truncation"], stored["padding"]) == (truncation, padding | {"pad_id": 382})
+    encoded = [Tokenizer.from_file(str(one / "tokenizer.json")).encode("the") for one in (folder, tmp_path / "new")]
+    assert encoded[0].tokens == encoded[1].tokens and encoded[1].ids[:5] == [382] * 5
+    long = Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).encode(SENTENCES[0])
+    assert (len(long.ids), sum(long.attention_mask)) == (10, 8)
+    assert AutoTokenizer.from_pretrained(tmp_path / "new").pad_token == "<eos>"
 
 
 def test_a_tokenizer_that_transformers_chooses_by_the_name_on_the_hub(
@@ -301,8 +352,22 @@ def test_blank_text_is_no_text(dense: Path, tmp_path: Path) -> None:
 def test_a_source_of_one_excerpt_has_no_cost(dense: Path, text: Path, tmp_path: Path) -> None:
     (short := tmp_path / "short.txt").write_text("The quick brown fox")
     words = ("trim", dense, "--tokens", 400, "--data", f"{text},{short}", "-o", tmp_path / "new", "--no-proof")
-    assert "short.txt has one excerpt, which is counted, so its cost is not measured" in passed(invoke(*words)).stdout
+    assert f"every excerpt of {short} is counted, so its cost is not measured" in passed(invoke(*words)).stdout
     assert [*read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["texts"]] == ["text.jsonl"]
+
+
+def test_kept_text_is_not_held_out(dense: Path, text: Path, tmp_path: Path) -> None:
+    """It would cost nothing. Here all but one of the held-out excerpts are in a kept file of another form."""
+    held_out, *rest = trim_module.read_texts(str(text), AutoTokenizer.from_pretrained(dense), print).held_out[str(text)]
+    (keep := tmp_path / "keep.txt").write_text("\n".join(rest))
+    words = ("trim", dense, "--tokens", 400, "--data", text, "--keep", keep, "-o", tmp_path / "new", "--no-proof")
+    passed(invoke(*words))
+    stated = read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["texts"]["text.jsonl"]["tokens"]
+    tokenizers = (AutoTokenizer.from_pretrained(one) for one in (dense, tmp_path / "new"))
+    assert stated == [len(tokenizer.tokenize(held_out)) / len(held_out) for tokenizer in tokenizers]
+    shutil.copy(text, again := tmp_path / "keep.jsonl")
+    printed = passed(invoke(*words[:7], again, *words[8:], "--overwrite")).stdout
+    assert f"every excerpt of {text} is counted, so its cost is not measured" in printed
 
 
 @pytest.mark.parametrize("content", [CHINESE, EMOJI, "\0\t\r\n  ", "zzqx"])
@@ -325,6 +390,29 @@ def test_what_the_chat_template_writes_and_a_kept_text_stay(dense: Path, text: P
         assert before.tokenize(stays) == after.tokenize(stays)
 
 
+@pytest.mark.parametrize("form", ["a list in tokenizer_config.json", "a folder"])
+def test_named_chat_templates_without_a_default(form: str, dense: Path, tmp_path: Path) -> None:
+    """What each of them writes stays, joined by a filter too; one that fails without tools is no fault."""
+    sources = {
+        "rag": "{{ ['lazy', 'clouds'] | join(' over ') }}{{ messages[0].content }}",
+        "tools": "{{ tools | length }}",
+    }
+    folder = shutil.copytree(dense, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    if form == "a folder":
+        (folder / "additional_chat_templates").mkdir()
+        for name, source in sources.items():
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    else:
+        listed = [{"name": name, "template": source} for name, source in sources.items()]
+        edit_json(folder / "tokenizer_config.json", chat_template=listed)
+    (other := tmp_path / "other.txt").write_text("abc " * 50)
+    passed(invoke("trim", folder, "--tokens", 384, "--data", other, "-o", tmp_path / "new", "--no-proof"))
+    before, after = (AutoTokenizer.from_pretrained(one) for one in (folder, tmp_path / "new"))
+    assert after.chat_template == sources
+    assert before.tokenize("lazy over clouds.") == after.tokenize("lazy over clouds.")
+
+
 def test_a_trimmed_or_pruned_model_is_refused(
     dense: Path, text: Path, trimmed: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -344,17 +432,43 @@ def test_an_embedding_that_is_stored_as_the_head_too_is_written_once(dense: Path
     assert_refused(invoke("inspect", tmp_path / "new"), 7, "new is trimmed, not pruned", "report.html")
 
 
-def test_ids_that_a_generation_config_weights_or_forces(dense: Path, text: Path, tmp_path: Path) -> None:
-    names = {number: name for name, number in AutoTokenizer.from_pretrained(dense).get_vocab().items()}
-    ids = [505, 480]
-    changes = {"sequence_bias": [[ids, 5], [ids[:1], -2.5]], "force_words_ids": [[ids, ids[:1]]]}
-    folder = edited(dense, tmp_path / "model", "generation_config.json", **changes)
+GENERATION, PROCESSOR = "generation_config.json", "preprocessor_config.json"
+
+
+def test_ids_in_settings_are_renumbered(dense: Path, text: Path, tmp_path: Path) -> None:
+    """And neither positions, biases nor sizes."""
+    before, folder = AutoTokenizer.from_pretrained(dense), shutil.copytree(dense, tmp_path / "model")
+
+    def settings(one: int, other: int) -> list[tuple[str, str, Any]]:
+        return [
+            (GENERATION, "sequence_bias", [[[one, other], 5], [[one], -2.5]]),
+            ("processor_config.json", "sequence_bias", {f"[{one}, {other}]": 5, str(one): 2}),
+            (GENERATION, "forced_decoder_ids", [[1, one], [2, None]]),
+            (GENERATION, "force_words_ids", [[[one, other], [one]]]),
+            (GENERATION, "bad_words_ids", [[one], [other, one]]),
+            (GENERATION, "begin_suppress_tokens", [one, -1]),
+            (GENERATION, "no_repeat_ngram_size", 3),
+            (PROCESSOR, "image_token_id", {"tile": one, "row": [other]}),
+            (PROCESSOR, "kinds", [{"boi_token_index": one}]),
+            ("processor_config.json", "image_processor", {"im_start_id": other}),
+            ("config.json", "audio", {"video_token_ids": [one]}),
+        ]
+
+    for name, setting, value in settings(505, 480):
+        edit_json(folder / name, **{setting: value})
     passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
-    settings = json.loads((tmp_path / "new" / "generation_config.json").read_text())
-    vocab = AutoTokenizer.from_pretrained(tmp_path / "new").get_vocab()
-    new = [vocab[names[number]] for number in ids]
-    assert ids != new and settings["sequence_bias"] == [[new, 5], [new[:1], -2.5]]
-    assert settings["force_words_ids"] == [[new, new[:1]]]
+    after = AutoTokenizer.from_pretrained(tmp_path / "new")
+    new = after.convert_tokens_to_ids(before.convert_ids_to_tokens([505, 480]))
+    assert new != [505, 480]
+    for name, setting, value in settings(*new):
+        assert json.loads((tmp_path / "new" / name).read_text())[setting] == value, (name, setting)
+
+
+def test_a_file_of_settings_that_is_a_list(dense: Path, text: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(dense, tmp_path / "model")
+    (folder / "stages_config.json").write_text('[{"eos_token_id": 512}]')
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    assert json.loads((tmp_path / "new" / "stages_config.json").read_text()) == [{"eos_token_id": 382}]
 
 
 def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, text: Path, tmp_path: Path) -> None:
@@ -376,12 +490,54 @@ def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, tex
     passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "new")
     assert model.config.text_config.vocab_size == 384 == len(model.get_input_embeddings().weight)
+    layers = model.get_decoder().layers.parameters()  # the tower of images is not read
+    read = 384 * 16 + sum(weight.numel() for weight in layers if weight.dim() > 1)
+    assert read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["read"][1] == read
+
+
+def test_a_decode_step_reads_the_chosen_experts(dense: Path, text: Path, tmp_path: Path) -> None:
+    """Of a mixture whose config names their number in its own way."""
+    folder = shutil.copytree(dense, tmp_path / "model")
+    stated = json.loads((dense / "config.json").read_text())
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
+    config = Ernie4_5_MoeConfig(**stated | {"model_type": "ernie4_5_moe"} | experts)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    weights = {name: weight.numel() for name, weight in model.model.layers.named_parameters() if weight.dim() > 1}
+    chosen = sum(number / 2 for name, number in weights.items() if "mlp.experts." in name)
+    assert chosen == 2 * 2 * 3 * 16 * 32  # of each layer's four experts, two
+    read = sum(number for name, number in weights.items() if "mlp.experts." not in name) + chosen
+    stated_read = read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["read"]
+    assert stated_read == [read + 640 * 32, read + 384 * 32]
+
+
+def test_ids_that_the_config_leaves_to_its_class_are_written(dense: Path, text: Path, tmp_path: Path) -> None:
+    """Else the Llama class, whose BOS is 1, would mean another token; a default that is no token stays out."""
+    model = json.loads((dense / "tokenizer.json").read_text())["model"]
+    turned = model | {"vocab": {token: 511 - number for token, number in model["vocab"].items()}}
+    folder = edited(dense, tmp_path / "model", "tokenizer.json", model=turned)
+    stated = json.loads((dense / "config.json").read_text())
+    edit_json(folder / "config.json", bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    (folder / "generation_config.json").unlink()
+    passed(invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new", "--no-proof"))
+    before, after = (AutoTokenizer.from_pretrained(one) for one in (folder, tmp_path / "new"))
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    new = after.convert_tokens_to_ids(before.convert_ids_to_tokens([1, 2]))
+    assert None not in new and new != [1, 2] and [config["bos_token_id"], config["eos_token_id"]] == new
+    assert "pad_token_id" not in config and config.keys() == stated.keys() - {"pad_token_id"}
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("tokenizer.json", {"model": {"type": "WordPiece", "vocab": {}}}, ("WordPiece", "BPE and Unigram")),
+        ("tokenizer.json", {"model": WORD_PIECE}, ("WordPiece", "BPE and Unigram")),
+        (
+            "tokenizer.json",
+            {"model": {name: WORD_PIECE[name] for name in WORD_PIECE if name != "type"}},
+            ("WordPiece",),
+        ),
+        ("tokenizer.json", {"model": {}}, ("cannot be read",)),
         (
             "tokenizer.json",
             {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}, "pre_tokenizer": None},
@@ -390,12 +546,19 @@ def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, tex
         ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, ("single bytes",)),
         (  # byte fallback without the tokens that it falls back to
             "tokenizer.json",
-            {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"<0x00>": 0}}, "pre_tokenizer": None},
+            {
+                "model": {"type": "BPE", "byte_fallback": True, "vocab": {"<0x00>": 0}, "merges": []},
+                "pre_tokenizer": None,
+            },
             ("single bytes",),
         ),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, ("code of its own",)),
         ("config.json", {"pad_token_id": 600}, ("pad_token_id is 600", "no such token")),
-        ("config.json", {"vocab_size": 700}, ("rows", "700")),
+        ("generation_config.json", {"forced_decoder_ids": [3]}, ("forced_decoder_ids is no list of pairs",)),
+        ("preprocessor_config.json", {"image_token_id": [{"a": 600}]}, ("image_token_id is 600", "no such token")),
+        ("config.json", {"vocab_size": 700}, ("lm_head.weight has shape [640, 32]", "700")),
+        ("config.json", {"vocabulary_map": {"IMGIMGAZ": 300}}, ("vocabulary_map",)),
+        ("config.json", {"audio_config": {"vocab_offset": 500}}, ("vocab_offset",)),
         ("config.json", {"quantization_config": {"quant_method": "fp8"}}, ("quantized",)),
         ("config.json", {"ddp_widths": []}, ("ddp_widths is no object",)),
     ],
@@ -403,8 +566,11 @@ def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, tex
 def test_refused(
     name: str, changes: dict[str, Any], words: tuple[str, ...], dense: Path, text: Path, tmp_path: Path
 ) -> None:
+    """Before text and weights are read."""
     folder = edited(dense, tmp_path / "model", name, **changes)
-    assert_refused(invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new"), 3, *words)
+    refused = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new")
+    assert_refused(refused, 3, *words)
+    assert not refused.stdout
 
 
 def test_an_output_head_that_is_unknown(dense: Path, text: Path, tmp_path: Path) -> None:
@@ -415,6 +581,15 @@ def test_an_output_head_that_is_unknown(dense: Path, text: Path, tmp_path: Path)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     refused = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new", "--no-proof")
     assert_refused(refused, 3, "HyperCLOVAXForCausalLM computes its logits")
+
+
+def test_a_table_of_tokens_of_another_name_is_refused(dense: Path, text: Path, tmp_path: Path) -> None:
+    """Its rows would not be those of the tokens that stay."""
+    folder = small_gpt_neo(dense, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors") | {"medusa.weight": torch.zeros(640, 4)}
+    save_file(weights, folder / "model.safetensors")
+    refused = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new")
+    assert_refused(refused, 3, "medusa.weight has 640 rows and vocab_size is 640")
 
 
 def test_damaged_weights_are_refused(dense: Path, text: Path, tmp_path: Path) -> None:

@@ -12,15 +12,21 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_prune.text.templates import ChatTemplate
+from ddp_prune.text.templates import UNREADABLE
+from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.errors import ModelError, SettingError, reading
 
 MULTIPLE = 128  # of rows in the table, which kernels of heads and a split over devices prefer
-TOKEN_ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens|(bad|force)_words_ids|pad_id")
-WEIGHTED = "sequence_bias"  # [[ids, bias], …] in generation_config.json
+TOKEN_ID = re.compile(
+    r".*_token_(id|ids|index)|(begin_)?suppress_tokens|(bad|force)_words_ids|"
+    r"((im|image|slice)_(start|end|newline)|newline|pad)_id"
+)
+PAIRS = {"sequence_bias": 0, "forced_decoder_ids": 1}
+"""Setting of generation_config.json that is a list of pairs -> the part of a pair that holds ids."""
 TOKENIZER_ID = re.compile(r"pad_id|ids|sep|cls")  # of padding and post-processors in tokenizer.json
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))  # tokens of byte fallback
 OTHER_VOCABULARIES = ("vision_config", "audio_config")
@@ -30,37 +36,33 @@ Renumber = Callable[[int, str], int]
 """Takes a token id and the setting that names it, returns the new id."""
 
 
-def read_document(folder: Path) -> Json:
-    """Return tokenizer.json. Raises: ModelError if it is missing, or neither BPE nor Unigram that can
-    write any text in single bytes."""
+def load_document(model: str, folder: Path) -> tuple[Any, Json]:
+    """Return the tokenizer of a model, and tokenizer.json as transformers reads it: with the added tokens of other
+    files, such as tokenizer_config.json, and with repairs, which depend on names and on the number of tokens.
+    Raises: ModelError if it is missing, or neither BPE nor Unigram that can write any text in single bytes."""
     path, remedy = folder / "tokenizer.json", "choose a model with byte-level BPE or byte fallback, or prune this one"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json, and trim reads no other tokenizer; {remedy}")
     if (folder / "tokenizer_config.json").is_file() and "auto_map" in read_settings(folder / "tokenizer_config.json"):
         raise ModelError(f"the tokenizer of {folder} requires code of its own (auto_map); {remedy}")
-    document: Json = read_settings(path)
-    model = document["model"]
-    if (kind := model.get("type")) not in ("BPE", "Unigram"):
-        raise ModelError(f"the tokenizer of {folder} is {kind}, but trim supports BPE and Unigram only; {remedy}")
-    if affix := model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise ModelError(f"the tokenizer of {folder} marks parts of words by {affix!r}; {remedy}")
-    has_bytes = model.get("byte_fallback") and ids_of(document).keys() >= {*BYTES}
-    if not (has_bytes or _is_byte_level(document)):
-        raise ModelError(f"the tokenizer of {folder} has no tokens for single bytes; {remedy}")
-    return document
-
-
-def loaded_document(tokenizer: Any) -> Json:
-    """Return tokenizer.json as transformers reads it: with the added tokens of other files, such as
-    tokenizer_config.json, and with repairs, which depend on names and on the number of tokens. Raises:
-    ModelError."""
+    tokenizer = load_tokenizer(model)
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         raise ModelError(
-            f"transformers reads the tokenizer of {tokenizer.name_or_path} by {type(tokenizer).__name__} and not from "
+            f"transformers reads the tokenizer of {model} by {type(tokenizer).__name__} and not from "
             "tokenizer.json; remove its other files, such as tekken.json, or prune this model instead"
         )
-    document: Json = json.loads(backend.to_str())
-    return document
+    stored = read_settings(path)
+    # each call of the tokenizer sets them anew
+    document: Json = json.loads(backend.to_str()) | {name: stored.get(name) for name in ("truncation", "padding")}
+    part = document["model"]
+    if (kind := part["type"]) not in ("BPE", "Unigram"):
+        raise ModelError(f"the tokenizer of {folder} is {kind}, but trim supports BPE and Unigram only; {remedy}")
+    if affix := part.get("continuing_subword_prefix") or part.get("end_of_word_suffix"):
+        raise ModelError(f"the tokenizer of {folder} marks parts of words by {affix!r}; {remedy}")
+    has_bytes = part.get("byte_fallback") and ids_of(document).keys() >= {*BYTES}
+    if not (has_bytes or _is_byte_level(document)):
+        raise ModelError(f"the tokenizer of {folder} has no tokens for single bytes; {remedy}")
+    return tokenizer, document
 
 
 def read_settings(path: Path) -> Any:
@@ -81,10 +83,10 @@ def ids_of(document: Json) -> dict[str, int]:
     return vocab | {token["content"]: token["id"] for token in document["added_tokens"]}
 
 
-def required_ids(folder: Path, document: Json, tokenizer: Any) -> set[int]:
+def required_ids(folder: Path, config: Json, document: Json, tokenizer: Any) -> set[int]:
     """Return the ids that always stay: added tokens, single bytes, the alphabet, the lowest score of
-    Unigram, ids in files of settings, and the tokens of what the chat template writes. Raises:
-    ModelError for an id that the tokenizer lacks."""
+    Unigram, ids in files of settings, and the tokens of what the chat template writes. config: config.json
+    with the ids of its class. Raises: ModelError for an id that the tokenizer lacks."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     ids, model = ids_of(document), document["model"]
@@ -101,8 +103,9 @@ def required_ids(folder: Path, document: Json, tokenizer: Any) -> set[int]:
         required.add(number)
         return number
 
-    for path in folder.glob("*config.json"):
-        renumber(read_settings(path), note, path.name)
+    settings = {path.name: read_settings(path) for path in folder.glob("*config.json")} | {"config.json": config}
+    for name, content in settings.items():
+        renumber(content, note, name)
     renumber([document.get("post_processor"), document.get("padding")], note, "tokenizer.json", TOKENIZER_ID)
     for text in template_texts(tokenizer):
         required.update(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -111,44 +114,55 @@ def required_ids(folder: Path, document: Json, tokenizer: Any) -> set[int]:
 
 def renumber(content: Any, new_id: Renumber, place: str, names: re.Pattern[str] = TOKEN_ID) -> Any:
     """Return settings with new token ids. place: names the setting in errors. names: of settings that
-    hold ids; a negative id stands for none."""
-
-    def moved(value: Any, place: str) -> Any:
-        if isinstance(value, list):
-            return [moved(part, place) for part in value]
-        return new_id(value, place) if type(value) is int and value >= 0 else value
-
+    hold ids; a negative id stands for none. Raises: ModelError for a setting of pairs that holds none."""
     if isinstance(content, list):
         return [renumber(part, new_id, place, names) for part in content]
     if not isinstance(content, dict):
         return content
     settings = dict(content)
     for key, value in content.items():
-        if key == WEIGHTED and value:
-            settings[key] = [[moved(ids, f"{place}: {key}"), bias] for ids, bias in value]
+        if key in PAIRS and value:
+            settings[key] = _moved_pairs(value, new_id, f"{place}: {key}", PAIRS[key])
         elif names.fullmatch(key):
-            settings[key] = moved(value, f"{place}: {key}")
+            settings[key] = _moved(value, new_id, f"{place}: {key}")
         elif key not in OTHER_VOCABULARIES:
             settings[key] = renumber(value, new_id, place, names)
     return settings
 
 
+def _moved(value: Any, new_id: Renumber, place: str) -> Any:
+    if isinstance(value, list):
+        return [_moved(part, new_id, place) for part in value]
+    if isinstance(value, dict):
+        return {key: _moved(part, new_id, place) for key, part in value.items()}
+    return new_id(value, place) if type(value) is int and value >= 0 else value
+
+
+def _moved_pairs(value: Any, new_id: Renumber, place: str, index: int) -> Any:
+    """index: of the part of a pair that holds ids."""
+    if isinstance(value, dict):  # whose keys are the ids, such as "[1, 2]"
+        return {re.sub(r"\d+", lambda digits: str(new_id(int(digits[0]), place)), key): value[key] for key in value}
+    if not isinstance(value, list) or not all(isinstance(pair, list) for pair in value):
+        raise ModelError(f"{place} is no list of pairs; correct it there")
+    return [[*pair[:index], *_moved(pair[index : index + 1], new_id, place), *pair[index + 1 :]] for pair in value]
+
+
 def template_texts(tokenizer: Any) -> Iterator[str]:
-    """Yield what the chat template writes: its constants, and conversations."""
+    """Yield what each chat template writes, that of a processor too: its constants, and conversations."""
     from jinja2 import Environment, TemplateSyntaxError
 
-    template, roles = ChatTemplate(tokenizer), ("system", "user", "assistant", "user")
-    sources = tokenizer.chat_template or {}
-    for source in sources.values() if isinstance(sources, dict) else [sources]:
-        try:
-            tokens = [*Environment().lexer.tokenize(source)]
-        except TemplateSyntaxError:  # of another dialect; its conversations follow
-            continue
-        yield from (token.value for token in tokens if token.type in ("data", "string"))
-    for first in (0, 1):
-        rendered = template.render([{"role": role, "content": "."} for role in roles[first:]])
-        yield "" if isinstance(rendered, Exception) else rendered.text
-    yield template.prompt
+    templates = (tokenizer.chat_template or {}, tokenizer.stored_chat_template or {})
+    sources = (given.values() if isinstance(given, dict) else [given] for given in templates)
+    roles = ("system", "user", "assistant", "user")
+    for template in dict.fromkeys(itertools.chain(*sources)):
+        with suppress(TemplateSyntaxError):  # of another dialect
+            tokens = [*Environment().lexer.tokenize(template)]
+            yield from (token.value for token in tokens if token.type in ("data", "string"))
+        for first, prompt in itertools.product((0, 1), (False, True)):
+            turns = [{"role": role, "content": "."} for role in roles[first:]]
+            options = {"chat_template": template, "tokenize": False, "add_generation_prompt": prompt}
+            with suppress(*UNREADABLE, LookupError, AttributeError):  # some require tools or documents
+                yield tokenizer.apply_chat_template(turns, **options)
 
 
 def by_count(excerpts: Iterable[str], tokenizer: Any) -> list[int]:
@@ -161,9 +175,8 @@ def by_count(excerpts: Iterable[str], tokenizer: Any) -> list[int]:
 
 
 def _pairs(document: Json) -> list[tuple[str, str]]:
-    """Return the merges, lowest rank first, in either form of tokenizer.json; none of Unigram."""
-    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in document["model"].get("merges", ()))
-    return [(first, second) for first, second in merges]
+    """Return the merges, lowest rank first; none of Unigram."""
+    return [(first, second) for first, second in document["model"].get("merges", ())]
 
 
 def _parts(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
@@ -217,12 +230,9 @@ def trimmed_document(document: Json, new_ids: Mapping[int, int]) -> Json:
         model["unk_id"] = new_ids.get(model.get("unk_id", -1))
     else:
         vocab = {token: new_ids[number] for token, number in model["vocab"].items() if number in new_ids}
-        pairs = zip(model["merges"], _pairs(document), strict=True)
-        model["merges"] = [merge for merge, (one, two) in pairs if {one, two, one + two} <= vocab.keys()]
+        model["merges"] = [pair for pair in _pairs(document) if {*pair, "".join(pair)} <= vocab.keys()]
         model["vocab"] = vocab
-    moved = {
-        key: renumber(document.get(key), lambda number, _: new_ids[number], key, TOKENIZER_ID)
-        for key in ("post_processor", "padding")
-    }
+    parts = {key: document.get(key) for key in ("post_processor", "padding")}
+    moved = renumber(parts, lambda number, _: new_ids[number], "tokenizer.json", TOKENIZER_ID)
     added = [token | {"id": new_ids[token["id"]]} for token in document["added_tokens"]]
-    return document | moved | {"added_tokens": added, "model": model}
+    return {**document, **moved, "added_tokens": added, "model": model}
