@@ -62,7 +62,7 @@ from ddp_vllm.pages.summary import trimming
 from ddp_vllm.proof import MOST_TOKENS, ODD, PROSE, Reference, difference, distance, read_back
 from ddp_vllm.provenance import provenance_of, write_provenance
 
-COUNTED = 30_000_000  # characters of all sources together
+COUNTED = 100_000_000  # characters of all sources together; of a large table 30 million show too few tokens
 EXCERPT, HELD_OUT_EVERY, MOST_HELD_OUT = 3000, 16, 64  # characters; excerpts; excerpts of each source
 READ, SHOWN = 8, 10  # excerpts of each source that both models read; words
 RANDOM_TEXTS, SAMPLED_TOKENS = 1000, 2000  # texts of the proof
