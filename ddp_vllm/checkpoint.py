@@ -5,21 +5,23 @@ A pruned checkpoint is a normal Hugging Face folder with three additions: its wi
 Python files that load it, and `ddp_masks.safetensors`.
 """
 
+import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ddp_vllm.costs import TABLE
 from ddp_vllm.dimensions import is_copied_head, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
-from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, stated_widths, states_widths
+from ddp_vllm.remote_code.widths import HEAD, METHOD, LayerWidths, Widths, stated_widths, states_widths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +199,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
             _check_dense(folder, config)
         widths, tensors = widths_of(config), checked_tensors(folder)
         widths.on_disk.check(tensors)
+        check_head(config, files.weight_files(folder))
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _check_routing(Provenance.of(provenance).routing.chosen, widths, folder / MASKS_FILE)
@@ -209,6 +212,42 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         shapes=unpacked(tensors, config),
         provenance=provenance,
     )
+
+
+def check_head(config: Mapping[str, Any], paths: Sequence[Path]) -> None:
+    """Refuse a model whose config ties the output head to the embedding, but that stores another head: pruning and
+    export would drop it, while transformers and vLLM use it.
+
+    paths: of its weights. A head in another number format than the embedding is quantized, and not compared.
+    Raises: WidthsError; OSError.
+    """
+    if not is_copied_head(config, HEAD):
+        return
+    tensors = ((path, *tensor) for path in paths for tensor in files.file_tensors(path))
+    tables = {name: (path, shape, dtype) for path, name, shape, dtype in tensors if TABLE.fullmatch(name)}
+    path, *form = tables.pop(HEAD, (None, [], ""))
+    if path is None or not tables:
+        return
+    alike = {name: other for name, (other, *others) in tables.items() if others == form}
+    if not alike and config.get("quantization_config"):
+        return
+    for name, other in alike.items():
+        if all(one == two for one, two in zip(_pieces(path, HEAD), _pieces(other, name), strict=True)):
+            return
+    raise WidthsError(
+        f"config.json states tie_word_embeddings, but {HEAD} differs from {min(tables)}; set tie_word_embeddings to "
+        f"false if the model was trained with a head of its own, otherwise remove {HEAD}"
+    )
+
+
+def _pieces(path: Path, name: str) -> Iterator[bytes]:
+    """Yield the bytes of a tensor, a few megabytes at a time. `file_tensors` must have checked the file."""
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        first, end = json.loads(file.read(start - 8))[name]["data_offsets"]
+        file.seek(start + first)
+        for left in range(end - first, 0, -(1 << 24)):
+            yield file.read(min(left, 1 << 24))
 
 
 def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from ddp_vllm.checkpoint import Checkpoint, is_pruned_config, read_config
+from ddp_vllm.checkpoint import Checkpoint, check_head, is_pruned_config, read_config
 from ddp_vllm.conversion.shapes import AGAIN, read_layers
 from ddp_vllm.conversion.stock import describe
 from ddp_vllm.dimensions import EXPERT_COUNT_KEYS, text_config, widths_of
@@ -150,6 +150,7 @@ def conversion_of(folder: Path, dense_folder: Path | None) -> Conversion:
     if is_pruned_config(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     stored, plain, zeros = read_stored(folder), _dense_config(config), dict[str, str]()
+    check_head(config, sorted({tensor.file for tensor in stored.values()}))
     dense = _with_dense_sizes(plain, dense_folder) if dense_folder else plain
     stated = stated_layers(config, plain) if plain["model_type"] in FAMILIES else None
     if stated:  # tensors of blocks that it removes may still be there

@@ -258,6 +258,10 @@ REFUSED: dict[str, tuple[Edit, list[str]]] = {  # how a folder is made unfit, wh
         tensors(lambda found: [found.update({name: found[name.replace(".1.", ".0.")].clone()}) for name in [*found]]),
         ["vLLM serves it as it is"],
     ),
+    "a head that is not the embedding it is tied to": (
+        config(tie_word_embeddings=True),
+        ["lm_head.weight differs from model.embed_tokens.weight", "set tie_word"],
+    ),
     "a bias alone": (tensors(norms_alone), ["down_proj.bias", "constant"]),
     "pickles": (pickled, ["has no model*.safetensors", "pickles are not opened"]),
 }
