@@ -7,8 +7,7 @@ Python files that load it, and `ddp_masks.safetensors`.
 
 import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -19,6 +18,7 @@ from ddp_vllm.costs import TABLE
 from ddp_vllm.dimensions import is_copied_head, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
+from ddp_vllm.quantized import unpacked
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
 from ddp_vllm.remote_code.widths import HEAD, METHOD, LayerWidths, Widths, stated_widths, states_widths
@@ -200,16 +200,16 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         widths, tensors = widths_of(config), checked_tensors(folder)
         widths.on_disk.check(tensors)
         check_head(config, files.weight_files(folder))
+        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config, widths)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _check_routing(Provenance.of(provenance).routing.chosen, widths, folder / MASKS_FILE)
-    tensors = [tensor for tensor in tensors if not is_copied_head(config, tensor[0])]
     return Checkpoint(
         folder=folder,
         config=config,
         layers=widths.layers,
         widths=widths,
-        shapes=unpacked(tensors, config),
+        shapes=shapes,
         provenance=provenance,
     )
 
@@ -288,41 +288,6 @@ def dense_shapes(widths: Widths, shapes: Mapping[str, list[int]]) -> dict[str, l
                 names = (f"{widths.layers_module}.{index}.{module.format(number)}.{kind}" for number in numbers)
                 full |= dict.fromkeys(names, shape)
     return full
-
-
-# the last part of a quantized tensor's name
-_PACKED = re.compile(r"(weight_packed|qweight)|.*_blocks")
-_SCALES = re.compile(
-    r"(weight|input|output)_(scale|scale_inv|global_scale|zero_point|shape|g_idx)|(.*_)?scales|qzeros|g_idx"
-)
-
-
-def unpacked(tensors: Iterable[tuple[str, list[int], str]], config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the shapes of tensors before compressed-tensors, GPTQ, AWQ or MXFP4 quantized them;
-    scales and zero points are left out.
-
-    tensors: name, shape and dtype on disk. A packed tensor holds several weights per number, along its
-        last axis.
-    """
-    quantization, plain = config.get("quantization_config"), dict[str, list[int]]()
-    bits = _weight_bits(quantization) if isinstance(quantization, Mapping) else 0
-    for name, shape, dtype in tensors:
-        module, _, kind = name.rpartition(".")
-        if quantization and _SCALES.fullmatch(kind):
-            continue
-        packed = quantization and _PACKED.fullmatch(kind)
-        per_number = files.BITS.get(dtype, bits) // bits if packed and bits else 1
-        plain[f"{module}.weight" if packed and packed[1] else name] = [*shape[:-1], per_number * shape[-1]]
-    return plain
-
-
-def _weight_bits(quantization: Mapping[str, Any]) -> int:
-    """Return the bits of a quantized weight; 0 if they are not stated."""
-    groups = quantization.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    stated = [one.get("num_bits") for one in weights if isinstance(one, Mapping)]
-    stated += [quantization.get("bits"), quantization.get("w_bit"), 4 * (quantization.get("quant_method") == "mxfp4")]
-    return next((number for number in stated if isinstance(number, int) and number > 0), 0)
 
 
 def _check_routing(chosen: Mapping[str, list[float]], widths: Widths, path: Path) -> None:

@@ -13,12 +13,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config, unpacked
+from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
 from ddp_vllm.dimensions import LAYER_TYPES, is_copied_head
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
 from ddp_vllm.model_files import TOKENIZERS, has_tokenizer
+from ddp_vllm.quantized import UnknownFormatError, unpacked
 from ddp_vllm.remote_code.files import LARGEST_JSON, WEIGHTS, WidthsError, file_tensors, read_bytes, read_json
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import Widths, head_dim, text_config
@@ -46,7 +47,8 @@ class ModelFacts:
     """A hash of the files that determine its answers, by which results are matched to it anywhere;
     see `model_id`."""
     parameters: Count | None = None
-    """Number of parameters on disk; tied embeddings are counted once."""
+    """Number of parameters on disk; tied embeddings are counted once. None too for an unknown
+    quantization."""
     weight_bytes: Count | None = None
     kv_bytes_per_token: Count | None = None
     """Bytes of the KV cache per token, in all layers."""
@@ -253,9 +255,12 @@ def known_folder(model: str) -> Path | None:
 def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Widths | None) -> int | None:
     try:
         tensors = (tensor for path in files for tensor in file_tensors(path))
-        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config)
+        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config, widths)
         kept = (prod(shape) for name, shape in shapes.items() if not (widths and is_leftover(widths, name, shape)))
         return sum(kept) or None
+    except UnknownFormatError as error:
+        warn(f"{files[0].parent}: the number of parameters is unknown: {error}")
+        return None
     except (WidthsError, OSError) as error:
         raise ModelError(str(error)) from error
 
