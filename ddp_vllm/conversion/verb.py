@@ -48,9 +48,9 @@ from ddp_vllm.remote_code.widths import Widths, head_dim
 from ddp_vllm.settings import Option, command
 
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
-SIZES = (
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size"),
-    *(*EXPERT_COUNT_KEYS, "moe_num_experts"),
+SIZES = (  # how keys of sizes that pruning changes end
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "block_ff_dim"),
+    *(*EXPERT_COUNT_KEYS, "moe_num_experts", "shared_experts"),
 )
 
 
@@ -218,10 +218,12 @@ def _with_dense_sizes(pruned: Mapping[str, Any], folder: Path) -> dict[str, Any]
     for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
         if text.get(key) != dense.get(key):
             raise ModelError(f"{key} is {text.get(key)}, and {dense.get(key)} in --dense {folder}; leave --dense out")
-    sizes = {key: dense[key] for key in SIZES if dense.get(key)}
+    # without sizes that only the pruned model states: a class may derive them from others
+    sizes = {key: value for key, value in text.items() if not key.endswith(SIZES)}
+    sizes |= {key: value for key, value in dense.items() if key.endswith(SIZES)}
     if pruned["model_type"] in FAMILIES:
         sizes["head_dim"] = head_dim(dense)
-    return {**pruned, "text_config": {**text, **sizes}} if text is not pruned else {**pruned, **sizes}
+    return {**pruned, "text_config": sizes} if text is not pruned else sizes
 
 
 def _notes(widths: Widths, form: str) -> Iterator[str]:
