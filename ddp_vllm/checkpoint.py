@@ -146,6 +146,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict):
         raise ModelError(f"{folder / 'config.json'} is not an object; download the model again")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{folder / 'config.json'} has no model_type; download the model again")
     if (name := config.get("transformers_weights")) is not None:
         raise ModelError(
             f"{folder / 'config.json'} states transformers_weights {short(name)}, which transformers reads instead of "

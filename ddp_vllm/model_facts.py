@@ -20,7 +20,7 @@ from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
 from ddp_vllm.model_files import TOKENIZERS, has_tokenizer
 from ddp_vllm.quantized import UnknownFormatError, unpacked
-from ddp_vllm.remote_code.files import LARGEST_JSON, WEIGHTS, WidthsError, file_tensors, read_bytes, read_json
+from ddp_vllm.remote_code.files import LARGEST_JSON, WidthsError, file_tensors, read_bytes, read_json, weight_files
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import Widths, head_dim, text_config
 from ddp_vllm.schema import Count
@@ -114,9 +114,12 @@ def _opened(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model, those of Puzzletron's blocks too."""
-    paths = sorted(folder.glob(WEIGHTS)) or sorted((folder / SUBBLOCKS).glob("*.safetensors"))
-    return [path for path in paths if path.is_file()]
+    """Return the safetensors files of a model, those that only its index names and Puzzletron's blocks too.
+    Raises: ModelError."""
+    try:
+        return weight_files(folder) or sorted((folder / SUBBLOCKS).glob("*.safetensors"))
+    except WidthsError as error:
+        raise ModelError(str(error)) from error
 
 
 def model_id(folder: Path) -> str:

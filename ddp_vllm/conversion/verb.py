@@ -246,9 +246,8 @@ def _notes(widths: Widths, form: str) -> Iterator[str]:
 def read_stored(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder that have numbers, in its own safetensors files or in
     Puzzletron's. Raises: ModelError, WidthsError."""
-    if any(folder.glob(WEIGHTS)):
+    if paths := weight_files(folder):
         checked_tensors(folder)
-        paths = weight_files(folder)
     elif not (paths := sorted((folder / SUBBLOCKS).glob("*.safetensors"))):
         raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained, because pickles are not opened")
     for path in paths:  # layers in a missing file would look removed
