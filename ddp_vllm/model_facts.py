@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
-from ddp_vllm.dimensions import LAYER_TYPES, is_copied_head
+from ddp_vllm.dimensions import LAYER_TYPES, completed, is_copied_head
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
@@ -274,15 +274,19 @@ def _kv_bytes(
     """Return the bytes per token of the KV cache of all layers, None if the config does not state
     them; widths: None for those of a dense model. is_limit: count layers of other kinds than attention
     too, whose cache does not grow with the context. Raises: ModelError."""
-    config = text_config(config)
+    config = text_config(completed(config))
     with reading(f"config.json of {folder}", ModelError, "download the model again"):
         if not is_limit and not {*(config.get("layer_types") or ())} <= LAYER_TYPES:
             return None
         layers = int(config.get("num_hidden_layers") or 0)
         if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector per layer
             return layers * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
-        kv_heads = layers * int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 0)
         if widths:
-            kv_heads = sum(layer.num_kv_heads for layer in widths.layers)
-        stated = config.get("head_dim") or (config.get("hidden_size") and config.get("num_attention_heads"))
-        return 2 * size * head_dim(config) * kv_heads if kv_heads and stated else None
+            return 2 * size * head_dim(config) * sum(layer.num_kv_heads for layer in widths.layers) or None
+        total, of_layers = 0, config.get("per_layer_config") or {}
+        for index in range(layers - int(config.get("num_kv_shared_layers") or 0)):
+            own = {**config, **(of_layers.get(index) or of_layers.get(str(index)) or {})}
+            kv_heads = int(own.get("num_key_value_heads") or own.get("num_attention_heads") or 0)
+            stated = own.get("head_dim") or (own.get("hidden_size") and own.get("num_attention_heads"))
+            total += head_dim(own) * kv_heads if kv_heads and stated else 0
+        return 2 * size * total or None

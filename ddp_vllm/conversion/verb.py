@@ -50,7 +50,7 @@ from ddp_vllm.settings import Option, command
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 SIZES = (  # how keys of sizes that pruning changes end
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "block_ff_dim"),
-    *(*EXPERT_COUNT_KEYS, "moe_num_experts", "shared_experts"),
+    *(*EXPERT_COUNT_KEYS, "shared_experts"),
 )
 
 
