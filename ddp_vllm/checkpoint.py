@@ -5,21 +5,23 @@ A pruned checkpoint is a normal Hugging Face folder with three additions: its wi
 Python files that load it, and `ddp_masks.safetensors`.
 """
 
+import json
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ddp_vllm.costs import TABLE
 from ddp_vllm.dimensions import is_copied_head, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
+from ddp_vllm.quantized import unpacked
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
-from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, stated_widths, states_widths
+from ddp_vllm.remote_code.widths import HEAD, METHOD, LayerWidths, Widths, stated_widths, states_widths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict):
         raise ModelError(f"{folder / 'config.json'} is not an object; download the model again")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{folder / 'config.json'} has no model_type; download the model again")
     if (name := config.get("transformers_weights")) is not None:
         raise ModelError(
             f"{folder / 'config.json'} states transformers_weights {short(name)}, which transformers reads instead of "
@@ -197,18 +201,55 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
             _check_dense(folder, config)
         widths, tensors = widths_of(config), checked_tensors(folder)
         widths.on_disk.check(tensors)
+        check_head(config, files.weight_files(folder))
+        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config, widths)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _check_routing(Provenance.of(provenance).routing.chosen, widths, folder / MASKS_FILE)
-    tensors = [tensor for tensor in tensors if not is_copied_head(config, tensor[0])]
     return Checkpoint(
         folder=folder,
         config=config,
         layers=widths.layers,
         widths=widths,
-        shapes=unpacked(tensors, config),
+        shapes=shapes,
         provenance=provenance,
     )
+
+
+def check_head(config: Mapping[str, Any], paths: Sequence[Path]) -> None:
+    """Refuse a model whose config ties the output head to the embedding, but that stores another head: pruning and
+    export would drop it, while transformers and vLLM use it.
+
+    paths: of its weights. A head in another number format than the embedding is quantized, and not compared.
+    Raises: WidthsError; OSError.
+    """
+    if not is_copied_head(config, HEAD):
+        return
+    tensors = ((path, *tensor) for path in paths for tensor in files.file_tensors(path))
+    tables = {name: (path, shape, dtype) for path, name, shape, dtype in tensors if TABLE.fullmatch(name)}
+    path, *form = tables.pop(HEAD, (None, [], ""))
+    if path is None or not tables:
+        return
+    alike = {name: other for name, (other, *others) in tables.items() if others == form}
+    if not alike and config.get("quantization_config"):
+        return
+    for name, other in alike.items():
+        if all(one == two for one, two in zip(_pieces(path, HEAD), _pieces(other, name), strict=True)):
+            return
+    raise WidthsError(
+        f"config.json states tie_word_embeddings, but {HEAD} differs from {min(tables)}; set tie_word_embeddings to "
+        f"false if the model was trained with a head of its own, otherwise remove {HEAD}"
+    )
+
+
+def _pieces(path: Path, name: str) -> Iterator[bytes]:
+    """Yield the bytes of a tensor, a few megabytes at a time. `file_tensors` must have checked the file."""
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        first, end = json.loads(file.read(start - 8))[name]["data_offsets"]
+        file.seek(start + first)
+        for left in range(end - first, 0, -(1 << 24)):
+            yield file.read(min(left, 1 << 24))
 
 
 def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
@@ -249,41 +290,6 @@ def dense_shapes(widths: Widths, shapes: Mapping[str, list[int]]) -> dict[str, l
                 names = (f"{widths.layers_module}.{index}.{module.format(number)}.{kind}" for number in numbers)
                 full |= dict.fromkeys(names, shape)
     return full
-
-
-# the last part of a quantized tensor's name
-_PACKED = re.compile(r"(weight_packed|qweight)|.*_blocks")
-_SCALES = re.compile(
-    r"(weight|input|output)_(scale|scale_inv|global_scale|zero_point|shape|g_idx)|(.*_)?scales|qzeros|g_idx"
-)
-
-
-def unpacked(tensors: Iterable[tuple[str, list[int], str]], config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the shapes of tensors before compressed-tensors, GPTQ, AWQ or MXFP4 quantized them;
-    scales and zero points are left out.
-
-    tensors: name, shape and dtype on disk. A packed tensor holds several weights per number, along its
-        last axis.
-    """
-    quantization, plain = config.get("quantization_config"), dict[str, list[int]]()
-    bits = _weight_bits(quantization) if isinstance(quantization, Mapping) else 0
-    for name, shape, dtype in tensors:
-        module, _, kind = name.rpartition(".")
-        if quantization and _SCALES.fullmatch(kind):
-            continue
-        packed = quantization and _PACKED.fullmatch(kind)
-        per_number = files.BITS.get(dtype, bits) // bits if packed and bits else 1
-        plain[f"{module}.weight" if packed and packed[1] else name] = [*shape[:-1], per_number * shape[-1]]
-    return plain
-
-
-def _weight_bits(quantization: Mapping[str, Any]) -> int:
-    """Return the bits of a quantized weight; 0 if they are not stated."""
-    groups = quantization.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    stated = [one.get("num_bits") for one in weights if isinstance(one, Mapping)]
-    stated += [quantization.get("bits"), quantization.get("w_bit"), 4 * (quantization.get("quant_method") == "mxfp4")]
-    return next((number for number in stated if isinstance(number, int) and number > 0), 0)
 
 
 def _check_routing(chosen: Mapping[str, list[float]], widths: Widths, path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ddp_vllm.dimensions import LAYER_TYPES, attended, count_experts, text_config, widths_of
+from ddp_vllm.dimensions import LAYER_TYPES, attended, count_chosen_experts, count_experts, text_config, widths_of
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import BLOCK_OF
@@ -121,7 +121,7 @@ def experts_chosen(config: Mapping[str, Any], widths: Widths | None) -> float:
     """Return the share of the routed experts of a layer that a token is sent to; 0 without any."""
     text = text_config(config)
     number = (widths and widths.on_disk.num_experts) or count_experts(text)
-    return (text.get("num_experts_per_tok") or 1) / number if number else 0.0
+    return count_chosen_experts(text) / number if number else 0.0
 
 
 def numbers_read(

@@ -5,6 +5,7 @@ a few mixtures of experts `widths_of` derives the description from the stock con
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from ddp_vllm.remote_code.widths import (
 from ddp_vllm.remote_code.widths import text_config as text_config
 
 DEEPSEEK = "deepseek"  # the model type of DeepSeekMoE v1
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 BLOCK_NAMES = {
     "attn": "attention",
     "mlp": "mlp",
@@ -51,6 +53,23 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     layers = (dense if is_routed(config, index) else plain for index in range(config["num_hidden_layers"]))
     table = TensorTable(projections=block_table("experts", names[:2], names[2]))
     return Widths(table=table, dense=dense, layers=tuple(layers), is_family=False)
+
+
+def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config with the fields of its language model that a stock class without a table derives, such as
+    `layer_types`; as it is if transformers cannot read it."""
+    if dense_type(config) in (*TABLES, *MIXTURES):
+        return config
+    from transformers import CONFIG_MAPPING
+
+    from ddp_vllm.model_files import errors_only
+
+    model_type, text = str(config.get("model_type")), text_config(config)
+    with suppress(Exception), errors_only():  # a class may raise any error for a field
+        usual = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config().to_dict()
+        known = {**usual, **text}
+        return {**config, "text_config": known} if text is not config else known
+    return config
 
 
 def is_copied_head(config: Mapping[str, Any], name: str) -> bool:
@@ -83,6 +102,12 @@ def check_length(name: str, length: int, model: str, config: Mapping[str, Any]) 
 def count_experts(config: Mapping[str, Any]) -> int:
     """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
     return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
+
+
+def count_chosen_experts(config: Mapping[str, Any]) -> int:
+    """Return to how many routed experts a layer sends each token, from a config's fields; 1 if they do not state it."""
+    number = next((config[key] for key in CHOSEN_EXPERTS_KEYS if config.get(key)), 1)  # a list has one per layer
+    return int(max(number) if isinstance(number, list | tuple) else number)
 
 
 def is_routed(config: Mapping[str, Any], index: int) -> bool:

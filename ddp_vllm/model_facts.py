@@ -13,13 +13,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config, unpacked
-from ddp_vllm.dimensions import LAYER_TYPES, is_copied_head
+from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
+from ddp_vllm.dimensions import LAYER_TYPES, completed, is_copied_head
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
 from ddp_vllm.model_files import TOKENIZERS, has_tokenizer
-from ddp_vllm.remote_code.files import LARGEST_JSON, WEIGHTS, WidthsError, file_tensors, read_bytes, read_json
+from ddp_vllm.quantized import UnknownFormatError, unpacked
+from ddp_vllm.remote_code.files import LARGEST_JSON, WidthsError, file_tensors, read_bytes, read_json, weight_files
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import Widths, head_dim, text_config
 from ddp_vllm.schema import Count
@@ -46,7 +47,8 @@ class ModelFacts:
     """A hash of the files that determine its answers, by which results are matched to it anywhere;
     see `model_id`."""
     parameters: Count | None = None
-    """Number of parameters on disk; tied embeddings are counted once."""
+    """Number of parameters on disk; tied embeddings are counted once. None too for an unknown
+    quantization."""
     weight_bytes: Count | None = None
     kv_bytes_per_token: Count | None = None
     """Bytes of the KV cache per token, in all layers."""
@@ -112,9 +114,12 @@ def _opened(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model, those of Puzzletron's blocks too."""
-    paths = sorted(folder.glob(WEIGHTS)) or sorted((folder / SUBBLOCKS).glob("*.safetensors"))
-    return [path for path in paths if path.is_file()]
+    """Return the safetensors files of a model, those that only its index names and Puzzletron's blocks too.
+    Raises: ModelError."""
+    try:
+        return weight_files(folder) or sorted((folder / SUBBLOCKS).glob("*.safetensors"))
+    except WidthsError as error:
+        raise ModelError(str(error)) from error
 
 
 def model_id(folder: Path) -> str:
@@ -253,9 +258,12 @@ def known_folder(model: str) -> Path | None:
 def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Widths | None) -> int | None:
     try:
         tensors = (tensor for path in files for tensor in file_tensors(path))
-        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config)
+        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config, widths)
         kept = (prod(shape) for name, shape in shapes.items() if not (widths and is_leftover(widths, name, shape)))
         return sum(kept) or None
+    except UnknownFormatError as error:
+        warn(f"{files[0].parent}: the number of parameters is unknown: {error}")
+        return None
     except (WidthsError, OSError) as error:
         raise ModelError(str(error)) from error
 
@@ -266,15 +274,19 @@ def _kv_bytes(
     """Return the bytes per token of the KV cache of all layers, None if the config does not state
     them; widths: None for those of a dense model. is_limit: count layers of other kinds than attention
     too, whose cache does not grow with the context. Raises: ModelError."""
-    config = text_config(config)
+    config = text_config(completed(config))
     with reading(f"config.json of {folder}", ModelError, "download the model again"):
         if not is_limit and not {*(config.get("layer_types") or ())} <= LAYER_TYPES:
             return None
         layers = int(config.get("num_hidden_layers") or 0)
         if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector per layer
             return layers * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
-        kv_heads = layers * int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 0)
         if widths:
-            kv_heads = sum(layer.num_kv_heads for layer in widths.layers)
-        stated = config.get("head_dim") or (config.get("hidden_size") and config.get("num_attention_heads"))
-        return 2 * size * head_dim(config) * kv_heads if kv_heads and stated else None
+            return 2 * size * head_dim(config) * sum(layer.num_kv_heads for layer in widths.layers) or None
+        total, of_layers = 0, config.get("per_layer_config") or {}
+        for index in range(layers - int(config.get("num_kv_shared_layers") or 0)):
+            own = {**config, **(of_layers.get(index) or of_layers.get(str(index)) or {})}
+            kv_heads = int(own.get("num_key_value_heads") or own.get("num_attention_heads") or 0)
+            stated = own.get("head_dim") or (own.get("hidden_size") and own.get("num_attention_heads"))
+            total += head_dim(own) * kv_heads if kv_heads and stated else 0
+        return 2 * size * total or None

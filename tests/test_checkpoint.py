@@ -188,6 +188,10 @@ CORRUPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {  # fixture of a folder ->
         "a norm of a removed block": (
             _zeros("model.layers.1.input_layernorm.weight", 16), "layers.1.input_layernorm", "removes"
         ),
+        "a head that is not the embedding it is tied to": (
+            _weights(lambda w: w.update({"lm_head.weight": np.ones((10, 16), np.float32)})),
+            "tie_word_embeddings, but lm_head.weight differs from model.embed_tokens.weight; set",
+        ),
         "an axis too many": (_zeros("model.norm.weight", 16, 1), "model.norm.weight has", "require 1 axes"),
         "missing o_proj": (_drop(O_PROJ), "layer 0", "o_proj"),
         "an unknown family": (_edit(model_type="ddp_newlm"), "'ddp_newlm'", "unknown"),
@@ -261,6 +265,16 @@ def test_refuses_a_corrupted_checkpoint(kind: str, case: str, request: pytest.Fi
         assert word in result.stderr
 
 
+@pytest.mark.parametrize("quantization", [None, {"quant_method": "fp8"}])
+def test_a_copy_of_the_embedding_is_a_head_that_counts_once(quantization: dict[str, Any] | None, folder: Path) -> None:
+    """One in another number format is that of a quantizer."""
+    before = read_checkpoint(folder).num_parameters
+    edit_json(folder / "config.json", quantization_config=quantization or {})
+    dtype = np.uint8 if quantization else np.float32
+    save_file({"lm_head.weight": np.zeros((10, 16), dtype)}, folder / "model-2.safetensors")
+    assert read_checkpoint(folder).num_parameters == before
+
+
 def test_widths_are_written_as_they_were_read_and_give_the_dense_shapes(stock: Path, whole: Path) -> None:
     checkpoint = read_checkpoint(stock)
     assert checkpoint.widths.to_json() == WIDTHS
@@ -285,7 +299,7 @@ def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) 
         read_checkpoint(folder)
     packed = {O_PROJ: np.zeros((16 * 12 // 2, 1), np.uint8), DOWN_PROJ: np.zeros((16, 12 // 2), np.uint8)}
     _weights(lambda w: w.update(packed))(folder)
-    assert read_checkpoint(folder).shapes[O_PROJ] == [96, 1]
+    assert read_checkpoint(folder).shapes[O_PROJ] == [16, 12]
     _zeros("model.layers.1.mlp.up_proj.weight", 24, 1, dtype=np.uint8)(folder)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*removes"):
         read_checkpoint(folder)

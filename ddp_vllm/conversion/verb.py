@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from ddp_vllm.checkpoint import Checkpoint, is_pruned_config, read_config
+from ddp_vllm.checkpoint import Checkpoint, check_head, is_pruned_config, read_config
 from ddp_vllm.conversion.shapes import AGAIN, read_layers
 from ddp_vllm.conversion.stock import describe
 from ddp_vllm.dimensions import EXPERT_COUNT_KEYS, text_config, widths_of
@@ -48,9 +48,9 @@ from ddp_vllm.remote_code.widths import Widths, head_dim
 from ddp_vllm.settings import Option, command
 
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
-SIZES = (
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size"),
-    *(*EXPERT_COUNT_KEYS, "moe_num_experts"),
+SIZES = (  # how keys of sizes that pruning changes end
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "block_ff_dim"),
+    *(*EXPERT_COUNT_KEYS, "shared_experts"),
 )
 
 
@@ -150,6 +150,7 @@ def conversion_of(folder: Path, dense_folder: Path | None) -> Conversion:
     if is_pruned_config(config):
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
     stored, plain, zeros = read_stored(folder), _dense_config(config), dict[str, str]()
+    check_head(config, sorted({tensor.file for tensor in stored.values()}))
     dense = _with_dense_sizes(plain, dense_folder) if dense_folder else plain
     stated = stated_layers(config, plain) if plain["model_type"] in FAMILIES else None
     if stated:  # tensors of blocks that it removes may still be there
@@ -217,10 +218,12 @@ def _with_dense_sizes(pruned: Mapping[str, Any], folder: Path) -> dict[str, Any]
     for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
         if text.get(key) != dense.get(key):
             raise ModelError(f"{key} is {text.get(key)}, and {dense.get(key)} in --dense {folder}; leave --dense out")
-    sizes = {key: dense[key] for key in SIZES if dense.get(key)}
+    # without sizes that only the pruned model states: a class may derive them from others
+    sizes = {key: value for key, value in text.items() if not key.endswith(SIZES)}
+    sizes |= {key: value for key, value in dense.items() if key.endswith(SIZES)}
     if pruned["model_type"] in FAMILIES:
         sizes["head_dim"] = head_dim(dense)
-    return {**pruned, "text_config": {**text, **sizes}} if text is not pruned else {**pruned, **sizes}
+    return {**pruned, "text_config": sizes} if text is not pruned else sizes
 
 
 def _notes(widths: Widths, form: str) -> Iterator[str]:
@@ -243,9 +246,8 @@ def _notes(widths: Widths, form: str) -> Iterator[str]:
 def read_stored(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder that have numbers, in its own safetensors files or in
     Puzzletron's. Raises: ModelError, WidthsError."""
-    if any(folder.glob(WEIGHTS)):
+    if paths := weight_files(folder):
         checked_tensors(folder)
-        paths = weight_files(folder)
     elif not (paths := sorted((folder / SUBBLOCKS).glob("*.safetensors"))):
         raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained, because pickles are not opened")
     for path in paths:  # layers in a missing file would look removed

@@ -37,6 +37,10 @@ REFUSED = {  # words of a command, which writes nothing -> exit code, and a part
     "eval {tiny} --against {tiny} --min-retained 97": (2, "--min-retained 97 is not a fraction"),
     "eval {tiny} --max-length 64 --include-path . -o file": (5, "choose another output"),
     "eval other --tasks piqa -o new": (3, "another tool pruned it: its config.json has drop_attn_list"),
+    "eval lacking --text file -o new": (3, "model-2.safetensors is not a file; download it again"),
+    "eval lacking --tasks piqa -o new": (3, "model-2.safetensors is not a file; download it again"),
+    f"{SHAREGPT} lacking -o new.json": (3, "model-2.safetensors is not a file; download it again"),
+    "eval unknown --tasks piqa -o new": (3, "config.json has no model_type; download the model again"),
     "eval twice --tasks piqa -o new": (3, "twice: config.json: ddp_widths is no object"),
 }
 
@@ -46,18 +50,23 @@ def test_what_cannot_be_measured_is_refused(
     words: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("other", "twice"):
+    folders = {"other", "twice", "lacking", "unknown"}
+    for name in folders:
         (tmp_path / name).mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = sizes | {"model_type": "llama", "drop_attn_list": [1]}
     (tmp_path / "other/config.json").write_text(json.dumps(config))
     (tmp_path / "twice/config.json").write_text(json.dumps(sizes | {"model_type": "llama", "ddp_widths": []}))
+    (tmp_path / "unknown/config.json").write_text(json.dumps(sizes))
+    (tmp_path / "lacking/config.json").write_text(json.dumps(sizes | {"model_type": "llama"}))
+    index = {"weight_map": {"model.norm.weight": "model-2.safetensors"}}
+    (tmp_path / "lacking/model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "file").write_text("mine")
     before = sorted(tiny.iterdir())
     code, reason = REFUSED[words]
     assert_refused(invoke(*words.format(tiny=tiny).split()), code, reason)
     assert sorted(tiny.iterdir()) == before and (tmp_path / "file").read_text() == "mine"
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "other", "twice"}
+    assert {path.name for path in tmp_path.iterdir()} == {"file", *folders}
 
 
 def test_a_word_is_no_number(tiny: Path) -> None:
@@ -71,7 +80,7 @@ def test_models_with_different_tokens_are_told_apart(tmp_path: Path) -> None:
         tokenizer = Tokenizer(WordLevel(vocab, unk_token="x"))
         tokenizer.add_special_tokens(["<s>"])
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
-        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": rows}))
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": rows}))
         return str(tmp_path / name)
 
     first = write_tokenizer("a", {"x": 0, "y": 1})

@@ -11,11 +11,18 @@ from ddp_benchmarks import side_by_side, verbs
 from ddp_benchmarks.conversations import download_share_gpt, draw_sample, read_conversations, turns_of
 from ddp_benchmarks.models import max_model_len
 from ddp_benchmarks.sharegpt import Requests
+from ddp_vllm.costs import experts_chosen
 from ddp_vllm.errors import TextError
 from ddp_vllm.model_facts import dense_kv_bytes, describe_model, local_folder, unrelated
 
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
-CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 64}
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "max_position_embeddings": 64,
+}
 
 
 def test_models_that_are_not_related_are_named(tiny: Path, halved: Path, tmp_path: Path) -> None:
@@ -184,3 +191,36 @@ def test_without_a_file_and_a_hub_the_option_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(TextError, match=r"ShareGPT on the Hub cannot be read .*pass --dataset FILE"):
         download_share_gpt()
+
+
+ATTENTION = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 16,
+    "head_dim": 8,
+}
+BY_CLASS: dict[str, tuple[dict[str, Any], int | None]] = {  # fields that config.json has -> numbers per token
+    "three of four layers have linear attention": ({"model_type": "qwen3_next", "full_attention_interval": 4}, None),
+    "convolutions": ({"model_type": "lfm2", "full_attn_idxs": [1]}, None),
+    "wider heads in layers of full attention": (
+        {"model_type": "gemma4_text", "global_head_dim": 32, "num_kv_shared_layers": 0,
+         "layer_types": [*["sliding_attention"] * 3, "full_attention"]}, 3 * 8 + 32,
+    ),
+    "layers that share a cache": (
+        {"model_type": "gemma4_text", "global_head_dim": 32, "num_kv_shared_layers": 2,
+         "layer_types": ["sliding_attention", "full_attention"] * 2}, 8 + 32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_CLASS)
+def test_the_cache_is_that_of_the_layers_that_the_class_builds(case: str, tmp_path: Path) -> None:
+    fields, numbers = BY_CLASS[case]
+    (tmp_path / "config.json").write_text(json.dumps(ATTENTION | fields))
+    assert describe_model(str(tmp_path)).kv_bytes_per_token == (2 * 2 * numbers if numbers else None)
+
+
+@pytest.mark.parametrize("keys", [("num_experts", "num_experts_per_tok"), ("moe_num_experts", "moe_k")])
+def test_experts_are_counted_by_every_name_that_a_class_has_for_them(keys: tuple[str, str]) -> None:
+    assert experts_chosen(dict(zip(keys, (8, 2), strict=True)), None) == 0.25

@@ -243,6 +243,15 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def indexed(folder: Path) -> None:
+    """Rename the one file to the first of two, and let an index name both."""
+    names = load_file(folder / "model.safetensors")
+    parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (folder / "model.safetensors").rename(folder / parts[0])
+    weight_map = dict.fromkeys(names, parts[0]) | {"model.norm.weight": parts[1]}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def norms_alone(found: dict[str, torch.Tensor]) -> None:
     for name in [name for name in found if name.startswith("model.layers.1.mlp.")]:
         del found[name]
@@ -258,7 +267,21 @@ REFUSED: dict[str, tuple[Edit, list[str]]] = {  # how a folder is made unfit, wh
         tensors(lambda found: [found.update({name: found[name.replace(".1.", ".0.")].clone()}) for name in [*found]]),
         ["vLLM serves it as it is"],
     ),
+    "a head that is not the embedding it is tied to": (
+        config(tie_word_embeddings=True),
+        ["lm_head.weight differs from model.embed_tokens.weight", "set tie_word"],
+    ),
     "a bias alone": (tensors(norms_alone), ["down_proj.bias", "constant"]),
+    "no kind of model": (config(model_type=None), ["config.json has no model_type", "again"]),
+    "a list in place of the config": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        ["config.json is not an object", "again"],
+    ),
+    "an index that names a missing file": (indexed, ["model-00002-of-00002.safetensors is not a file"]),
+    "an index without any of its files": (
+        lambda folder: (indexed(folder), (folder / "model-00001-of-00002.safetensors").unlink()),
+        ["model-00001-of-00002.safetensors is not a file"],
+    ),
     "pickles": (pickled, ["has no model*.safetensors", "pickles are not opened"]),
 }
 

@@ -197,3 +197,42 @@ def test_the_dense_model_gives_the_widths(dense: Callable[[str], Path], tmp_path
     assert_refused(invoke("convert", folder, "-o", tmp_path / "out"), 3, "vLLM serves it as it is")
     passed(invoke("convert", folder, "-o", tmp_path / "out", "--dense", dense("olmo2")))
     assert [layer.intermediate_size for layer in read_checkpoint(tmp_path / "out").layers] == [80, 80, 80]
+
+
+SHARED: dict[str, tuple[dict[str, int], Edit, dict[str, Any], dict[str, Any]]] = {
+    # family -> its pruned sizes in config.json, change, the widths of shared and of routed experts by --dense
+    "qwen2_moe": (
+        {"shared_expert_intermediate_size": 40, "moe_intermediate_size": 56},
+        lambda weights: (cut(".shared_expert.", to=40)(weights), cut(".experts.", to=56)(weights)),
+        {"intermediate_size": 48}, {"intermediate_size": 64, "num_experts": 8},
+    ),
+    "deepseek_v3": ({"n_shared_experts": 1}, cut("shared_experts", to=64), {"intermediate_size": 128}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_the_dense_model_gives_the_width_of_shared_experts(
+    family: str, dense: Callable[[str], Path], tmp_path: Path
+) -> None:
+    sizes, edit, shared, routed = SHARED[family]
+    folder = Path(shutil.copytree(dense(family), tmp_path / "folder"))
+    edit_config(folder, **sizes)
+    edit_weights(folder, edit)
+    assert_refused(invoke("convert", folder, "-o", tmp_path / "out"), 3, "vLLM serves it as it is")
+    passed(invoke("convert", folder, "-o", tmp_path / "out", "--dense", dense(family)))
+    stated = read_config(tmp_path / "out")["quantization_config"]
+    assert shared.items() <= stated["mlp"].items() and routed.items() <= stated.get("experts", {}).items()
+    counts = [sum(t.numel() for t in load_file(p / "model.safetensors").values()) for p in (folder, dense(family))]
+    assert read_checkpoint(tmp_path / "out").removed == pytest.approx(1 - counts[0] / counts[1])
+
+
+def test_a_size_that_only_the_pruned_model_states_is_not_the_dense_ones(
+    dense: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The class of the dense model derives it."""
+    original = Path(shutil.copytree(dense("lfm2"), tmp_path / "dense"))
+    folder = Path(shutil.copytree(original, tmp_path / "folder"))
+    edit_config(folder, block_ff_dim=48, intermediate_size=48)
+    edit_weights(folder, cut(".feed_forward.", to=32))
+    passed(invoke("convert", folder, "-o", tmp_path / "out", "--dense", original))
+    assert read_config(tmp_path / "out")["quantization_config"]["mlp"]["intermediate_size"] == 64

@@ -47,6 +47,7 @@ def index_outside(folder: Path) -> None:
 
 
 INDEX, UP, DOWN = "model.safetensors.index.json", *(f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down"))
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BROKEN: dict[str, tuple[Edit, list[str]]] = {  # an edit of the tiny model, words of the line
     "nothing recognized": (config(model_type="gpt2"), ["no MLP", "GPT2LMHeadModel", "mlp (GPT2MLP)", "attn ("]),
     "unknown to transformers": (config(model_type="newlm"), ["newlm", "update transformers"]),
@@ -66,6 +67,11 @@ BROKEN: dict[str, tuple[Edit, list[str]]] = {  # an edit of the tiny model, word
     "weights that transformers would read instead": (
         config(transformers_weights="other.safetensors"), ["transformers_weights 'other.safe", "save_pretrained"]
     ),
+    "a head that is not the embedding it is tied to": (  # the library uses it, and it would be dropped
+        tensors(lambda w: w.update({HEAD: w[EMBEDDING].flip(0).contiguous()})),
+        ["tie_word_embeddings", f"{HEAD} differs from {EMBEDDING}", "otherwise remove"],
+    ),
+    "a head that is missing": (config(tie_word_embeddings=False), [f"tensor {HEAD} is missing", "again"]),
     "a missing projection": (without(UP), ["layer 1", "mlp.up_proj", "again"]),
     "rows fewer than the heads of the config": (
         tensors(lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.ones(24, 64)})),
@@ -130,6 +136,15 @@ def test_settings_that_cannot_be_met(
     model = dense(name) if name else tiny_model
     assert_refused(prune(model, tiny_text, tmp_path / "out", *options), 2, *words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_that_is_missing_in_a_stock_class_is_found_before_the_text_is_read(
+    dense: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It would be found when the weights are loaded, after a profile of the machine."""
+    folder = Path(shutil.copytree(dense("olmo2"), tmp_path / "model"))
+    without(HEAD)(folder)
+    assert_refused(prune(folder, "missing.txt", tmp_path / "out"), 3, f"tensor {HEAD} is missing (1 in all)")
 
 
 UNKNOWN = {  # config -> why none of its parts can be pruned

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ddp_vllm.dimensions import count_chosen_experts
 from ddp_vllm.errors import ModelError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of MLPs that the product may be fused in
@@ -64,10 +65,7 @@ def auto_class(config: Any) -> Any:
 def num_chosen_experts(config: Any) -> int:
     """Return to how many routed experts a layer sends each token, from the config of any
     architecture."""
-    text = config.get_text_config()
-    stated = [getattr(text, key, None) for key in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")]
-    number = next((value for value in stated if value), 1)  # a list has one number per layer
-    return int(max(number) if isinstance(number, list | tuple) else number)
+    return count_chosen_experts(config.get_text_config().to_dict())
 
 
 def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from ddp_vllm import machine
-from ddp_vllm.checkpoint import Checkpoint, read_config
+from ddp_vllm.checkpoint import Checkpoint, check_head, read_config
 from ddp_vllm.dimensions import BLOCK_NAMES, Dimensions, dimensions_of, is_copied_head, text_config, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, reading
 from ddp_vllm.families import FAMILIES, check_dense, check_supported, register_pruned, warn_of_foreign_code
@@ -288,8 +288,10 @@ def check_index(folder: Path) -> None:
 
 def read_headers(folder: Path) -> dict[str, tuple[list[int], str]]:
     """Return shape and dtype of every tensor of a folder, from the headers of its files. Raises:
-    ModelError."""
+    ModelError, also as `check_head`."""
+    config = read_config(folder)
     try:
+        check_head(config, weight_files(folder))
         return {name: (shape, dtype) for name, shape, dtype in checked_tensors(folder)}
     except (WidthsError, OSError) as error:
         raise ModelError(str(error)) from error

@@ -29,8 +29,8 @@ from torch import nn
 from ddp_prune.core.decoder import auto_class, decoder_layers, num_chosen_experts
 from ddp_vllm.dimensions import text_config
 from ddp_vllm.errors import ModelError, reading
-from ddp_vllm.remote_code.configuration_ddp_widths import renaming
-from ddp_vllm.remote_code.files import short
+from ddp_vllm.remote_code.configuration_ddp_widths import check_present, renaming
+from ddp_vllm.remote_code.files import WidthsError, short
 from ddp_vllm.remote_code.tensors import Projection, TensorTable
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Widths, block_table
 
@@ -113,8 +113,8 @@ class Structure:
 def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structure:
     """Return what can be pruned in the model of a folder.
 
-    shapes: of its tensors on disk. Raises: ModelError, which names the modules that were not
-        recognized.
+    shapes: of its tensors on disk. Raises: ModelError, which names a tensor that is missing, or the
+        modules that were not recognized.
     """
     from transformers import AutoConfig
 
@@ -175,8 +175,13 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         reason = "which are not stored one by one" if any(experts) else "whose form is not known"
         rest.insert(0, f"routed experts, {reason}")
     text, parameters = config.get_text_config(), set(model.state_dict())
+    widths = Widths(table=table, layers=rows, dense=dense, layers_module=where, is_family=False)
+    try:
+        check_present(model, widths, shapes)
+    except WidthsError as error:
+        raise ModelError(f"{str(error).partition(';')[0]}; download the model again, as published") from None
     return Structure(
-        widths=Widths(table=table, layers=rows, dense=dense, layers_module=where, is_family=False),
+        widths=widths,
         stacked=stacked,
         left_alone=("attention and other token mixers", *rest, *_left_alone(model, stored, rows)),
         loaded=frozenset(name for name, target in stored.items() if target in parameters),
