@@ -13,6 +13,7 @@ NVIDIA's tools also write keys that they do not use, as null, false, or an objec
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
@@ -20,7 +21,7 @@ from msgspec import Meta
 from ddp_vllm.dimensions import attended, widths_of
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import FAMILIES, check_supported, pruned_config
-from ddp_vllm.remote_code.files import short
+from ddp_vllm.remote_code.files import WEIGHTS, short
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads, head_dim
 from ddp_vllm.schema import checked
 
@@ -57,6 +58,11 @@ _NO_FIELDS = (
     *("no_op", "kind", "name", "weights_precision", "use_prefill_window_in_sink_attention"),
     *("n_heads_in_group", "ffn_mult", "sliding_window_size", "window_length", "gated"),
 )
+
+
+def block_files(folder: Path) -> list[Path]:
+    """Return Puzzletron's files of blocks, which an index names by their folder; none where weights lie beside it."""
+    return [] if any(folder.glob(WEIGHTS)) else sorted((folder / SUBBLOCKS).glob("*.safetensors"))
 
 
 def base_type(config: Mapping[str, Any]) -> str:

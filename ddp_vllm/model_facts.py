@@ -17,7 +17,7 @@ from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
 from ddp_vllm.dimensions import LAYER_TYPES, completed, is_copied_head
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
-from ddp_vllm.formats import SUBBLOCKS, base_type, is_leftover, opened_in_place
+from ddp_vllm.formats import SUBBLOCKS, base_type, block_files, is_leftover, opened_in_place
 from ddp_vllm.model_files import TOKENIZERS, has_tokenizer
 from ddp_vllm.quantized import UnknownFormatError, unpacked
 from ddp_vllm.remote_code.files import LARGEST_JSON, WidthsError, file_tensors, read_bytes, read_json, weight_files
@@ -117,7 +117,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, those that only its index names and Puzzletron's blocks too.
     Raises: ModelError."""
     try:
-        return weight_files(folder) or sorted((folder / SUBBLOCKS).glob("*.safetensors"))
+        return block_files(folder) or weight_files(folder)
     except WidthsError as error:
         raise ModelError(str(error)) from error
 

@@ -21,8 +21,8 @@ from ddp_vllm.families import FAMILIES, check_dense, foreign_code, pruned_config
 from ddp_vllm.formats import (
     DROPPED,
     FORMATS,
-    SUBBLOCKS,
     base_type,
+    block_files,
     check_drops_nothing,
     dense_config,
     enclosing,
@@ -246,10 +246,10 @@ def _notes(widths: Widths, form: str) -> Iterator[str]:
 def read_stored(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder that have numbers, in its own safetensors files or in
     Puzzletron's. Raises: ModelError, WidthsError."""
-    if paths := weight_files(folder):
+    if not (paths := block_files(folder)):
+        if not (paths := weight_files(folder)):
+            raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained, because pickles are not opened")
         checked_tensors(folder)
-    elif not (paths := sorted((folder / SUBBLOCKS).glob("*.safetensors"))):
-        raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained, because pickles are not opened")
     for path in paths:  # layers in a missing file would look removed
         if (shard := _SHARD.fullmatch(path.name)) and int(shard[2]) > len(paths):
             raise ModelError(f"it has {len(paths)} weight files, but {path.name} is one of {int(shard[2])}; {AGAIN}")

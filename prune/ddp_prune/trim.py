@@ -128,7 +128,8 @@ def trim(
     orders = [by_count(itertools.chain(*part.counted.values()), tokenizer) for part in (further, texts)]
     kept = choose(document, required, orders, target, num_rows)
     new_ids, rows = {old: new for new, old in enumerate(kept)}, [old for old in kept if old < num_rows]
-    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {len(counted):,} characters were counted")
+    occur = len({*itertools.chain(*orders)})
+    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {occur:,} occur in the {len(counted):,} counted characters")
     with atomic_folder(output, overwrite=overwrite) as writing:
         write_model_files(writing, folder, trimmed_config(config, new_ids))
         _write_settings(writing, trimmed_document(document, new_ids), new_ids, tokenizer_class(tokenizer))
