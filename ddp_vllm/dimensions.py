@@ -102,7 +102,8 @@ def check_length(name: str, length: int, model: str, config: Mapping[str, Any]) 
 
 def count_experts(config: Mapping[str, Any]) -> int:
     """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
-    return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
+    number = next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)  # a list has one per modality
+    return int(max(number) if isinstance(number, list | tuple) else number)
 
 
 def count_chosen_experts(config: Mapping[str, Any]) -> int:
