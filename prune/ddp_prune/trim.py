@@ -173,10 +173,12 @@ def _with_defaults(config: Json, usual: Json, known: set[int]) -> Json:
     for key, value in usual.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict) and key not in OTHER_VOCABULARIES:
             stated[key] = _with_defaults(config[key], value, known)
+        elif key in config:
+            continue
         elif key in ROW_COUNTS or (
             TOKEN_ID.fullmatch(key) and known.issuperset(value if isinstance(value, list) else [value])
         ):
-            stated.setdefault(key, value)
+            stated[key] = value
     return stated
 
 

@@ -452,6 +452,7 @@ def test_ids_in_settings_are_renumbered(dense: Path, text: Path, tmp_path: Path)
             (PROCESSOR, "kinds", [{"boi_token_index": one}]),
             ("processor_config.json", "image_processor", {"im_start_id": other}),
             ("config.json", "audio", {"video_token_ids": [one]}),
+            ("config.json", "stop_token_ids", [[one], [other, one]]),
         ]
 
     for name, setting, value in settings(505, 480):
