@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,17 @@ def test_a_source_of_one_excerpt_has_no_cost(dense: Path, text: Path, tmp_path: 
     words = ("trim", dense, "--tokens", 400, "--data", f"{text},{short}", "-o", tmp_path / "new", "--no-proof")
     assert f"every excerpt of {short} is counted, so its cost is not measured" in passed(invoke(*words)).stdout
     assert [*read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["texts"]] == ["text.jsonl"]
+
+
+def test_the_search_for_counted_text_takes_a_byte_per_letter() -> None:
+    """A string with one emoji takes four, which are 400 MB of the 100 million characters."""
+    letters = "".join(map(chr, range(97, 123))) * 1000
+    texts = trim_module.Texts({"a": [letters] * 40 + [EMOJI]}, {"a": [letters[5:], "new", f"z{EMOJI}"]})
+    tracemalloc.start()
+    trim_module.drop_counted(texts, trim_module.Texts({}, {}))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert texts.held_out == {"a": ["new"]} and most < 2 * 40 * len(letters)
 
 
 def test_kept_text_is_not_held_out(dense: Path, text: Path, tmp_path: Path) -> None:
