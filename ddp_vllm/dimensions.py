@@ -6,6 +6,7 @@ a few mixtures of experts `widths_of` derives the description from the stock con
 
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,15 +60,16 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
 def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with the fields of its language model that a stock class without a table derives, such as
     `layer_types`; as it is if transformers cannot read it."""
-    if dense_type(config) in (*TABLES, *MIXTURES):
+    model_type, text = str(config.get("model_type")), text_config(config)
+    states_all = "layer_types" in text and "gemma4" not in model_type  # whose class derives the heads of layers
+    if states_all or dense_type(config) in (*TABLES, *MIXTURES):
         return config
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING  # takes seconds
 
     from ddp_vllm.model_files import errors_only
 
-    model_type, text = str(config.get("model_type")), text_config(config)
-    with suppress(Exception), errors_only():  # a class may raise any error for a field
-        usual = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config().to_dict()
+    with suppress(Exception), errors_only():  # a class may raise any error for a field, and change what it is given
+        usual = CONFIG_MAPPING[model_type].from_dict(deepcopy(dict(config))).get_text_config().to_dict()
         known = {**usual, **text}
         return {**config, "text_config": known} if text is not config else known
     return config

@@ -23,7 +23,7 @@ from ddp_vllm.remote_code.widths import Widths, states_widths
 _PACKED = re.compile(r"weight_packed|qweight|.*_blocks")
 _SIDE = re.compile(  # the last part of a side tensor's name
     r"(weight|input|output|activation|[qkv]|kv|prob|.*_proj)_(scale(_inv|_2|_ub)?|global_scale|zero_point|shape|g_idx)"
-    r"|(.*_)?scales|qzeros|g_idx|(nested_)?(absmax|quant_map)|bitsandbytes__\w+|SCB|weight_format"
+    r"|(.*_)?scales|pre_quant_scale|qzeros|g_idx|(nested_)?(absmax|quant_map)|bitsandbytes__\w+|SCB|weight_format"
 )
 _MASK = re.compile(r"bias|causal_mask")  # of attention, which GPT-NeoX, GPT-J and CodeGen store as bytes
 _STATE = ".quant_state.bitsandbytes__"
