@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ddp_vllm.dimensions import LAYER_TYPES, attended, count_chosen_experts, count_experts, text_config, widths_of
+from ddp_vllm.dimensions import CACHED_TYPES, attended, count_chosen_experts, count_experts, text_config, widths_of
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import BLOCK_OF
@@ -114,7 +114,7 @@ def keys_read(config: Mapping[str, Any], num_layers: int, context: int) -> list[
     text = text_config(config)
     keys = attended({**text, "num_hidden_layers": num_layers}, context)
     kinds = text.get("layer_types") or ["full_attention"] * len(keys)
-    return [number if kind in LAYER_TYPES else 0 for number, kind in zip(keys, kinds, strict=True)]
+    return [number if kind in CACHED_TYPES else 0 for number, kind in zip(keys, kinds, strict=True)]
 
 
 def experts_chosen(config: Mapping[str, Any], widths: Widths | None) -> float:

@@ -6,6 +6,7 @@ a few mixtures of experts `widths_of` derives the description from the stock con
 
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ WHOLE_EXPERT = "expert"
 # mixtures of experts that `widths_of` knows
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", DEEPSEEK, "deepseek_v2")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+CACHED_TYPES = {*LAYER_TYPES, "chunked_attention", "indexed_attention"}  # of Llama 4; of DeepSeek V3.2
 
 
 def widths_of(config: Mapping[str, Any]) -> Widths:
@@ -58,15 +60,16 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
 def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with the fields of its language model that a stock class without a table derives, such as
     `layer_types`; as it is if transformers cannot read it."""
-    if dense_type(config) in (*TABLES, *MIXTURES):
+    model_type, text = str(config.get("model_type")), text_config(config)
+    states_all = "layer_types" in text and "gemma4" not in model_type  # whose class derives the heads of layers
+    if states_all or dense_type(config) in (*TABLES, *MIXTURES):
         return config
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING  # takes seconds
 
     from ddp_vllm.model_files import errors_only
 
-    model_type, text = str(config.get("model_type")), text_config(config)
-    with suppress(Exception), errors_only():  # a class may raise any error for a field
-        usual = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config().to_dict()
+    with suppress(Exception), errors_only():  # a class may raise any error for a field, and change what it is given
+        usual = CONFIG_MAPPING[model_type].from_dict(deepcopy(dict(config))).get_text_config().to_dict()
         known = {**usual, **text}
         return {**config, "text_config": known} if text is not config else known
     return config
@@ -101,7 +104,8 @@ def check_length(name: str, length: int, model: str, config: Mapping[str, Any]) 
 
 def count_experts(config: Mapping[str, Any]) -> int:
     """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
-    return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
+    number = next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)  # a list has one per modality
+    return int(max(number) if isinstance(number, list | tuple) else number)
 
 
 def count_chosen_experts(config: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
-from ddp_vllm.dimensions import LAYER_TYPES, completed, is_copied_head
+from ddp_vllm.dimensions import CACHED_TYPES, completed, is_copied_head
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, block_files, is_leftover, opened_in_place
@@ -276,7 +276,7 @@ def _kv_bytes(
     too, whose cache does not grow with the context. Raises: ModelError."""
     config = text_config(completed(config))
     with reading(f"config.json of {folder}", ModelError, "download the model again"):
-        if not is_limit and not {*(config.get("layer_types") or ())} <= LAYER_TYPES:
+        if not is_limit and not {*(config.get("layer_types") or ())} <= CACHED_TYPES:
             return None
         layers = int(config.get("num_hidden_layers") or 0)
         if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector per layer

@@ -23,8 +23,9 @@ from ddp_vllm.remote_code.widths import Widths, states_widths
 _PACKED = re.compile(r"weight_packed|qweight|.*_blocks")
 _SIDE = re.compile(  # the last part of a side tensor's name
     r"(weight|input|output|activation|[qkv]|kv|prob|.*_proj)_(scale(_inv|_2|_ub)?|global_scale|zero_point|shape|g_idx)"
-    r"|(.*_)?scales|qzeros|g_idx|(nested_)?(absmax|quant_map)|bitsandbytes__\w+|SCB|weight_format"
+    r"|(.*_)?scales|pre_quant_scale|qzeros|g_idx|(nested_)?(absmax|quant_map)|bitsandbytes__\w+|SCB|weight_format"
 )
+_MASK = re.compile(r"bias|causal_mask")  # of attention, which GPT-NeoX, GPT-J and CodeGen store as bytes
 _STATE = ".quant_state.bitsandbytes__"
 _BITS_OF_BYTES = {"bitnet": 2, **dict.fromkeys(("compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"), 4)}
 _BITS_OF_BYTES |= dict.fromkeys(("modelopt_fp4", "fp_quant", "quark", ""), 4)  # the last without a config: NVFP4
@@ -59,7 +60,7 @@ def unpacked(
             plain[known] = required
         elif name in with_state:
             plain[name] = [shape[0] * BITS[dtype] // 4, *shape[1:]]
-        elif _PACKED.fullmatch(kind) or _is_integer(shape, dtype):
+        elif _PACKED.fullmatch(kind) or (_is_integer(shape, dtype) and not _MASK.fullmatch(kind)):
             plain[known] = _unpacked(name, shape, dtype, quantization)
         else:
             plain[name] = [*shape]

@@ -96,9 +96,14 @@ FORMATS: dict[str, tuple[dict[str, Any] | None, Tensors]] = {  # -> quantization
     "ternary weights of BitNet": (
         {"quant_method": "bitnet"}, _of(weight=("U8", [OUT // 4, IN]), weight_scale=("BF16", [1]))
     ),
+    "a causal mask of bytes in a model that is not quantized": (
+        None, _of(weight=("BF16", [OUT, IN])) | {"model.layers.0.attention.bias": ("U8", [1, 1, 4, 4])}
+    ),
     "a scalar in a model that is not quantized": (None, _of(weight=("BF16", [OUT, IN])) | {"model.one": ("F32", [])}),
 }  # fmt: skip
-SCALARS = {"a scalar in a model that is not quantized": 1}
+FURTHER = {
+    "a causal mask of bytes in a model that is not quantized": 16, "a scalar in a model that is not quantized": 1
+}  # fmt: skip
 
 
 def _write(folder: Path, quantization: dict[str, Any] | None, tensors: Tensors) -> Path:
@@ -118,7 +123,7 @@ def _write(folder: Path, quantization: dict[str, Any] | None, tensors: Tensors) 
 @pytest.mark.parametrize("case", FORMATS)
 def test_weights_are_counted_and_side_tensors_are_not(case: str, tmp_path: Path) -> None:
     facts = describe_model(str(_write(tmp_path / "model", *FORMATS[case])))
-    assert facts.parameters == 10 * 32 + 32 + OUT * IN + SCALARS.get(case, 0)
+    assert facts.parameters == 10 * 32 + 32 + OUT * IN + FURTHER.get(case, 0)
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], Tensors]] = {

@@ -120,16 +120,15 @@ def trim(
     required = required_ids(folder, config, document, tokenizer)
     texts = read_texts(data, tokenizer, print_line)
     further = read_texts(keep, tokenizer, print_line, held_out=0) if keep else Texts({}, {})
-    counted = "".join(itertools.chain(*texts.counted.values(), *further.counted.values()))
-    for name, excerpts in texts.held_out.items():
-        excerpts[:] = [excerpt for excerpt in excerpts if excerpt not in counted]
-        if not excerpts:
-            print_line(f"every excerpt of {name} is counted, so its cost is not measured; give more such text")
+    drop_counted(texts, further)
+    for name in (name for name, excerpts in texts.held_out.items() if not excerpts):
+        print_line(f"every excerpt of {name} is counted, so its cost is not measured; give more such text")
     orders = [by_count(itertools.chain(*part.counted.values()), tokenizer) for part in (further, texts)]
     kept = choose(document, required, orders, target, num_rows)
     new_ids, rows = {old: new for new, old in enumerate(kept)}, [old for old in kept if old < num_rows]
     occur = len({*itertools.chain(*orders)})
-    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {occur:,} occur in the {len(counted):,} counted characters")
+    counted = sum(map(len, itertools.chain(*texts.counted.values(), *further.counted.values())))
+    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {occur:,} occur in the {counted:,} counted characters")
     with atomic_folder(output, overwrite=overwrite) as writing:
         write_model_files(writing, folder, trimmed_config(config, new_ids))
         _write_settings(writing, trimmed_document(document, new_ids), new_ids, tokenizer_class(tokenizer))
@@ -173,10 +172,12 @@ def _with_defaults(config: Json, usual: Json, known: set[int]) -> Json:
     for key, value in usual.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict) and key not in OTHER_VOCABULARIES:
             stated[key] = _with_defaults(config[key], value, known)
+        elif key in config:
+            continue
         elif key in ROW_COUNTS or (
             TOKEN_ID.fullmatch(key) and known.issuperset(value if isinstance(value, list) else [value])
         ):
-            stated.setdefault(key, value)
+            stated[key] = value
     return stated
 
 
@@ -223,6 +224,15 @@ def read_texts(data: str, tokenizer: Any, print_line: Callable[[str], None], hel
         for line in notes.lines(name):
             print_line(line)
     return texts
+
+
+def drop_counted(texts: Texts, further: Texts) -> None:
+    """Remove excerpts from the held-out ones that are counted, as parts of any text, too."""
+    counted = bytearray()  # a string with one emoji takes four bytes per character, and as much longer to search
+    for excerpt in itertools.chain(*texts.counted.values(), *further.counted.values()):
+        counted += excerpt.encode()
+    for excerpts in texts.held_out.values():
+        excerpts[:] = [excerpt for excerpt in excerpts if excerpt.encode() not in counted]
 
 
 def trimmed_config(config: Json, new_ids: Mapping[int, int]) -> Json:

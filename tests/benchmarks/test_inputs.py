@@ -202,6 +202,10 @@ ATTENTION = {
 }
 BY_CLASS: dict[str, tuple[dict[str, Any], int | None]] = {  # fields that config.json has -> numbers per token
     "three of four layers have linear attention": ({"model_type": "qwen3_next", "full_attention_interval": 4}, None),
+    "chunks of the context": ({"model_type": "llama4_text"}, 4 * 8),
+    "an index of one compressed vector per layer": (
+        {"model_type": "deepseek_v32", "kv_lora_rank": 12, "qk_rope_head_dim": 4}, 4 * 16 // 2,
+    ),
     "convolutions": ({"model_type": "lfm2", "full_attn_idxs": [1]}, None),
     "wider heads in layers of full attention": (
         {"model_type": "gemma4_text", "global_head_dim": 32, "num_kv_shared_layers": 0,
@@ -224,3 +228,4 @@ def test_the_cache_is_that_of_the_layers_that_the_class_builds(case: str, tmp_pa
 @pytest.mark.parametrize("keys", [("num_experts", "num_experts_per_tok"), ("moe_num_experts", "moe_k")])
 def test_experts_are_counted_by_every_name_that_a_class_has_for_them(keys: tuple[str, str]) -> None:
     assert experts_chosen(dict(zip(keys, (8, 2), strict=True)), None) == 0.25
+    assert experts_chosen({keys[0]: [8, 8], keys[1]: 2}, None) == 0.25  # ERNIE 4.5 VL has as many for images

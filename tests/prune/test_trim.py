@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,17 @@ def test_a_source_of_one_excerpt_has_no_cost(dense: Path, text: Path, tmp_path: 
     assert [*read_provenance(tmp_path / "new" / MASKS_FILE)["trimmed"]["texts"]] == ["text.jsonl"]
 
 
+def test_the_search_for_counted_text_takes_a_byte_per_letter() -> None:
+    """A string with one emoji takes four, which are 400 MB of the 100 million characters."""
+    letters = "".join(map(chr, range(97, 123))) * 1000
+    texts = trim_module.Texts({"a": [letters] * 40 + [EMOJI]}, {"a": [letters[5:], "new", f"z{EMOJI}"]})
+    tracemalloc.start()
+    trim_module.drop_counted(texts, trim_module.Texts({}, {}))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert texts.held_out == {"a": ["new"]} and most < 2 * 40 * len(letters)
+
+
 def test_kept_text_is_not_held_out(dense: Path, text: Path, tmp_path: Path) -> None:
     """It would cost nothing. Here all but one of the held-out excerpts are in a kept file of another form."""
     held_out, *rest = trim_module.read_texts(str(text), AutoTokenizer.from_pretrained(dense), print).held_out[str(text)]
@@ -452,6 +464,7 @@ def test_ids_in_settings_are_renumbered(dense: Path, text: Path, tmp_path: Path)
             (PROCESSOR, "kinds", [{"boi_token_index": one}]),
             ("processor_config.json", "image_processor", {"im_start_id": other}),
             ("config.json", "audio", {"video_token_ids": [one]}),
+            ("config.json", "stop_token_ids", [[one], [other, one]]),
         ]
 
     for name, setting, value in settings(505, 480):
