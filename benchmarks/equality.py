@@ -151,6 +151,7 @@ def write_profile(dense: Path, path: Path) -> Path:
     ]
     content = {"format": FORMAT, "complete": True, "multiple": 8, "model": dimensions_in(config), "config": config}
     content |= {"shapes": list(shapes), "times": times, "hardware": hardware(), "versions": {}}
+    content["settings"] = {"engine_arguments": []}
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
 

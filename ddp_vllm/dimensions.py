@@ -26,7 +26,7 @@ from ddp_vllm.remote_code.widths import text_config as text_config
 
 DEEPSEEK = "deepseek"  # the model type of DeepSeekMoE v1
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN_EXPERTS_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+CHOSEN_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 BLOCK_NAMES = {
     "attn": "attention",
     "mlp": "mlp",

@@ -61,7 +61,7 @@ _NO_FIELDS = (
 
 
 def block_files(folder: Path) -> list[Path]:
-    """Return Puzzletron's files of blocks, which an index names by their folder; none where weights lie beside it."""
+    """Return the files of Puzzletron's blocks, which are in a subfolder; none if the model has weight files."""
     return [] if any(folder.glob(WEIGHTS)) else sorted((folder / SUBBLOCKS).glob("*.safetensors"))
 
 

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.core.batches import usual_sequences
-from ddp_prune.core.decoder import auto_class, fit_attention, num_chosen_experts
+from ddp_prune.core.decoder import auto_class, fit_attention
 from ddp_prune.core.loss import head_bytes
 from ddp_prune.core.weights import RANK
 from ddp_prune.devices import free_memory
@@ -24,6 +24,7 @@ from ddp_prune.models.source import AGAIN, Source, loading_options, stock_config
 from ddp_prune.recipe import Recipe
 from ddp_prune.settings import TrainingSettings, optimizer_suits
 from ddp_vllm.costs import whole_model
+from ddp_vllm.dimensions import count_chosen_experts
 from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.settings import option_of
 
@@ -277,7 +278,8 @@ class SizedModel:
     @property
     def num_slots(self) -> int:
         """Routed experts that a token is sent to, per layer that has them."""
-        return num_chosen_experts(self.model.config) if self.source.sizes.num_experts else 0
+        config = self.model.config.get_text_config().to_dict()
+        return count_chosen_experts(config) if self.source.sizes.num_experts else 0
 
     def activation_bytes(self) -> int:
         """Estimate the bytes per token that all layers keep for backward without checkpointing.

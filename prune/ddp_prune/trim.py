@@ -121,8 +121,9 @@ def trim(
     texts = read_texts(data, tokenizer, print_line)
     further = read_texts(keep, tokenizer, print_line, held_out=0) if keep else Texts({}, {})
     drop_counted(texts, further)
-    for name in (name for name, excerpts in texts.held_out.items() if not excerpts):
-        print_line(f"every excerpt of {name} is counted, so its cost is not measured; give more such text")
+    for name, excerpts in texts.held_out.items():
+        if not excerpts:
+            print_line(f"every excerpt of {name} is counted, so its cost is not measured; give more such text")
     orders = [by_count(itertools.chain(*part.counted.values()), tokenizer) for part in (further, texts)]
     kept = choose(document, required, orders, target, num_rows)
     new_ids, rows = {old: new for new, old in enumerate(kept)}, [old for old in kept if old < num_rows]

@@ -225,7 +225,13 @@ def test_the_cache_is_that_of_the_layers_that_the_class_builds(case: str, tmp_pa
     assert describe_model(str(tmp_path)).kv_bytes_per_token == (2 * 2 * numbers if numbers else None)
 
 
-@pytest.mark.parametrize("keys", [("num_experts", "num_experts_per_tok"), ("moe_num_experts", "moe_k")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *(("num_experts", "num_experts_per_tok"), ("num_experts", "num_experts_per_token")),  # the last: Kimi Linear
+        *(("moe_num_experts", "moe_k"), ("n_routed_experts", "moe_topk")),
+    ],
+)
 def test_experts_are_counted_by_every_name_that_a_class_has_for_them(keys: tuple[str, str]) -> None:
     assert experts_chosen(dict(zip(keys, (8, 2), strict=True)), None) == 0.25
     assert experts_chosen({keys[0]: [8, 8], keys[1]: 2}, None) == 0.25  # ERNIE 4.5 VL has as many for images

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ddp_vllm.dimensions import count_chosen_experts
 from ddp_vllm.errors import ModelError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of MLPs that the product may be fused in
@@ -60,12 +59,6 @@ def auto_class(config: Any) -> Any:
         f"transformers has no language model for model_type {config.model_type!r}; update transformers, or prune "
         "another model"
     )
-
-
-def num_chosen_experts(config: Any) -> int:
-    """Return to how many routed experts a layer sends each token, from the config of any
-    architecture."""
-    return count_chosen_experts(config.get_text_config().to_dict())
 
 
 def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ddp_prune.core.decoder import auto_class, decoder_layers, num_chosen_experts
-from ddp_vllm.dimensions import text_config
+from ddp_prune.core.decoder import auto_class, decoder_layers
+from ddp_vllm.dimensions import count_chosen_experts, text_config
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.remote_code.configuration_ddp_widths import check_present, renaming
 from ddp_vllm.remote_code.files import WidthsError, short
@@ -174,7 +174,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
     if any(routed) and not any(row.expert_intermediate_sizes for row in rows):
         reason = "which are not stored one by one" if any(experts) else "whose form is not known"
         rest.insert(0, f"routed experts, {reason}")
-    text, parameters = config.get_text_config(), set(model.state_dict())
+    text, parameters = config.get_text_config().to_dict(), set(model.state_dict())
     widths = Widths(table=table, layers=rows, dense=dense, layers_module=where, is_family=False)
     try:
         check_present(model, widths, shapes)
@@ -185,7 +185,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         stacked=stacked,
         left_alone=("attention and other token mixers", *rest, *_left_alone(model, stored, rows)),
         loaded=frozenset(name for name, target in stored.items() if target in parameters),
-        text={**text.to_dict(), "num_experts_per_tok": num_chosen_experts(config)},
+        text={**text, "num_experts_per_tok": count_chosen_experts(text)},
     )
 
 
