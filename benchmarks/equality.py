@@ -30,6 +30,7 @@ from transformers import LlamaConfig, MixtralConfig
 from transformers.utils import logging
 
 import ddp_vllm
+from ddp_prune.run_folder import METRICS
 from ddp_vllm.dimensions import widths_of
 from ddp_vllm.latency import FORMAT, dimensions_in, shapes_of
 from ddp_vllm.machine import hardware
@@ -178,8 +179,12 @@ def resumed(model: Path, data: Path, output: Path, **settings: Any) -> list[Path
     if not child:
         prune(model, data, output, **settings)
         os._exit(0)
-    metrics = output.with_name(f"{output.name}.run") / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 5) and not os.waitpid(child, os.WNOHANG)[0]:
+    folder = output.with_name(f"{output.name}.run")
+
+    def num_steps() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in folder.glob(METRICS))
+
+    while num_steps() < 5 and not os.waitpid(child, os.WNOHANG)[0]:
         time.sleep(0.001)
     assert not output.exists(), "the run ended before it was killed"
     os.kill(child, signal.SIGKILL)
