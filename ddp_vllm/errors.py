@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+Printer = Callable[[str], None]
+"""Prints a line for the user."""
 LOST = set[int]()
 """File descriptors of streams to which something could not be written."""
 
@@ -71,7 +73,7 @@ def echo(text: object, *, err: bool = False) -> None:
         print(printable(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
 
 
-def line_printer(verbose: bool) -> Callable[[str], None]:
+def line_printer(verbose: bool) -> Printer:
     """Return a function that prints a line if `verbose`, and does nothing otherwise."""
     return echo if verbose else lambda _line: None
 

@@ -23,7 +23,7 @@ from ddp_vllm.cache import cache_folder, is_own
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import quiet_libraries
 from ddp_vllm.dimensions import check_length
-from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError, reading
+from ddp_vllm.errors import DdpError, ModelError, Printer, ServingError, SettingError, TextError, reading
 from ddp_vllm.evaluations import ACCURACY, TASKS, mean_accuracy
 from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import check_states_no_widths
@@ -110,7 +110,7 @@ class EvalSettings(Settings):
             )
 
 
-def evaluate(settings: EvalSettings, *, print_line: Callable[[str], None] = print) -> dict[str, Any]:
+def evaluate(settings: EvalSettings, *, print_line: Printer = print) -> dict[str, Any]:
     """Evaluate a model by checked settings and return lm-eval's results of all tasks in one dict.
 
     The results are also written to `settings.output/results_<date>.json`, with ours under the key

@@ -9,7 +9,7 @@ command resumes.
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ddp_benchmarks.protocol import check_engine_arguments
 from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_stock_config
 from ddp_vllm.dimensions import widths_of
-from ddp_vllm.errors import ModelError, SettingError
+from ddp_vllm.errors import ModelError, Printer, SettingError
 from ddp_vllm.families import check_supported, code_of, pruned_config
 from ddp_vllm.latency import FORMAT, read_profile, shapes_of
 from ddp_vllm.machine import Workload
@@ -53,7 +53,7 @@ class ProfileSettings(Settings):
             raise SettingError("context_length", f"is {lengths}; it must be at least the {self.steps} steps of a round")
 
 
-def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, print_line: Callable[[str], None]) -> None:
+def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, print_line: Printer) -> None:
     """Time every shape in every round and write the profile to `output`.
 
     Raises: ServingError if an engine fails, after saving the results so far; SettingError,

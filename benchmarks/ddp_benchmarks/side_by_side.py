@@ -23,7 +23,7 @@ from typing import Any, Self
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, number_format, runs_on_cpu, vllm_command
 from ddp_benchmarks.models import max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, rotated
-from ddp_vllm.errors import ModelError, ServingError, SettingError
+from ddp_vllm.errors import ModelError, Printer, ServingError, SettingError
 from ddp_vllm.intervals import judge
 from ddp_vllm.machine import PHASES, Workload
 from ddp_vllm.model_facts import dense_kv_bytes, known_folder, tokens_differ, unrelated
@@ -193,7 +193,7 @@ def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int
 
 
 def compare_steps(
-    settings: StepSettings, *, print_line: Callable[[str], None], save: Callable[[dict[str, Any]], None]
+    settings: StepSettings, *, print_line: Printer, save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Time steps of all models in turns; return the seconds and, per pruned model, the speedup as
     `verdicts`.
@@ -240,7 +240,7 @@ def compare_steps(
     return results
 
 
-def characters_per_token(settings: StepSettings, print_line: Callable[[str], None]) -> dict[str, float]:
+def characters_per_token(settings: StepSettings, print_line: Printer) -> dict[str, float]:
     """Return how many characters of `text` a token of each model holds; {} if all models have the same
     tokens, or there is no text. Raises: TextError, ModelError."""
     differing = ""

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,7 @@ from ddp_prune.text.blocks import Blocks, check_vocabulary, load_blocks, select_
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.costs import prices
 from ddp_vllm.dimensions import MIXTURES
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import Printer, SettingError
 from ddp_vllm.families import FAMILIES
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import locked, make_folder, write_text
@@ -60,7 +60,7 @@ TOGETHER = ("seconds", "cpu_seconds", "tokens")  # added over a second run and t
 Facts = dict[str, Any]
 
 
-def run_study(study: Study, output: Path, print_line: Callable[[str], None]) -> None:
+def run_study(study: Study, output: Path, print_line: Printer) -> None:
     """Compute the missing cells of a study.
 
     Raises: SettingError if the folder has cells of another model, text or recipe, or the model does

@@ -2,7 +2,7 @@
 agreement, or bits per byte if the models have different tokens."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.cache import sha256
 from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.dimensions import check_length
-from ddp_vllm.errors import ModelError, SettingError, TextError
+from ddp_vllm.errors import ModelError, Printer, SettingError, TextError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE, Provenance
@@ -38,7 +38,7 @@ MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over b
 CHARACTERS_PER_TOKEN = 4  # of English, about
 
 
-def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Callable[[str], None]) -> dict[str, Any]:
+def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Printer) -> dict[str, Any]:
     """Evaluate both models on every text; return the results, which are also written into the
     folder `output`.
 
@@ -159,9 +159,7 @@ def open_model(model: str, dense: Source, *, same_tokens: bool = True) -> Source
     return Source(folder=folder, config=config, sizes=dense.sizes, shapes=dense.shapes)
 
 
-def _load_excerpts(
-    name: str, settings: FidelitySettings, tokenizer: Any, print_line: Callable[[str], None]
-) -> list[str]:
+def _load_excerpts(name: str, settings: FidelitySettings, tokenizer: Any, print_line: Printer) -> list[str]:
     """Return excerpts of a text, each of about `max_length` characters; of conversations all turns.
     Raises: TextError."""
     notes = Notes()
@@ -173,7 +171,7 @@ def _load_excerpts(
 
 
 def _load_blocks(
-    name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int, print_line: Callable[[str], None]
+    name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int, print_line: Printer
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the blocks of a text that have tokens to evaluate, int64 [num_blocks, max_length], and
     their loss mask.

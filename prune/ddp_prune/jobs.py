@@ -3,7 +3,7 @@ masks → widths → checkpoint."""
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from ddp_prune.text.rows import sources_of
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.costs import table_note
-from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.errors import ModelError, Printer, TextError
 from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
@@ -70,7 +70,7 @@ def begin_job(
     Raises: as `RunFolder.open`; OutputError if a folder must not be replaced.
     """
     accelerator = make_accelerator(output, tracker)
-    print_line: Callable[[str], None] = console.print if accelerator.is_main_process else lambda _: None
+    print_line: Printer = console.print if accelerator.is_main_process else lambda _: None
     print_line(describe_device(accelerator))
     check_sharding(recipes[0], accelerator.num_processes)
     run_folder = RunFolder(output, accelerator, print_line)
@@ -118,7 +118,7 @@ def read_text(
     model: str,
     steps: int,
     watched: Sequence[str],
-    print_line: Callable[[str], None],
+    print_line: Printer,
 ) -> Text:
     """Read the text for the steps of a run, and the watched texts.
 
@@ -235,7 +235,7 @@ def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
     return [output / f"{recipe.size_name}-{recipe.size!r}" for recipe in recipes]
 
 
-def announce(run: Run, source: Source, text: Text, print_line: Callable[[str], None]) -> None:
+def announce(run: Run, source: Source, text: Text, print_line: Printer) -> None:
     """Print what a run is about to do, before the model is loaded."""
     recipe, blocks = run.recipe, text.blocks
     passes = run.steps.last * recipe.batch_size / len(blocks.train)
@@ -323,9 +323,7 @@ def _learn_size(
     return Result(learned, metrics, transform, reference)
 
 
-def warn_of_harm(
-    evaluation: Evaluation, untrained: Mapping[str, Sequence[float]], print_line: Callable[[str], None]
-) -> None:
+def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, Sequence[float]], print_line: Printer) -> None:
     """Print where perplexity is higher than with the dense model's own weights under these gates:
     noticeably, and in more blocks than chance allows (95 %).
 

@@ -1,7 +1,7 @@
 """The dry run, `prune --dry-run`: what a run would remove, and the memory and time it would take.
 Text is not read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from ddp_prune.resolve import (
 from ddp_prune.run import steps_of
 from ddp_prune.run_folder import find_record
 from ddp_vllm.costs import experts_chosen, experts_read, keys_read, numbers_read, prices, table_note, whole_model
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import Printer, SettingError
 from ddp_vllm.latency import Profile
 from ddp_vllm.model_facts import dense_kv_bytes
 
@@ -59,9 +59,7 @@ class Plan:
     """Time of training; None if memory is too short to measure it."""
 
 
-def plan(
-    recipes: Sequence[Recipe], output: Path, on: str | None = None, print_line: Callable[[str], None] = lambda _: None
-) -> Plan:
+def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None, print_line: Printer = lambda _: None) -> Plan:
     """Describe what `prune` would do. Raises: as `prune` before it loads the model.
 
     print_line: prints a line before steps are timed, which takes minutes on a CPU.
@@ -103,7 +101,7 @@ def _plan_here(
     profile: Profile | None,
     pools_of: Sequence[Sequence[Pool]],
     output: Path,
-    print_line: Callable[[str], None],
+    print_line: Printer,
 ) -> None:
     """Add memory, text and time on this machine, on which steps are timed."""
     first, last = recipes[0], recipes[-1]

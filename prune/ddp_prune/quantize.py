@@ -8,7 +8,7 @@ calibration text is needed.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from ddp_prune.models.evaluation import reference_of
 from ddp_prune.models.source import open_source
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
-from ddp_vllm.errors import CheckpointError, DdpError, SettingError
+from ddp_vllm.errors import CheckpointError, DdpError, Printer, SettingError
 from ddp_vllm.families import config_of_copy, register_pruned
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, Provenance
 from ddp_vllm.model_facts import is_pruned
@@ -61,7 +61,7 @@ SCHEMES = {  # by llm-compressor's names
 
 
 def quantize(
-    folder: Path, scheme: str, output: Path, *, overwrite: bool, proof: bool = True, print_line: Callable[[str], None]
+    folder: Path, scheme: str, output: Path, *, overwrite: bool, proof: bool = True, print_line: Printer
 ) -> None:
     """Write the model in `folder`, pruned or dense, with quantized weights; all other files are
     copied.

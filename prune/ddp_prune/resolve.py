@@ -44,7 +44,7 @@ from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Run, steps_of
 from ddp_prune.settings import RecoveryRecipe, TrainingSettings
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import Printer, SettingError
 from ddp_vllm.latency import Profile
 
 WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
@@ -98,7 +98,7 @@ def resolve_runs(
     profile: Profile | None,
     resumed: Mapping[str, Any],
     accelerator: Accelerator,
-    print_line: Callable[[str], None],
+    print_line: Printer,
 ) -> Resolved:
     """Return the run of each size, and how they fit into memory.
 
@@ -163,7 +163,7 @@ def resolve_training_mode(
     resumed: Mapping[str, Any],
     devices: Devices,
     accelerator: Accelerator,
-    print_line: Callable[[str], None],
+    print_line: Printer,
 ) -> Mode:
     """Return the training mode: that of the interrupted run, or the first that memory holds now.
 
@@ -208,7 +208,7 @@ def choose_in_minutes(
     recipe: Settled,
     mode: Mode,
     open_mode: Callable[[Mode], Callable[[Settled], float]],
-    print_line: Callable[[str], None],
+    print_line: Printer,
     num_processes: int = 1,
     num_sizes: int = 1,
 ) -> tuple[Mode, Shape]:

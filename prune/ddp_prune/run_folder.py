@@ -28,14 +28,14 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_prune.core.schedule import Like, Saved, Unsaved
 from ddp_prune.settings import INDECISIVE, TrainingSettings
-from ddp_vllm.errors import OutputError
+from ddp_vllm.errors import OutputError, Printer
 from ddp_vllm.output import atomic_file, check_name, locked, sync, writing
 from ddp_vllm.provenance import provenance_of
 from ddp_vllm.remote_code.files import read_bytes
@@ -55,9 +55,7 @@ ANEW = "or pass --overwrite to start anew"
 class RunFolder(Unsaved):
     """One command's run. All processes make it; only the main one writes its record and metrics."""
 
-    def __init__(
-        self, output: Path, accelerator: "Accelerator", print_line: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, output: Path, accelerator: "Accelerator", print_line: Printer = lambda _: None) -> None:
         self.output, self.accelerator, self.print_line = output, accelerator, print_line
         self.folder = run_folder(output)
         self.size = 0  # number of the size that is trained, in its family

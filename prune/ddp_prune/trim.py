@@ -10,7 +10,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from ddp_vllm import read_back as reading
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.costs import TABLE, numbers_read
 from ddp_vllm.dimensions import is_copied_head, text_config
-from ddp_vllm.errors import ModelError, SettingError
+from ddp_vllm.errors import ModelError, Printer, SettingError
 from ddp_vllm.families import check_dense
 from ddp_vllm.masks import MASKS_FILE, Trimmed
 from ddp_vllm.model_facts import is_pruned, local_folder
@@ -91,7 +91,7 @@ def trim(
     num_tokens: int,
     overwrite: bool,
     proof: bool,
-    print_line: Callable[[str], None],
+    print_line: Printer,
 ) -> None:
     """Write the dense `model` with at most `num_tokens` tokens.
 
@@ -207,7 +207,7 @@ def table_of(source: Source, config: Json) -> list[str]:
     return names
 
 
-def read_texts(data: str, tokenizer: Any, print_line: Callable[[str], None], held_out: int = MOST_HELD_OUT) -> Texts:
+def read_texts(data: str, tokenizer: Any, print_line: Printer, held_out: int = MOST_HELD_OUT) -> Texts:
     """Read up to COUNTED characters, of each source a share by its turns.
 
     held_out: excerpts of each source, at most, that are held out: the second of HELD_OUT_EVERY. Raises:

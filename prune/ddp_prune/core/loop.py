@@ -24,7 +24,7 @@ from ddp_prune.core.processes import broadcast_from_main
 from ddp_prune.core.rate import run_trials
 from ddp_prune.core.schedule import Schedule, Unsaved
 from ddp_prune.core.weights import TrainedWeights, highest_rate, rate_of, step_seed
-from ddp_vllm.errors import TrainingError
+from ddp_vllm.errors import Printer, TrainingError
 
 # shortest time between two saves: a kill costs at most that much work if a save takes up to 6 s
 SAVE_SECONDS = 120.0
@@ -45,7 +45,7 @@ class Training(NamedTuple):
     """Blocks on which the trials of the learning rate are judged; None: no trials."""
     teacher: Any = None
     """The dense model, if it is another one than the model without what is trained."""
-    print_line: Callable[[str], None] = lambda _: None
+    print_line: Printer = lambda _: None
     """Prints the trials of the learning rate."""
 
 

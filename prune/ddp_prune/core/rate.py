@@ -21,7 +21,7 @@ import torch
 from ddp_prune.core.loss import distill, final_hidden
 from ddp_prune.core.processes import broadcast_from_main
 from ddp_prune.core.weights import step_seed
-from ddp_vllm.errors import TrainingError
+from ddp_vllm.errors import Printer, TrainingError
 
 if TYPE_CHECKING:
     from ddp_prune.core.loop import Learner
@@ -70,7 +70,7 @@ def find_rate(
     return chosen, losses
 
 
-def run_trials(learner: "Learner", heldout: torch.Tensor, print_line: Callable[[str], None]) -> dict[str, Any]:
+def run_trials(learner: "Learner", heldout: torch.Tensor, print_line: Printer) -> dict[str, Any]:
     """Return the highest learning rate of a run and the trials that found it, in the form of
     `Learned.rate`; leave the weights as they were.
 

@@ -3,7 +3,7 @@ fixed prompts."""
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from ddp_prune.core.decoder import checkpoint_layers, lent
 from ddp_prune.core.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 from ddp_prune.text.templates import ChatTemplate, Rendered, leading_bos
+from ddp_vllm.errors import Printer
 from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.proof import MOST_TOKENS, ODD, PROSE, Reference, positions_in
 from ddp_vllm.read_back import logits_of, read_texts
@@ -46,7 +47,7 @@ class Evaluation:
         texts: Mapping[str, torch.Tensor],
         tokenizer: Any,
         loss_masks: Mapping[str, torch.Tensor] | None = None,
-        print_line: Callable[[str], None] = lambda _: None,
+        print_line: Printer = lambda _: None,
     ) -> None:
         """Choose the texts.
 

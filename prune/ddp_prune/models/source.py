@@ -4,7 +4,7 @@ of a hub name.
 The model is dense or, for recovery, a pruned one.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_vllm import machine
 from ddp_vllm.checkpoint import Checkpoint, check_head, read_config
 from ddp_vllm.dimensions import BLOCK_NAMES, Dimensions, dimensions_of, is_copied_head, text_config, widths_of
-from ddp_vllm.errors import CheckpointError, ModelError, SettingError, reading
+from ddp_vllm.errors import CheckpointError, ModelError, Printer, SettingError, reading
 from ddp_vllm.families import FAMILIES, check_dense, check_supported, register_pruned, warn_of_foreign_code
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
@@ -87,7 +87,7 @@ class Source:
         """Module types that can have gates."""
         return self.widths.blocks
 
-    def describe_rest(self, print_line: Callable[[str], None]) -> None:
+    def describe_rest(self, print_line: Printer) -> None:
         """Print in one line what is not pruned, because this architecture or the user does not
         allow it."""
         mlps = f"the MLPs of {len(self.sizes.mlp_layers)} layers (--prune mlp,experts)" if self.structure else "MLPs"

@@ -31,7 +31,7 @@ from ddp_prune.text.rows import Rows, open_rows, reading_text, sources_of
 from ddp_prune.text.templates import ChatTemplate, leading_bos
 from ddp_prune.text.tokens import Tokens, pack
 from ddp_vllm.cache import cache_folder, check_cache, sha256, unwritable_cache
-from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.errors import ModelError, Printer, TextError
 from ddp_vllm.output import atomic_file
 
 ARRAYS = ("train", "loss_mask", "heldout", "train_hashes", "heldout_hashes")  # of cached blocks
@@ -317,9 +317,7 @@ def save_blocks(path: Path, arrays: dict[str, np.ndarray], notes: Sequence[str])
         raise unwritable_cache(cache_folder(), error) from error
 
 
-def select_loss_mask(
-    blocks: Blocks, learn_from: str, data: str, print_line: Callable[[str], None]
-) -> torch.Tensor | None:
+def select_loss_mask(blocks: Blocks, learn_from: str, data: str, print_line: Printer) -> torch.Tensor | None:
     """Return the loss mask of the training blocks; None if all tokens contribute to the
     cross-entropy.
 
