@@ -154,6 +154,13 @@ def tokenizer_class(tokenizer: Any) -> str:
     return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name  # the name in transformers 4
 
 
+def state_class(folder: Path, name: str) -> None:
+    """Let transformers load the tokenizer of a folder by the class of this name."""
+    path = folder / "tokenizer_config.json"
+    if (settings := _settings(path)).get("tokenizer_class") != name:
+        write_json(settings | {"tokenizer_class": name}, path)
+
+
 def state_tokenizer(model: str | Path, target: Path, *, has_own_type: bool) -> None:
     """Let transformers load from `target` the tokenizer that it loads for the dense model.
 
@@ -172,7 +179,6 @@ def state_tokenizer(model: str | Path, target: Path, *, has_own_type: bool) -> N
         dense = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception:  # a tokenizer that does not load for the dense model need not load for the pruned one
         return
-    path = target / "tokenizer_config.json"
 
     def is_same() -> bool:
         """Compare normalization, splitting, vocabulary and decoding."""
@@ -181,13 +187,9 @@ def state_tokenizer(model: str | Path, target: Path, *, has_own_type: bool) -> N
             return bool(own.backend_tokenizer.to_str() == dense.backend_tokenizer.to_str())
         return False
 
-    def state(name: str) -> None:
-        if (settings := _settings(path)).get("tokenizer_class") != name:
-            write_json(settings | {"tokenizer_class": name}, path)
-
     is_fast = getattr(dense, "is_fast", False)
     if has_own_type or (is_fast and not is_same()):
-        state(tokenizer_class(dense))
+        state_class(target, tokenizer_class(dense))
     if is_fast and not is_same():
         dense.save_pretrained(target)
-        state("PreTrainedTokenizerFast")
+        state_class(target, "PreTrainedTokenizerFast")

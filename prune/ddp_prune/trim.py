@@ -10,7 +10,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ddp_prune.models.source import Source, open_source, stock_config
 from ddp_prune.text.documents import read_excerpts
 from ddp_prune.text.messages import Notes
 from ddp_prune.text.rows import sources_of
-from ddp_prune.text.tokens import load_tokenizer
+from ddp_prune.text.tokens import load_tokenizer, token_ids
 from ddp_prune.text.vocabulary import (
     MULTIPLE,
     OTHER_VOCABULARIES,
@@ -49,6 +49,7 @@ from ddp_vllm.masks import MASKS_FILE, Trimmed
 from ddp_vllm.model_facts import is_pruned, local_folder
 from ddp_vllm.model_files import (
     TOKENIZERS,
+    state_class,
     stored_tensors,
     tokenizer_class,
     write_json,
@@ -76,10 +77,11 @@ ROW_COUNTS = ("vocab_size", "vocab_size_per_layer_input")
 
 
 class Texts(NamedTuple):
-    """Text by source, in excerpts."""
+    """Text in excerpts."""
 
-    counted: dict[str, list[str]]
+    counted: list[str]
     held_out: dict[str, list[str]]
+    """By source."""
 
 
 def trim(
@@ -118,27 +120,34 @@ def trim(
             f"is {num_tokens:,}; it must be at least {MULTIPLE} and below the {len(ids):,} tokens of {model}",
         )
     required = required_ids(folder, config, document, tokenizer)
-    texts = read_texts(data, tokenizer, print_line)
-    further = read_texts(keep, tokenizer, print_line, held_out=0) if keep else Texts({}, {})
-    drop_counted(texts, further)
-    for name, excerpts in texts.held_out.items():
+    counted, held_out = read_texts(data, tokenizer, print_line)
+    further = read_texts(keep, tokenizer, print_line, most_held_out=0).counted if keep else []
+    drop_counted(held_out, [*counted, *further])
+    for name, excerpts in held_out.items():
         if not excerpts:
             print_line(f"every excerpt of {name} is counted, so its cost is not measured; give more such text")
-    orders = [by_count(itertools.chain(*part.counted.values()), tokenizer) for part in (further, texts)]
+    orders = [by_count(excerpts, tokenizer) for excerpts in (further, counted)]
     kept = choose(document, required, orders, target, num_rows)
     new_ids, rows = {old: new for new, old in enumerate(kept)}, [old for old in kept if old < num_rows]
-    occur = len({*itertools.chain(*orders)})
-    counted = sum(map(len, itertools.chain(*texts.counted.values(), *further.counted.values())))
-    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {occur:,} occur in the {counted:,} counted characters")
+    occur, characters = len({*itertools.chain(*orders)}), sum(map(len, [*counted, *further]))
+    print_line(f"{len(rows):,} of {len(ids):,} tokens stay; {occur:,} occur in the {characters:,} counted characters")
+
+    def kept_rows() -> Iterator[tuple[str, Any]]:
+        """Yield all tensors but a copied head, those of the table with the kept rows."""
+        for name, tensor in stored_tensors(folder):
+            if not is_copied_head(config, name):
+                yield name, tensor[[row for row in rows if row < len(tensor)]] if name in table else tensor
+
     with atomic_folder(output, overwrite=overwrite) as writing:
         write_model_files(writing, folder, trimmed_config(config, new_ids))
-        _write_settings(writing, trimmed_document(document, new_ids), new_ids, tokenizer_class(tokenizer))
-        write_weights(_trimmed_tensors(folder, config, table, rows), writing)
+        _write_settings(writing, trimmed_document(document, new_ids), new_ids)
+        state_class(writing, tokenizer_class(tokenizer))
+        write_weights(kept_rows(), writing)
         if proof:
             print_line("comparing tokens and logits with the dense model's, in fresh processes")
-        proved = _prove(writing, source, texts, new_ids, num_rows) if proof else {}
+        proved = _prove(writing, source, held_out, new_ids, num_rows) if proof else {}
         print_line("evaluating both models on held-out text")
-        costs = _costs((source, open_source(str(writing))), texts)
+        costs = _costs((source, open_source(str(writing))), held_out)
         name = folder.resolve().name if Path(model).is_dir() else model  # not the hash of a snapshot
         entry = {"name": name, "tokens": (len(ids), len(rows)), **costs}
         write_provenance(writing / MASKS_FILE, {"trimmed": entry, "applied_to": model, "proof": proved})
@@ -207,18 +216,17 @@ def table_of(source: Source, config: Json) -> list[str]:
     return names
 
 
-def read_texts(data: str, tokenizer: Any, print_line: Printer, held_out: int = MOST_HELD_OUT) -> Texts:
+def read_texts(data: str, tokenizer: Any, print_line: Printer, most_held_out: int = MOST_HELD_OUT) -> Texts:
     """Read up to COUNTED characters, of each source a share by its turns.
 
-    held_out: excerpts of each source, at most, that are held out: the second of HELD_OUT_EVERY. Raises:
-        TextError.
+    most_held_out: excerpts of each source that are held out: the second of HELD_OUT_EVERY. Raises: TextError.
     """
-    turns, texts = Counter(sources_of(data)), Texts({}, {})
+    turns, texts = Counter(sources_of(data)), Texts([], {})
     for name, count in turns.items():
-        left, notes = COUNTED * count // turns.total(), Notes()
-        counted, apart = texts.counted.setdefault(name, []), texts.held_out.setdefault(name, [])
+        left, notes, held_out = COUNTED * count // turns.total(), Notes(), texts.held_out.setdefault(name, [])
         for number, text in enumerate(read_excerpts(name, tokenizer, EXCERPT, notes)):
-            (apart if number % HELD_OUT_EVERY == 1 and len(apart) < held_out else counted).append(text)
+            is_held_out = number % HELD_OUT_EVERY == 1 and len(held_out) < most_held_out
+            (held_out if is_held_out else texts.counted).append(text)
             left -= len(text)
             if left <= 0:
                 break
@@ -227,13 +235,13 @@ def read_texts(data: str, tokenizer: Any, print_line: Printer, held_out: int = M
     return texts
 
 
-def drop_counted(texts: Texts, further: Texts) -> None:
-    """Remove excerpts from the held-out ones that are counted, as parts of any text, too."""
-    counted = bytearray()  # a string with one emoji takes four bytes per character, and as much longer to search
-    for excerpt in itertools.chain(*texts.counted.values(), *further.counted.values()):
-        counted += excerpt.encode()
-    for excerpts in texts.held_out.values():
-        excerpts[:] = [excerpt for excerpt in excerpts if excerpt.encode() not in counted]
+def drop_counted(held_out: dict[str, list[str]], counted: Iterable[str]) -> None:
+    """Remove the held-out excerpts that are counted, as parts of any text, too."""
+    searched = bytearray()  # a string with one emoji takes four bytes per character, and as much longer to search
+    for excerpt in counted:
+        searched += excerpt.encode()
+    for excerpts in held_out.values():
+        excerpts[:] = [excerpt for excerpt in excerpts if excerpt.encode() not in searched]
 
 
 def trimmed_config(config: Json, new_ids: Mapping[int, int]) -> Json:
@@ -245,9 +253,8 @@ def trimmed_config(config: Json, new_ids: Mapping[int, int]) -> Json:
     return config
 
 
-def _write_settings(folder: Path, document: Json, new_ids: Mapping[int, int], class_name: str) -> None:
-    """Write the tokenizer, with the class that transformers reads the dense one by, renumber files of
-    settings, and delete other copies of the vocabulary."""
+def _write_settings(folder: Path, document: Json, new_ids: Mapping[int, int]) -> None:
+    """Write the tokenizer, renumber files of settings, and delete other copies of the vocabulary."""
     for path in itertools.chain(*map(folder.glob, TOKENIZERS)):
         path.unlink()
     ids, text = ids_of(document), json.dumps(document, ensure_ascii=False, indent=2)
@@ -259,27 +266,18 @@ def _write_settings(folder: Path, document: Json, new_ids: Mapping[int, int], cl
                 str(ids[token["content"]]): token for token in added.values() if token["content"] in ids
             }
         write_json(settings, path)
-    path = folder / "tokenizer_config.json"
-    write_json((read_settings(path) if path.is_file() else {}) | {"tokenizer_class": class_name}, path)
     if (path := folder / "added_tokens.json").is_file():
         write_json({token: ids[token] for token in read_settings(path) if token in ids}, path)
 
 
-def _trimmed_tensors(
-    folder: Path, config: Json, table: Sequence[str], rows: Sequence[int]
-) -> Iterator[tuple[str, Any]]:
-    """Yield all tensors but a copied head, those of the table with the kept rows."""
-    for name, tensor in stored_tensors(folder):
-        if not is_copied_head(config, name):
-            yield name, tensor[[row for row in rows if row < len(tensor)]] if name in table else tensor
-
-
-def _prove(written: Path, dense: Source, texts: Texts, new_ids: Mapping[int, int], num_rows: int) -> Json:
+def _prove(
+    written: Path, dense: Source, texts: Mapping[str, list[str]], new_ids: Mapping[int, int], num_rows: int
+) -> Json:
     """Return the proof of a written folder, as `proof.prove` does. Fresh processes read both models:
     text of kept tokens has the same tokens and, but for rounding, the same logits of kept tokens, and
     any text is decoded as by the dense model."""
     tokenizer, chance = AutoTokenizer.from_pretrained(dense.tokenizer, trust_remote_code=False), random.Random(0)
-    held_out = [*itertools.chain(*texts.held_out.values())]
+    held_out = [*itertools.chain(*texts.values())]
     lines = itertools.chain(*(text.splitlines(keepends=True) for text in held_out))
     sample = chance.sample(sorted(new_ids), min(len(new_ids), SAMPLED_TOKENS))
     odd = ["".join(chr(chance.randint(*chance.choice(PLANES))) for _ in range(20)) for _ in range(RANDOM_TEXTS)]
@@ -305,33 +303,28 @@ def _prove(written: Path, dense: Source, texts: Texts, new_ids: Mapping[int, int
     return {"tokens": sum(map(len, found["tokens"])), "logits": far, "tolerance": limit, "fault": fault}
 
 
-def _costs(sources: Sequence[Source], texts: Texts) -> Json:
+def _costs(sources: Sequence[Source], held_out: Mapping[str, list[str]]) -> Json:
     """Return what the smaller vocabulary saves and costs (`Trimmed` in masks.py). sources: the dense model and the
     trimmed one."""
-    tokenizers = [load_tokenizer(source.tokenizer) for source in sources]
-    held_out = {name: excerpts for name, excerpts in texts.held_out.items() if excerpts}
-    costs: Json = {
-        "read": [round(numbers_read(source.config, source.shapes)[0]) for source in sources],
-        "texts": {},
-    }
-    bits = {name: list[float]() for name in held_out}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without it, "auto" may emulate bfloat16
-    for source, tokenizer in zip(sources, tokenizers, strict=True):  # one model in memory at a time
-        model = load_model(source, "auto", device)
-        for name, excerpts in held_out.items():
-            num_bytes = sum(len(text.encode()) for text in excerpts[:READ])
-            bits[name].append(sum(bits_of(model, tokenizer, excerpts[:READ])[0]) / num_bytes)
-        del model
-
-    def lengths(text: str) -> list[int]:
-        return [len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for tokenizer in tokenizers]
-
+    known = dict[str, list[str]]()  # text by the name that pages show
     for name, excerpts in held_out.items():
-        num_bytes = sum(len(text.encode()) for text in excerpts)
-        counts = zip(*map(lengths, excerpts), strict=True)
-        known = bare_name(name) if bare_name(name) not in costs["texts"] else name  # of another folder
-        costs["texts"][known] = {"tokens": [sum(count) / num_bytes for count in counts], "bits": bits[name]}
-    words = sorted({word for excerpts in held_out.values() for text in excerpts for word in WORD.findall(text)})
-    sizes = {word: lengths(f" {word}") for word in words}
-    longest = sorted(sizes, key=lambda word: sizes[word][0] - sizes[word][1])[:SHOWN]
-    return costs | {"words": {word: sizes[word] for word in longest if sizes[word][0] < sizes[word][1]}}
+        if excerpts:
+            known[bare_name(name) if bare_name(name) not in known else name] = excerpts  # of another folder
+    texts: Json = {name: {"tokens": [], "bits": []} for name in known}
+    words = sorted({word for excerpts in known.values() for text in excerpts for word in WORD.findall(text)})
+    sizes, read = {word: list[int]() for word in words}, list[int]()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without it, "auto" may emulate bfloat16
+    for source in sources:  # one model in memory at a time
+        tokenizer, model = load_tokenizer(source.tokenizer), load_model(source, "auto", device)
+        read.append(round(numbers_read(source.config, source.shapes)[0]))
+        for name, excerpts in known.items():
+            num_tokens = sum(map(len, token_ids(tokenizer, excerpts)))
+            texts[name]["tokens"].append(num_tokens / len("".join(excerpts).encode()))
+            bits, _ = bits_of(model, tokenizer, excerpts[:READ])
+            texts[name]["bits"].append(sum(bits) / len("".join(excerpts[:READ]).encode()))
+        for word in words:
+            sizes[word].append(len(token_ids(tokenizer, f" {word}")))
+        del model
+    longest = sorted(words, key=lambda word: sizes[word][0] - sizes[word][1])[:SHOWN]
+    longer = {word: sizes[word] for word in longest if sizes[word][0] < sizes[word][1]}
+    return {"read": read, "texts": texts, "words": longer}

@@ -55,6 +55,11 @@ def _processor_template(folder: Path) -> str:
     return ""
 
 
+def token_ids(tokenizer: Any, text: Any) -> Any:
+    """Return the tokens of a text, or of each of several, without those that begin or end every text."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
 def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int = TEXTS_PER_BATCH) -> Iterator[Tokens]:
     """Yield the tokens of each document, with EOS at the end."""
     # only fast tokenizers map tokens to characters

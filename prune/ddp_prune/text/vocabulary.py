@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.text.templates import UNREADABLE
-from ddp_prune.text.tokens import load_tokenizer
+from ddp_prune.text.tokens import load_tokenizer, token_ids
 from ddp_vllm.errors import ModelError, SettingError, reading
 
 MULTIPLE = 128  # of rows in the table, which kernels of heads and a split over devices prefer
@@ -108,7 +108,7 @@ def required_ids(folder: Path, config: Json, document: Json, tokenizer: Any) -> 
         renumber(content, note, name)
     renumber([document.get("post_processor"), document.get("padding")], note, "tokenizer.json", TOKENIZER_ID)
     for text in template_texts(tokenizer):
-        required.update(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        required.update(token_ids(tokenizer, text))
     return required
 
 
@@ -169,7 +169,7 @@ def by_count(excerpts: Iterable[str], tokenizer: Any) -> list[int]:
     """Return the ids that occur in text, most frequent first."""
     counts, rest = Counter[int](), iter(excerpts)
     while batch := [*itertools.islice(rest, 1000)]:
-        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+        for ids in token_ids(tokenizer, batch):
             counts.update(ids)
     return sorted(counts, key=lambda number: (-counts[number], number))
 
