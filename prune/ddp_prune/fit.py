@@ -199,7 +199,7 @@ def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode) 
     sequences are tried first. Without `micro_batch_size` the number of
     sequences is halved until a pass fits, down to 1, which may still not fit.
     """
-    sized = SizedModel.of(recipe, source, mode, devices)
+    sized = SizedModel(recipe, source, mode, devices)
     held = held_bytes(recipe, source, mode, sized.itemsize, devices.num_shards)
     transient = _transient_bytes(source, mode, sized.itemsize, devices.num_shards)
     left = devices.free - held - transient
@@ -249,37 +249,22 @@ def _transient_bytes(source: Source, mode: Mode, itemsize: int, num_shards: int)
     return is_trained * (itemsize + 4) * max(tensors.values())
 
 
-@dataclass(frozen=True, kw_only=True)
 class SizedModel:
     """A model without weights, and what the memory of its passes depends on."""
 
-    model: Any
-    source: Source
-    seq_len: int
-    is_trained: bool
-    device: torch.device
-
-    @classmethod
-    def of(cls, recipe: TrainingSettings, source: Source, mode: Mode, devices: Devices) -> "SizedModel":
+    def __init__(self, recipe: TrainingSettings, source: Source, mode: Mode, devices: Devices) -> None:
         """Build the model on torch's meta device, with the attention that the run uses."""
-        device = torch.device(devices.type)
-        options = loading_options(source, recipe.dtype, None if devices.card else device)
+        self.sizes, self.seq_len, self.is_trained = source.sizes, recipe.seq_len, mode.train != "masks"
+        self.device = torch.device(devices.type)
+        options = loading_options(source, recipe.dtype, None if devices.card else self.device)
         with reading(source.folder, ModelError, AGAIN), torch.device("meta"):
             config = options.pop("config", None) or stock_config(source.folder)
-            model: Any = auto_class(config).from_config(config, trust_remote_code=False, **options)
-        fit_attention(model, recipe.seq_len, device)
-        return cls(model=model, source=source, seq_len=recipe.seq_len, is_trained=mode.train != "masks", device=device)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a weight."""
-        return int(self.model.dtype.itemsize)
-
-    @property
-    def num_slots(self) -> int:
-        """Routed experts that a token is sent to, per layer that has them."""
-        config = self.model.config.get_text_config().to_dict()
-        return count_chosen_experts(config) if self.source.sizes.num_experts else 0
+            self.model: Any = auto_class(config).from_config(config, trust_remote_code=False, **options)
+        fit_attention(self.model, recipe.seq_len, self.device)
+        self.itemsize = int(self.model.dtype.itemsize)
+        text_config = self.model.config.get_text_config().to_dict()
+        # routed experts that a token is sent to, per layer that has them
+        self.num_slots = count_chosen_experts(text_config) if self.sizes.num_experts else 0
 
     def activation_bytes(self) -> int:
         """Estimate the bytes per token that all layers keep for backward without checkpointing.
@@ -292,7 +277,7 @@ class SizedModel:
         MLP: four rows of channels: before and after the activation function, the other factor and
             the gated product. Routed experts: 4·C + H numbers per slot (`experts.py`).
         """
-        sizes, itemsize = self.source.sizes, self.itemsize
+        sizes, itemsize = self.sizes, self.itemsize
         queries, keys = sizes.num_query_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         attention = (2 * queries + 2 * keys) * itemsize
         if self.model.config._attn_implementation == "eager":
@@ -311,7 +296,7 @@ class SizedModel:
         The backward of the widest gate adds the incoming gradient, its product with the input in
         float32, and the squares or a copy of that product.
         """
-        sizes, num_tokens = self.source.sizes, num_sequences * self.seq_len
+        sizes, num_tokens = self.sizes, num_sequences * self.seq_len
         kept = num_tokens * self.activation_bytes()
         if checkpointed:
             kept = num_tokens * sizes.num_layers * sizes.hidden_size * self.itemsize + kept // sizes.num_layers
