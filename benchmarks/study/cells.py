@@ -43,9 +43,7 @@ from ddp_vllm.costs import prices
 from ddp_vllm.dimensions import MIXTURES
 from ddp_vllm.errors import Printer, SettingError
 from ddp_vllm.families import FAMILIES
-from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import locked, make_folder, write_text
-from ddp_vllm.remote_code.files import weight_files
 from findings import CELLS, STUDY_FILE
 from memory import peak_bytes, reset_peak
 from rows import MASKS, Row, Study, read_test_blocks
@@ -84,7 +82,7 @@ def run_study(study: Study, output: Path, print_line: Printer) -> None:
     make_folder(output / CELLS)
     with locked(output / ".lock", f"another process uses {output}; wait for it, or choose another folder"):
         texts = {"heldout": blocks.heldout, "test": test}
-        facts = inputs_of(texts, weight_files(source.folder), tokenizer_and_config_files(source.folder))
+        facts = inputs_of(texts, [source.folder])
         _record(study, facts, output)
         cells = Cells(study, output, source, tokenizer, test, make_accelerator(output, None))
         cells.dense(blocks)

@@ -18,7 +18,7 @@ from ddp_prune.core.weights import UpdatedWeights
 from ddp_prune.models.evaluation import reference_of
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_source
-from ddp_prune.run_folder import inputs_of
+from ddp_prune.run_folder import identity_of_weights
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, is_copied_head, unit_shapes, widths_of
@@ -30,7 +30,6 @@ from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.proof import Reference, prove
 from ddp_vllm.provenance import header_of, local_provenance, provenance_of, remember
-from ddp_vllm.remote_code.files import weight_files
 from ddp_vllm.remote_code.widths import METHOD, LayerWidths, Place, Widths
 
 OF_MASKS = ("recipe", "run", "search_steps", "targets", "texts", "rounding", "learning_rate", "routing", "fingerprint")
@@ -234,7 +233,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
             "were made for another model"
         )
     # another fine-tune may have the same masks on purpose, another model hardly
-    cut = inputs_of({}, weight_files(source.folder), [])["weights"]
+    cut = identity_of_weights(source.folder)
     if (known := provenance.get("fingerprint", {}).get("weights")) and known != cut:
         made_for = provenance.get("recipe", {}).get("model", "another model")
         warn(f"{masks} was made for other weights ({made_for}) than those of {model}; evaluate the result")
@@ -260,7 +259,7 @@ def warn_of_other_weights(folder: Path, dense: Source) -> None:
     fine-tuning into the same folder."""
     provenance = provenance_of(folder)
     known = provenance.get("applied_weights") or provenance.get("fingerprint", {}).get("weights")
-    if known and known != inputs_of({}, weight_files(dense.folder), [])["weights"]:
+    if known and known != identity_of_weights(dense.folder):
         warn(f"{folder} was pruned from other weights than {dense.folder} now has, with which it is compared")
 
 

@@ -40,13 +40,11 @@ from ddp_vllm.errors import ModelError, Printer, TextError
 from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.latency import Measure, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
-from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.names import bare_name
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.proof import Reference
-from ddp_vllm.remote_code.files import weight_files
 
 NOTICEABLE = 1.01  # times a perplexity; below it, training the weights changed nothing to speak of
 
@@ -103,11 +101,8 @@ class Text(NamedTuple):
     def identity(self, *sources: Source, profile: str = "") -> dict[str, Any]:
         """Return the identity of text, weights and configs of a run (`inputs_of`). A watched text
         decides nothing."""
-        weights, others = (
-            [file for source in sources for file in files(source.folder)]
-            for files in (weight_files, tokenizer_and_config_files)
-        )
-        return inputs_of({"train": self.blocks.train, "heldout": self.blocks.heldout}, weights, others, profile=profile)
+        blocks = {"train": self.blocks.train, "heldout": self.blocks.heldout}
+        return inputs_of(blocks, [source.folder for source in sources], profile=profile)
 
 
 def read_text(

@@ -36,9 +36,10 @@ from typing import TYPE_CHECKING, Any
 from ddp_prune.core.schedule import Like, Saved, Unsaved
 from ddp_prune.settings import INDECISIVE, TrainingSettings
 from ddp_vllm.errors import OutputError, Printer
+from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import atomic_file, check_name, locked, sync, writing
 from ddp_vllm.provenance import provenance_of
-from ddp_vllm.remote_code.files import read_bytes
+from ddp_vllm.remote_code.files import read_bytes, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -358,27 +359,29 @@ def _is_ours(path: Path) -> bool:
     return names or (path.match("state-*-*") and path.is_dir())
 
 
-def inputs_of(
-    text: Mapping[str, "torch.Tensor"], weights: Sequence[Path], files: Sequence[Path], *, profile: str = ""
-) -> dict[str, Any]:
-    """Return the identity of a run's inputs: hashes of text blocks, weights, config, tokenizer and
-    latency profile.
-
-    A weight file is identified by its name, size and header, and by a part of each tensor, which
-    differs after any training. Its time is left out: the same weights can be downloaded again.
-    """
+def inputs_of(text: Mapping[str, "torch.Tensor"], folders: Sequence[Path], *, profile: str = "") -> dict[str, Any]:
+    """Return the identity of a run's inputs: hashes of text blocks, of weights, config and tokenizer of the models
+    in folders, and of the latency profile."""
     digest = hashlib.sha256()
     for blocks in text.values():
         digest.update(f"{list(blocks.shape)}".encode())
         digest.update(blocks.contiguous().numpy().data)
+    files = itertools.chain(*map(tokenizer_and_config_files, folders))
     hashes = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
     return {
         "text": digest.hexdigest(),
-        "weights": [[path.name, path.stat().st_size, _hash_of_parts(path)] for path in weights],
+        "weights": identity_of_weights(*folders),
         "config": [value for name, value in hashes if name == "config.json"],
         "tokenizer": [[name, value] for name, value in hashes if name != "config.json"],
         **({"profile": hashlib.sha256(Path(profile).read_bytes()).hexdigest()} if profile else {}),
     }
+
+
+def identity_of_weights(*folders: Path) -> list[list[Any]]:
+    """Return the identity of the weights in folders: of each file its name, size and header, and a part of each
+    tensor, which differs after any training. Its time is left out: the same weights can be downloaded again."""
+    files = itertools.chain(*map(weight_files, folders))
+    return [[path.name, path.stat().st_size, _hash_of_parts(path)] for path in files]
 
 
 def _hash_of_parts(path: Path) -> str:
