@@ -68,9 +68,14 @@ def hash_of_row(row: Any, column: str = "") -> int:
 
 
 def _numbered(
-    name: str, num_rows: int, read: Callable[[Iterable[int]], Iterator[Row]], hashes: Callable[[], Iterable[int]]
+    name: str,
+    num_rows: int,
+    read: Callable[[Iterable[int]], Iterator[Row]],
+    column: str,
+    hashes: Callable[[], Iterable[int]] | None = None,
 ) -> Rows:
-    """Return the rows of a file, which can be read in any order. hashes: returns those of all rows."""
+    """Return the rows of a file, which can be read in any order. hashes: returns those of all rows faster than by
+    `read`."""
 
     def shuffled(seed: int) -> Iterator[Row]:
         import numpy as np
@@ -80,7 +85,8 @@ def _numbered(
     def by_hash(notes: Notes, *_: int) -> Iterator[Row]:
         import numpy as np
 
-        different = np.unique(np.fromiter(hashes(), np.uint64, num_rows), return_index=True)[1]
+        of_rows = hashes() if hashes else (hash_of_row(row, column) for _, row in read(range(num_rows)))
+        different = np.unique(np.fromiter(of_rows, np.uint64, num_rows), return_index=True)[1]
         notes.add(COPIES, count=num_rows - len(different))
         return read(different.tolist())
 
@@ -117,7 +123,7 @@ def open_rows(name: str, column: str = "") -> Rows:
         if ending != ".txt":
             return _json_rows(name, file, column)
         text = {column or "text": _decoded(file.read_bytes(), name)}
-        return _numbered(name, 1, lambda _: iter([(name, text)]), lambda: [0])
+        return _numbered(name, 1, lambda _: iter([(name, text)]), column, lambda: [0])
 
 
 def check_sources(data: str, column: str = "", *, of_hub: bool = True) -> None:
@@ -202,22 +208,17 @@ def _json_rows(name: str, file: Path, column: str) -> Rows:
                 lines.seek(starts[index])
                 yield f"{name}, line {numbers[index]}", _parse(lines.readline(), name, numbers[index])
 
-    def hashes() -> Iterator[int]:
-        return (hash_of_row(row, column) for _, row in read(range(len(starts))))
-
     try:
         value: Any = next((row for _, row in read(range(len(starts)))), [])
         if len(starts) > 1 or isinstance(value, dict):
-            return _numbered(name, len(starts), read, hashes)
+            return _numbered(name, len(starts), read, column)
     except TextError:  # the first line is a part of a value
         value = _parse(file.read_bytes(), name)
     if value == []:
         raise TextError(f"{name} is empty; give a file with text")
     values = value if isinstance(value, list) and not _is_conversation(value) else [value]
     rows = [(f"{name}, row {number}", row) for number, row in enumerate(values, 1)]
-    return _numbered(
-        name, len(rows), partial(map, rows.__getitem__), lambda: (hash_of_row(row, column) for row in values)
-    )
+    return _numbered(name, len(rows), partial(map, rows.__getitem__), column)
 
 
 def _is_conversation(values: list[Any]) -> bool:
@@ -268,7 +269,7 @@ def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:
             for values in zip(*batch.values(), strict=True):
                 yield hash_of_row(_without_nulls(dict(zip(batch, values, strict=True))), column)
 
-    return _numbered(name, len(table), read, hashes)
+    return _numbered(name, len(table), read, column, hashes)
 
 
 def _hub_rows(name: str, column: str) -> Rows:
