@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp_prune.core.gates import GatedModel, Masks
 from ddp_prune.core.weights import UpdatedWeights
@@ -99,7 +100,7 @@ def _removed_before(folder: Path, stock: Mapping[str, Any]) -> dict[str, Any]:
 
 def sliced_tensors(
     source: Source, slicer: "UnitSlicer", transform: UpdatedWeights | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was
     stored in."""
     # experts in a tensor that stacks them will differ in width
@@ -143,7 +144,7 @@ class UnitSlicer:
         dense = source.widths if source.widths.is_family else source.widths.only(gates)
         self.widths = replace(dense, layers=tuple(layer_widths(gates, source.sizes, dense)))
 
-    def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+    def slice(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return the name and the kept part of a tensor, with gates folded in; None if nothing of
         it is kept."""
         if (place := self.widths.find(name)) is None:
@@ -160,7 +161,7 @@ class UnitSlicer:
             return name, tensor[keep].contiguous()
         return name, fold(tensor[:, keep], scale[keep])
 
-    def _scale(self, place: Place) -> torch.Tensor:
+    def _scale(self, place: Place) -> Tensor:
         """Return the gate of each row (axis 0) or column (axis 1) of a projection.
 
         Key and value rows are not scaled: a KV head has scale 1 if a query head that reads it is
@@ -194,7 +195,7 @@ class WholeExpertSlicer(UnitSlicer):
         """Routed layer -> the numbers of the kept experts."""
         self.num_kept = int(kept_LE[0].sum())
 
-    def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+    def slice(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return the new name and the kept part of a tensor, as `UnitSlicer.slice`."""
         layer, module, kind = self.widths.split(name) or (0, "", "")
         if (module, kind) == (self.widths.router, "weight") and layer in self.kept:
@@ -206,7 +207,7 @@ class WholeExpertSlicer(UnitSlicer):
         return name.replace(f".experts.{place.expert}.", f".experts.{number}."), sliced[1]
 
 
-def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def fold(weight: Tensor, scale: Tensor) -> Tensor:
     """Multiply the columns of a weight by gates, in float32 and rounded once to the weight's
     dtype."""
     return (weight.float() * scale).to(weight.dtype).contiguous()

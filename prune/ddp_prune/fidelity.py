@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ddp_prune.devices import describe_device, explained, make_accelerator
 from ddp_prune.export import warn_of_other_weights
@@ -90,7 +90,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Pri
 
 
 def _perplexities(
-    texts: Mapping[str, tuple[torch.Tensor, torch.Tensor]], tokenizer: Any, models: Iterable[tuple[str, Source, Any]]
+    texts: Mapping[str, tuple[Tensor, Tensor]], tokenizer: Any, models: Iterable[tuple[str, Source, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Return the results of both models on each text, `Quality` as results files have it."""
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
@@ -172,7 +172,7 @@ def _load_excerpts(name: str, settings: FidelitySettings, tokenizer: Any, print_
 
 def _load_blocks(
     name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int, print_line: Printer
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the blocks of a text that have tokens to evaluate, int64 [num_blocks, max_length], and
     their loss mask.
 

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from accelerate.utils import set_seed
 from rich.console import Console
+from torch import Tensor
 
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.gates import GatedModel
@@ -93,9 +93,9 @@ class Text(NamedTuple):
 
     blocks: Blocks
     """To train on, and held out."""
-    loss_mask: torch.Tensor | None
+    loss_mask: Tensor | None
     """Of the blocks to train on, bool: tokens that contribute to the cross-entropy; None: all."""
-    watched: Mapping[str, torch.Tensor]
+    watched: Mapping[str, Tensor]
     """Of texts that are only evaluated, by name."""
 
     def identity(self, *sources: Source, profile: str = "") -> dict[str, Any]:
@@ -131,7 +131,7 @@ def read_text(
         check_vocabulary(blocks, vocabulary, model)
         return blocks
 
-    blocks, heldout = load(recipe.data, steps * recipe.batch_size, recipe.batch_size), dict[str, torch.Tensor]()
+    blocks, heldout = load(recipe.data, steps * recipe.batch_size, recipe.batch_size), dict[str, Tensor]()
     for name in watched:
         try:
             if bare_name(name) in map(bare_name, heldout):  # under which results are published

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
+from torch import Tensor
 
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.decoder import lent
@@ -161,7 +161,7 @@ class Models:
             steps, num_sequences=fitted.num_sequences, checkpointed=fitted.checkpointed, warmup=recipe.warmup
         )
 
-    def learner(self, blocks: torch.Tensor, schedule: Schedule, loss_mask: torch.Tensor | None = None) -> Learner:
+    def learner(self, blocks: Tensor, schedule: Schedule, loss_mask: Tensor | None = None) -> Learner:
         batches = Batches(blocks, schedule, self.accelerator, loss_mask)
         return Learner(self.weights.model, batches, schedule, Training(self.weights, teacher=self.teacher))
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import Tensor
 
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.budget import Pool
@@ -297,7 +297,7 @@ def time_run(run: Run, loaded: Loaded, pools: Sequence[Pool], accelerator: Accel
     gated, weights, teacher = loaded
     training = Training(weights, teacher=teacher) if weights else None
 
-    def make(blocks: torch.Tensor, schedule: Schedule) -> Trainer:
+    def make(blocks: Tensor, schedule: Schedule) -> Trainer:
         batches = Batches(blocks, schedule, accelerator)
         return trainer_of(schedule)(gated, batches, schedule, pools, training)
 

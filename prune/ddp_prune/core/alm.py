@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_prune.core.budget import Pool, kept_share
 from ddp_prune.core.gates import Masks
@@ -25,20 +25,20 @@ class ClampStraightThrough(torch.autograd.Function):
     """Clamp forward, identity backward."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    def forward(ctx: Any, values: Tensor, low: float, high: float) -> Tensor:
         return values.clamp(low, high)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0], None, None
 
 
-def gate(z_LU: torch.Tensor) -> torch.Tensor:
+def gate(z_LU: Tensor) -> Tensor:
     """Return m = ReLU(z) with a straight-through gradient (Eq. 11); any shape, float32."""
     return ClampStraightThrough.apply(z_LU, 0.0, math.inf)
 
 
-def retention_score(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
+def retention_score(z_LU: Tensor, mu: float) -> Tensor:
     """Return s = clamp(σ((z − μ)·C0/μ)(r − l) + l, 0, 1), straight-through at the clamp (Eq. 12);
     values in [0, 1].
 
@@ -75,7 +75,7 @@ class AugmentedLagrangian(nn.Module):
         self.lambda2 = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in keep_ratio})
         self.lambda3 = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in keep_ratio})
 
-    def forward(self, scores: Mapping[str, torch.Tensor], costs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, scores: Mapping[str, Tensor], costs: Mapping[str, Tensor]) -> Tensor:
         """Return Σ over pools of λ1(s̄−ρ) + λ2(s̄−ρ)² + λ3·mean s(1−s); a scalar that λ ascends and
         z descends.
 
@@ -126,7 +126,7 @@ class AlmTrainer(Trainer):
     def choose(self, saliency: Masks, is_open: Masks) -> Masks:
         return is_open if self.alm.raw_masks else super().choose(saliency, is_open)
 
-    def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
+    def score(self, z: Tensor, mu: float) -> Tensor:
         """Return the retention score s of each unit, shaped as z."""
         return retention_score(z, mu)
 
@@ -164,23 +164,23 @@ class AlmTrainer(Trainer):
         progress = min(1.0, (step + 1) / self.schedule.steps.search)  # it prunes to one size only
         return sharpness_at(progress, self.alm.mu_start, self.alm.mu_end)
 
-    def _cost(self, pool: Pool) -> torch.Tensor:
+    def _cost(self, pool: Pool) -> Tensor:
         """Return the cost of each unit of a pool, float32 [G, N], scaled to at most 1: only ratios
         matter."""
         cost_GN = pool.joined_costs()
         return (cost_GN / cost_GN.max()).float().to(self.accelerator.device)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return everything the next step depends on, as named tensors."""
         named = {f"multipliers.{name}": value.cpu() for name, value in self.multipliers.state_dict().items()}
         for index, values in self.optimizer.state_dict()["state"].items():
             named |= {f"optimizer.{index}.{name}": value.cpu() for name, value in values.items()}
         return super().state() | named
 
-    def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+    def restore(self, step: int, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
         """Restore the `state` and `extra` that were saved before `step`."""
         self.multipliers.load_state_dict(_under("multipliers.", tensors))
-        moments: dict[int, dict[str, torch.Tensor]] = {}
+        moments: dict[int, dict[str, Tensor]] = {}
         for name, value in _under("optimizer.", tensors).items():
             index, _, key = name.partition(".")
             moments.setdefault(int(index), {})[key] = value
@@ -188,6 +188,6 @@ class AlmTrainer(Trainer):
         super().restore(step, tensors, extra)
 
 
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

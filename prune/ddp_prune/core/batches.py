@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from ddp_prune.core.loss import final_hidden
 from ddp_prune.core.schedule import Schedule
@@ -29,11 +30,11 @@ class MicroBatch(NamedTuple):
 
     numbers: list[int]
     """Of its blocks."""
-    tokens: torch.Tensor
+    tokens: Tensor
     """int64 [B, seq_len]."""
-    labels_N: torch.Tensor
+    labels_N: Tensor
     """int64 [B·(seq_len−1)]: the predicted tokens."""
-    loss_mask_N: torch.Tensor | None
+    loss_mask_N: Tensor | None
     """float32 [B·(seq_len−1)]: the loss mask divided by its mean over the step, so that the mean of
     the masked losses is the mean over the tokens in the loss mask; None: all tokens."""
     share: float
@@ -46,10 +47,10 @@ class Batches:
 
     def __init__(
         self,
-        blocks: torch.Tensor,
+        blocks: Tensor,
         schedule: Schedule,
         accelerator: Accelerator,
-        loss_mask: torch.Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> None:
         """Divide the blocks into steps of `schedule.batch_size` blocks.
 
@@ -99,7 +100,7 @@ class Teacher:
         as the dense one."""
         self.model, self.adapters_disabled = model, adapters_disabled
         num_bytes = batches.blocks.numel() * model.config.get_text_config().hidden_size * model.dtype.itemsize
-        self.cache: dict[int, torch.Tensor] | None = None
+        self.cache: dict[int, Tensor] | None = None
         world = batches.accelerator.num_processes
         # Otherwise a block would be read by another process than the one that cached it. With
         # sharded weights, all processes must also hit or miss together.
@@ -108,7 +109,7 @@ class Teacher:
             self.cache = {}
 
     @torch.no_grad()
-    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+    def hidden(self, batch: MicroBatch) -> Tensor:
         """Return [B·(seq_len−1), H] for a micro-batch."""
         numbers, tokens = batch.numbers, batch.tokens
         if self.cache is not None and all(number in self.cache for number in numbers):
@@ -121,7 +122,7 @@ class Teacher:
         return states
 
     @torch.no_grad()
-    def states(self, tokens: torch.Tensor) -> torch.Tensor:
+    def states(self, tokens: Tensor) -> Tensor:
         """Return [B·(seq_len−1), H] for any tokens, int64 [B, seq_len]."""
         with self.adapters_disabled():
             return final_hidden(self.model, tokens)

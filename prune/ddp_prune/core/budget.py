@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from ddp_prune.core.gates import Masks
 from ddp_prune.core.selection import (
@@ -44,7 +45,7 @@ def keep_schedule(progress: float, keep_ratio: float, start: float = 1.0) -> flo
     return keep_ratio + (start - keep_ratio) * left**2
 
 
-def kept_share(score_GN: torch.Tensor, cost_GN: torch.Tensor) -> torch.Tensor:
+def kept_share(score_GN: Tensor, cost_GN: Tensor) -> Tensor:
     """Return Σ c·s / Σ c of each budget group, [G]; the plain mean (Eq. 6) where all costs are
     equal."""
     return (score_GN * cost_GN).sum(-1) / cost_GN.sum(-1)
@@ -60,9 +61,9 @@ class Pool:
     """The unit of the costs, for messages."""
     shapes: Mapping[str, tuple[int, ...]]
     """[L, U], or [L, E, C] of experts, per module type."""
-    costs: Mapping[str, torch.Tensor]
+    costs: Mapping[str, Tensor]
     """float64 [L] per module type: the cost of one unit of each layer."""
-    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)
     """float64 [L] per module type with a fixed cost, which a row of units has as long as any of
     them is kept."""
     kept: float
@@ -76,7 +77,7 @@ class Pool:
     queries_per_kv: int = 1
     """How many attention units share a KV head; 1 if each unit is a whole KV head."""
 
-    def unit_costs(self, kind: str) -> torch.Tensor:
+    def unit_costs(self, kind: str) -> Tensor:
         """Return the cost of every unit in the shape of the masks, including its share of the fixed
         cost of its row."""
         shape, cost_L = self.shapes[kind], self.costs[kind]
@@ -86,10 +87,10 @@ class Pool:
         return cost_L.view(-1, *[1] * (len(shape) - 1)).expand(shape)
 
     @cached_property
-    def _costs_by_device(self) -> dict[torch.device, torch.Tensor]:
+    def _costs_by_device(self) -> dict[torch.device, Tensor]:
         return {}
 
-    def joined_costs(self, device: torch.device | str = "cpu") -> torch.Tensor:
+    def joined_costs(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the cost of every unit, float64 [G, N]; it stays on the device, because every step
         asks for it."""
         costs, device = self._costs_by_device, torch.device(device)
@@ -112,7 +113,7 @@ class Pool:
         open_GN = self.join({kind: mask.float() for kind, mask in is_open.items()})
         return 1.0 - float(kept_share(open_GN, self.joined_costs(open_GN.device)).mean())
 
-    def join(self, values: Masks) -> torch.Tensor:
+    def join(self, values: Masks) -> Tensor:
         """Return the values of all units, one tensor per module type, as [G, N]."""
         if self.scope == "global":
             return torch.cat([values[kind].flatten() for kind in self.shapes])[None]
@@ -120,7 +121,7 @@ class Pool:
             return values["experts"].flatten(0, -2)
         return torch.cat([values[kind].flatten(1) for kind in self.shapes], dim=1)
 
-    def split(self, values_GN: torch.Tensor) -> Masks:
+    def split(self, values_GN: Tensor) -> Masks:
         """Undo `join`."""
         parts = values_GN.split([math.prod(shape) // len(values_GN) for shape in self.shapes.values()], dim=1)
         return {kind: part.reshape(shape) for part, (kind, shape) in zip(parts, self.shapes.items(), strict=True)}
@@ -152,7 +153,7 @@ class Pool:
         ratio_GN = rank_open_first(self.join(importance).cpu().double() / scale_GN, self.join(is_open).cpu())
         return self.split(ratio_GN * scale_GN)
 
-    def _rows(self, kind: str, importance: torch.Tensor, block: int) -> Rows:
+    def _rows(self, kind: str, importance: Tensor, block: int) -> Rows:
         """Cut the units of a module type into rows: one per layer or expert, or per KV head if it
         has a fixed cost."""
         importance_RU, order_RU, fixed_L = importance.flatten(0, -2), None, self.fixed.get(kind)
@@ -173,7 +174,7 @@ class Pool:
             fixed_R=None if fixed_L is None else fixed_L.repeat_interleave(rows_per_layer),
         )
 
-    def _shaped(self, supports: Sequence[torch.Tensor], like: Masks) -> Masks:
+    def _shaped(self, supports: Sequence[Tensor], like: Masks) -> Masks:
         """Return the supports, one per module type, in the shapes of the masks and on the device of
         `like`."""
         pairs = zip(self.shapes.items(), supports, strict=True)
@@ -232,7 +233,7 @@ class WholeExpertPool(Pool):
         ranked = rank_open_first(importance["experts"], is_open["experts"])
         return self._choose_experts(ranked, torch.ones_like(is_open["experts"]), self.keep_ratio)
 
-    def _choose_experts(self, importance_LEC: torch.Tensor, allowed_LEC: torch.Tensor, keep_ratio: float) -> Masks:
+    def _choose_experts(self, importance_LEC: Tensor, allowed_LEC: Tensor, keep_ratio: float) -> Masks:
         importance_LE = importance_LEC.sum(-1)
         budget_L = torch.full_like(importance_LE[:, 0], keep_ratio * importance_LE.shape[1])
         cost_LE = torch.ones_like(importance_LE).masked_fill(~allowed_LEC.any(-1), torch.inf)
@@ -249,7 +250,7 @@ class LatencyPool(Pool):
     """A budget in measured time, in microseconds per step; attention blocks and MLPs have a fixed
     cost."""
 
-    tables: Mapping[str, torch.Tensor]
+    tables: Mapping[str, Tensor]
     """float64 [L, B + 1] per module type: the measured cost of a layer that keeps 0, 1, … blocks of
     units (of routed experts, 0, 1, … blocks per expert on average)."""
     mixture: float = 0.0
@@ -310,14 +311,14 @@ class LatencyPool(Pool):
             supports.append(block.support(taken_LM.view_as(block.cost)))
         return self._shaped(supports, importance)
 
-    def _counts(self, importance_RB: torch.Tensor, cost_RB: torch.Tensor, budget: float) -> torch.Tensor:
+    def _counts(self, importance_RB: Tensor, cost_RB: Tensor, budget: float) -> Tensor:
         """Return how many blocks each row keeps, int64 [R], as `choose_counts` does, within a budget
         that pays for every number of attention units that layers may have."""
         if not self.mixture or "attn" not in self.tables:
             return choose_counts(importance_RB, cost_RB, budget)
         first = sum(len(table) for table in list(self.tables.values())[: list(self.tables).index("attn")])
         attention = slice(first, first + len(self.tables["attn"]))
-        chosen = list[tuple[float, torch.Tensor]]()
+        chosen = list[tuple[float, Tensor]]()
         for allowed in _allowed_counts(self.tables["attn"].shape[1] - 1):
             costs = cost_RB.clone()
             refused = [count for count in range(1, self.tables["attn"].shape[1]) if count not in allowed]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -142,12 +142,12 @@ def fuse_elementwise(model: nn.Module, backend: str = "inductor") -> int:
     return len(parts)
 
 
-def _product(activation: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _product(activation: Any, gate: Tensor, up: Tensor) -> Tensor:
     return torch.as_tensor(activation(gate)) * up
 
 
-def _gated_forward(mlp: Any, product: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    hidden: torch.Tensor = mlp.down_proj(product(mlp.act_fn, mlp.gate_proj(x), mlp.up_proj(x)))
+def _gated_forward(mlp: Any, product: Callable[..., Tensor], x: Tensor) -> Tensor:
+    hidden: Tensor = mlp.down_proj(product(mlp.act_fn, mlp.gate_proj(x), mlp.up_proj(x)))
     return hidden
 
 

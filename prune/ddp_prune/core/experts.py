@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 IMPLEMENTATION = "ddp"  # the name under which transformers finds `gated_experts`
@@ -24,21 +25,21 @@ class LayerGates(NamedTuple):
     Without a mask the layer is that of the dense model.
     """
 
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     """The gates of the computed units."""
-    squares: torch.Tensor | None = None
+    squares: Tensor | None = None
     """Float32 [U] or [E, C]; backward adds Σ over tokens (slots) of (∂loss/∂mask at that token)² to
     it."""
-    counts: torch.Tensor | None = None
+    counts: Tensor | None = None
     """Int64 [E]; forward adds the number of slots of each expert to it; None: not counted."""
-    kept: torch.Tensor | None = None
+    kept: Tensor | None = None
     """Int64: the computed heads or channels; None: all."""
-    bundles: torch.Tensor | None = None
+    bundles: Tensor | None = None
     """Int64: the same in bundles of units that are computed together, such as a KV head with its
     query heads."""
     columns: int = 1
     """Inputs of the output projection per unit."""
-    routed: torch.Tensor | None = None
+    routed: Tensor | None = None
     """Int64: the experts among which the router chooses; None: all."""
 
 
@@ -53,12 +54,12 @@ class _ScaleExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_SC: torch.Tensor,
-        mask_EC: torch.Tensor,
-        squares_EC: torch.Tensor | None,
-        experts_S: torch.Tensor,
-        sizes_E: torch.Tensor,
-    ) -> torch.Tensor:
+        x_SC: Tensor,
+        mask_EC: Tensor,
+        squares_EC: Tensor | None,
+        experts_S: Tensor,
+        sizes_E: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(x_SC, mask_EC, experts_S, sizes_E)
         ctx.squares_EC = squares_EC
         if x_SC.is_cuda:
@@ -68,7 +69,7 @@ class _ScaleExperts(torch.autograd.Function):
         return x_SC * mask_EC.to(x_SC.dtype)[experts_S]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x_SC, mask_EC, experts_S, sizes_E = ctx.saved_tensors
         if x_SC.is_cuda:
             from ddp_prune.core.kernels import expert_gates_backward
@@ -85,13 +86,13 @@ class _ScaleExperts(torch.autograd.Function):
         return gradients[0] * mask_EC.to(x_SC.dtype)[experts_S], sums, None, None, None
 
 
-def _sums(rows_SC: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
+def _sums(rows_SC: Tensor, sizes_E: Tensor) -> Tensor:
     """Return the sum of each expert's rows, [E, C]; `unsafe` skips checks that would synchronize a
     GPU."""
     return torch.segment_reduce(rows_SC, "sum", lengths=sizes_E, axis=0, unsafe=True, initial=0.0)
 
 
-def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+def gated_experts(experts: Any, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the output of the routed experts, [T, H]; an implementation of transformers' experts
     interface.
 
@@ -120,13 +121,13 @@ def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weight
     return y[inverse_S].view(num_tokens, num_chosen, -1).sum(1).to(x_TH.dtype)
 
 
-def grouped_linear(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_linear(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Return [S, O]: each slot's row times its expert's weight. The slots of expert e end before
     ends_E[e]."""
     return (grouped if can_group(weight_EOI) else looped)(x_SI, weight_EOI, ends_E)
 
 
-def can_group(weight_EOI: torch.Tensor) -> bool:
+def can_group(weight_EOI: Tensor) -> bool:
     """Tell whether torch has a kernel for this weight: bfloat16, rows of 16 bytes, compute
     capability 9 or 10.
 
@@ -141,7 +142,7 @@ def can_group(weight_EOI: torch.Tensor) -> bool:
     )
 
 
-def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped_linear` in one kernel.
 
     On Blackwell its backward leaves the gradient of experts without slots uninitialized (pytorch
@@ -154,7 +155,7 @@ def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) 
     return F.grouped_mm(x_SI.to(weight_EOI.dtype), weight_EIO, offs=ends_E)
 
 
-def looped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def looped(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped_linear` as a loop over the experts that have slots.
 
     Rows are split and not sliced: the gradient of a slice would be as large as all rows.
@@ -164,7 +165,7 @@ def looped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -
     return torch.cat([F.linear(piece, weight_OI) for piece, weight_OI in pairs if len(piece)])
 
 
-def neutral_where_idle(saliency_LEC: torch.Tensor, counts_LE: torch.Tensor) -> torch.Tensor:
+def neutral_where_idle(saliency_LEC: Tensor, counts_LE: Tensor) -> Tensor:
     """Return the saliency; experts that no token was sent to get the mean of their layer.
 
     counts_LE: the slots of each expert so far.

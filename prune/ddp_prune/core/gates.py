@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ddp_prune.core.decoder import decoder_layers
@@ -27,7 +27,7 @@ from ddp_vllm.remote_code.tensors import Projection
 from ddp_vllm.remote_code.widths import Widths
 
 # module type -> "attn" and "mlp" [L, U], "experts" [L, E, C]; some of these
-Masks = dict[str, torch.Tensor]
+Masks = dict[str, Tensor]
 # narrow MLPs have multiples of this: kernels prefer them, and a CPU compiles a kernel per width
 CHANNEL_BLOCK = 64
 DENSE_BLOCKS = ("attn", "mlp")
@@ -46,12 +46,12 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        mask_U: torch.Tensor,
+        x: Tensor,
+        mask_U: Tensor,
         columns: int,
-        squares_U: torch.Tensor | None,
-        kept: torch.Tensor | None,
-    ) -> torch.Tensor:
+        squares_U: Tensor | None,
+        kept: Tensor | None,
+    ) -> Tensor:
         spread = mask_U.to(x.dtype).repeat_interleave(columns) if columns > 1 else mask_U.to(x.dtype)
         ctx.save_for_backward(x, spread)
         ctx.columns, ctx.dtype, ctx.squares_U, ctx.kept = columns, mask_U.dtype, squares_U, kept
@@ -59,7 +59,7 @@ class _Scale(torch.autograd.Function):
         return x * spread
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, spread = ctx.saved_tensors
         if x.is_cuda:
             from ddp_prune.core.kernels import gate_backward
@@ -82,13 +82,13 @@ class _Select(torch.autograd.Function):
     which is slower."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: int, kept: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, axis: int, kept: Tensor) -> Tensor:
         ctx.save_for_backward(kept)
         ctx.shape, ctx.axis = x.shape, axis
         return x.index_select(axis, kept)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (kept,) = ctx.saved_tensors
         return gradients[0].new_zeros(ctx.shape).index_copy_(ctx.axis, kept, gradients[0]), None, None
 
@@ -101,35 +101,35 @@ class GatedProjection(nn.Module):
     `GatedModel.masks` it is the layer that it was.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     gates: LayerGates = LayerGates()
     projection: Projection
     bundle_sizes: tuple[int, ...]
     """Rows or columns of a bundle, for each kind of units."""
     removes_bias: bool
     """Whether the output bias falls away with the last unit, as in the exported model."""
-    narrow: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+    narrow: tuple[Tensor, Tensor, Tensor | None] | None = None
     """Of frozen weights: the computed bundles, and weight and bias at these."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         gates, scales_input = self.gates, self.projection.axis == 1
         if scales_input and gates.mask is not None:
             x = _Scale.apply(x, gates.mask, gates.columns, gates.squares, gates.kept)
-        y: torch.Tensor = super().forward(x) if gates.bundles is None else F.linear(x, *self.weights_at(gates.bundles))
+        y: Tensor = super().forward(x) if gates.bundles is None else F.linear(x, *self.weights_at(gates.bundles))
         if self.removes_bias and gates.mask is not None:
             assert self.bias is not None
             y = y - self.bias * ~(gates.mask > 0).any(-1, keepdim=True)
         return y
 
-    def weights_at(self, kept_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def weights_at(self, kept_K: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of the kept bundles. Gradients of trained weights flow back to all
         of them."""
         if self.narrow is not None and self.narrow[0] is kept_K:
             return self.narrow[1:]
         axis = self.projection.axis
 
-        def select(tensor: torch.Tensor) -> torch.Tensor:
+        def select(tensor: Tensor) -> Tensor:
             parts = zip(tensor.chunk(len(self.bundle_sizes), axis), self.bundle_sizes, strict=True)
             bundles = [_Select.apply(part.unflatten(axis, (-1, size)), axis, kept_K) for part, size in parts]
             return torch.cat([bundle.flatten(axis, axis + 1) for bundle in bundles], axis)
@@ -213,8 +213,8 @@ class GatedModel:
     @contextmanager
     def masks(
         self,
-        masks: Mapping[str, torch.Tensor] | None,
-        squares: Mapping[str, torch.Tensor] | None = None,
+        masks: Mapping[str, Tensor] | None,
+        squares: Mapping[str, Tensor] | None = None,
         narrow: "NarrowLayers | None" = None,
     ) -> Iterator[None]:
         """Apply masks to every forward inside the block, and to backward, where checkpointed layers
@@ -240,10 +240,10 @@ class GatedModel:
                     module.gates = LayerGates()
 
     def _layer_gates(
-        self, block: str, mask: torch.Tensor, squares: torch.Tensor | None, narrow: "NarrowLayers | None"
+        self, block: str, mask: Tensor, squares: Tensor | None, narrow: "NarrowLayers | None"
     ) -> Iterator[LayerGates]:
         """Yield how each layer is computed, from the rows of mask and squares, both [L, …]."""
-        routed: list[torch.Tensor | None] = [None] * len(mask)
+        routed: list[Tensor | None] = [None] * len(mask)
         heads = self.sizes.num_query_heads * self.sizes.head_dim
         columns = heads // self.shapes[block][1] if block == "attn" else 1
         if self.head_unit == WHOLE_EXPERT:
@@ -263,7 +263,7 @@ class GatedModel:
             )
 
     @contextmanager
-    def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:
+    def counting(self, counts_LE: Tensor | None) -> Iterator[None]:
         """Inside `masks`: add to int64 `counts_LE`, if given, how often forwards in this block
         choose each expert."""
         modules = [] if counts_LE is None else [experts for experts, *_ in self.modules["experts"]]
@@ -307,16 +307,14 @@ class NarrowLayers:
         # transformers splits fused heads by the config, whatever their widths
         is_split = all(len(projection.units) == 1 for projection in inputs)
         self.blocks = [block for block in self.modules if block == "mlp" or is_split]
-        self.kept: dict[str, list[torch.Tensor | None]] = {
-            block: [None] * len(rows) for block, rows in self.modules.items()
-        }
+        self.kept: dict[str, list[Tensor | None]] = {block: [None] * len(rows) for block, rows in self.modules.items()}
         """The computed units, ascending, int64; one tensor per row of the masks, None where all
         units are computed."""
-        self.bundles: dict[str, list[torch.Tensor | None]] = {block: [*rows] for block, rows in self.kept.items()}
+        self.bundles: dict[str, list[Tensor | None]] = {block: [*rows] for block, rows in self.kept.items()}
         """The same in bundles."""
-        self._open: dict[str, torch.Tensor] = {}  # bool [L, N], bundles with an open unit
+        self._open: dict[str, Tensor] = {}  # bool [L, N], bundles with an open unit
 
-    def follow(self, is_open: Mapping[str, torch.Tensor]) -> None:
+    def follow(self, is_open: Mapping[str, Tensor]) -> None:
         """Compute only the open units (bool [L, U] per module type) from now on."""
         rows, open_LN = [], {}
         for block in self.blocks:
@@ -331,7 +329,7 @@ class NarrowLayers:
                     self._choose_computed(block, row, open_LN[block][row], num_open, is_open[block].shape[1])
         self._open = open_LN
 
-    def _choose_computed(self, block: str, row: int, open_N: torch.Tensor, num_open: int, num_units: int) -> None:
+    def _choose_computed(self, block: str, row: int, open_N: Tensor, num_open: int, num_units: int) -> None:
         """Choose the bundles of a layer to compute: the open ones, and closed ones up to the next
         multiple."""
         multiple = {"attn": 1, "mlp": CHANNEL_BLOCK}[block]

@@ -13,6 +13,7 @@ N tokens, V vocabulary.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 ROWS, WIDTH = 16, 128  # of a tile: tokens, and channels
 STEPS = 16  # tiles of a program, one below the other
@@ -62,9 +63,7 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(squares_ptr + block * num_units + tile, squares)
 
 
-def gate_backward(
-    gradient: torch.Tensor, x: torch.Tensor, mask_U: torch.Tensor, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gate_backward(gradient: Tensor, x: Tensor, mask_U: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of x, that of the mask [U], and the sum over tokens of its squared
     per-token gradients [U].
 
@@ -121,15 +120,15 @@ def expert_gates_kernel(  # type: ignore[no-untyped-def]
         tl.store(squares_ptr + place + columns, squares, inside)
 
 
-def scale_experts(x_SC: torch.Tensor, mask_EC: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def scale_experts(x_SC: Tensor, mask_EC: Tensor, ends_E: Tensor) -> Tensor:
     """Return each slot times the gates of its expert. The slots of expert e end before ends_E[e];
     float32 masks."""
     return _launch(x_SC, x_SC, mask_EC, ends_E, None, None)
 
 
 def expert_gates_backward(
-    gradient_SC: torch.Tensor, x_SC: torch.Tensor, mask_EC: torch.Tensor, ends_E: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient_SC: Tensor, x_SC: Tensor, mask_EC: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of x, that of the mask [E, C], and the sum over slots of its squares [E,
     C]."""
     sums_PEC, squares_PEC = torch.empty(2, SPLITS, *mask_EC.shape, device=x_SC.device).unbind()
@@ -138,9 +137,9 @@ def expert_gates_backward(
 
 
 def _launch(
-    gradient_SC: torch.Tensor, x_SC: torch.Tensor, mask_EC: torch.Tensor, ends_E: torch.Tensor,
-    sums_PEC: torch.Tensor | None, squares_PEC: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    gradient_SC: Tensor, x_SC: Tensor, mask_EC: Tensor, ends_E: Tensor,
+    sums_PEC: Tensor | None, squares_PEC: Tensor | None,
+) -> Tensor:  # fmt: skip
     gradient_SC, x_SC, mask_EC = gradient_SC.contiguous(), x_SC.contiguous(), mask_EC.contiguous()
     num_experts, width = mask_EC.shape
     assert x_SC.shape[1] == width and mask_EC.dtype == torch.float32
@@ -228,10 +227,10 @@ def distill_kernel(  # type: ignore[no-untyped-def]
 
 
 def distill_chunk(
-    student_NV: torch.Tensor, teacher_NV: torch.Tensor | None, labels_N: torch.Tensor,
-    loss_mask_N: torch.Tensor | None, eta: float, scale: float, *,
+    student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor,
+    loss_mask_N: Tensor | None, eta: float, scale: float, *,
     divisors: tuple[float, float] = (1.0, 1.0), caps: tuple[float | None, float | None] = (None, None),
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Overwrite the student's products by their gradient, and return float32 [2]: the sums of w·CE
     and KL.
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from ddp_prune.core.batches import Batches, MicroBatch
 from ddp_prune.core.budget import LatencyPool, Pool, keep_schedule
@@ -104,13 +105,13 @@ class GateState:
         self.searched_z: Masks = {}
         """z when the support was rounded; without entries while searching."""
 
-    def save(self) -> dict[str, torch.Tensor]:
+    def save(self) -> dict[str, Tensor]:
         """Return all tensors by names such as `z.mlp`."""
         return {
             f"{part}.{kind}": tensor.detach() for part, masks in vars(self).items() for kind, tensor in masks.items()
         }
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `save` returned, in place; ignore other tensors."""
         for name, value in tensors.items():
             part, _, kind = name.partition(".")
@@ -212,7 +213,7 @@ class Trainer(Learner):
             self.sums.gradients[kind].add_(leaf.grad.double() * batch.share)
             self.sums.squares[kind].add_(parts[kind].double() * (len(batch.labels_N) * loss_share) ** 2)
 
-    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+    def hidden(self, batch: MicroBatch) -> Tensor:
         # forward alone is counted: checkpointed layers run again in backward
         with self.gated.counting(self.sums.routed.get("experts")):
             return super().hidden(batch)
@@ -256,7 +257,7 @@ class Trainer(Learner):
             self.gates.support.update(pool.close(saliency, self.gates.support, keep_ratio))
 
     @torch.no_grad()
-    def _saliency(self, kind: str, scales: torch.Tensor) -> torch.Tensor:
+    def _saliency(self, kind: str, scales: Tensor) -> Tensor:
         """Return by how much the loss is estimated to change if each gate moves between 0 and its
         scale (1 if closed).
 
@@ -320,18 +321,16 @@ class Trainer(Learner):
         """The changes by rounding, and the learning rate of the weights."""
         return super().extra | {"rounding": self.rounding}
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         return self.gates.save() | super().state()
 
-    def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+    def restore(self, step: int, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
         super().restore(step, tensors, extra)
         self.gates.load(tensors)
         self.rounding = extra["rounding"]
 
 
-def natural_step(
-    z: torch.Tensor, gradient: torch.Tensor, information: torch.Tensor, assumed: torch.Tensor
-) -> torch.Tensor:
+def natural_step(z: Tensor, gradient: Tensor, information: Tensor, assumed: Tensor) -> Tensor:
     """Return z moved by one natural gradient step, which needs no learning rate (arXiv:1703.00209).
 
     All tensors have the same shape and are sums over tokens, not means.
@@ -357,7 +356,7 @@ def trainer_of(schedule: Schedule) -> Callable[..., Trainer]:
 
 def learn(
     gated: GatedModel,
-    blocks: torch.Tensor,
+    blocks: Tensor,
     schedule: Schedule,
     pools: Sequence[Pool],
     accelerator: Accelerator,
@@ -365,7 +364,7 @@ def learn(
     report: Report,
     training: Training | None = None,
     make: Callable[..., Trainer] | None = None,
-    loss_mask: torch.Tensor | None = None,
+    loss_mask: Tensor | None = None,
 ) -> Learned:
     """Train the gates of a model and return them; resumes from `progress` if it can.
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from ddp_prune.core.batches import Batches, MicroBatch, Teacher, usual_sequences
 from ddp_prune.core.decoder import checkpoint_layers, fit_attention, lent
@@ -41,7 +42,7 @@ class Training(NamedTuple):
     """How the weights of a model are trained."""
 
     weights: TrainedWeights
-    heldout: torch.Tensor | None = None
+    heldout: Tensor | None = None
     """Blocks on which the trials of the learning rate are judged; None: no trials."""
     teacher: Any = None
     """The dense model, if it is another one than the model without what is trained."""
@@ -89,7 +90,7 @@ class Learner:
 
     def backward(
         self, step: int, passing: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext()
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Add up the gradients of a step, one micro-batch after the other; return this process's
         share of its CE and KL, in nats per token.
 
@@ -112,7 +113,7 @@ class Learner:
             losses += batch.share * metrics
         return losses
 
-    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+    def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the model's final hidden states, [B·(seq_len−1), H]."""
         return final_hidden(self.model, batch.tokens)
 
@@ -128,7 +129,7 @@ class Learner:
         """Return what the user can do if the loss of a step is not a number."""
         return f"try a --learning-rate below {self.rate.get('highest', 0.0):g}"
 
-    def metrics_of(self, step: int, losses: torch.Tensor) -> dict[str, float]:
+    def metrics_of(self, step: int, losses: Tensor) -> dict[str, float]:
         """Return the metrics of a step from this process's share of its losses.
 
         losses: CE and KL in nats per token. Raises: as `step`.
@@ -145,16 +146,16 @@ class Learner:
         """Plain data that a saved run requires in addition to the tensors: the learning rate."""
         return {"rate": self.rate}
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return everything the next step depends on, as named tensors; all processes must call it
         together."""
         return self.weights.state() if self.weights else {}
 
-    def like(self, name: str) -> torch.Tensor | None:
+    def like(self, name: str) -> Tensor | None:
         """Return the tensor that a saved one is read into; None for a new one in host memory."""
         return self.weights.like(name) if self.weights else None
 
-    def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+    def restore(self, step: int, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
         """Restore the `state` and `extra` that were saved before `step`; all processes must call it
         together."""
         self.rate = extra["rate"]
@@ -163,7 +164,7 @@ class Learner:
 
 
 def seconds_a_step(
-    models: Sequence[Any], make: Callable[[torch.Tensor, Schedule], Learner], schedule: Schedule, seq_len: int,
+    models: Sequence[Any], make: Callable[[Tensor, Schedule], Learner], schedule: Schedule, seq_len: int,
     accelerator: Accelerator,
 ) -> float:  # fmt: skip
     """Return the seconds of a step on random tokens, of the slowest process. Nothing is trained.

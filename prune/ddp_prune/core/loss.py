@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ddp_prune.core.decoder import decoder_of
 from ddp_vllm.intervals import mean_loss
@@ -25,14 +26,14 @@ class OutputHead:
     """How a model computes logits from final hidden states h: (W h + b) / d = l, or c·tanh(l / c)
     with a cap c."""
 
-    weight: torch.Tensor
+    weight: Tensor
     """[V, H], the output embedding."""
     divisor: float = 1.0
     """d: Granite's `logits_scaling`, or the inverse of Cohere's `logit_scale` and Falcon-H1's
     `lm_head_multiplier`."""
     cap: float | None = None
     """c: Gemma's `final_logit_softcapping`."""
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None
     """b, [V]."""
 
     @classmethod
@@ -47,14 +48,14 @@ class OutputHead:
             bias=getattr(head, "bias", None),
         )
 
-    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return float32 [N, V]."""
         logits = F.linear(hidden_NH, self.weight, self.bias).float()
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
-    def pull_back(self, gradient_NV: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
+    def pull_back(self, gradient_NV: Tensor, logits_NV: Tensor) -> Tensor:
         """Return [N, H]: the gradient of the hidden states from that of the logits; overwrites the
         logits."""
         if self.cap is not None:  # the slope of the cap is 1 − (logit / c)²
@@ -80,16 +81,14 @@ def head_bytes(model: Any, device: torch.device) -> int:
     return bytes_each * chunk_tokens(head, device) * len(head.weight)
 
 
-def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _softmax(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     """Return softmax [N, V] and log Σ exp [N] with one pass of exponentials; log-softmax and exp
     would need two."""
     p = logits_NV.softmax(-1)
     return p, logits_NV.amax(-1) - p.amax(-1).log()
 
 
-def _divergence(
-    teacher_NV: torch.Tensor, logits_NV: torch.Tensor, log_z_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _divergence(teacher_NV: Tensor, logits_NV: Tensor, log_z_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the teacher's softmax [N, V] and the summed KL(teacher‖student); overwrites the
     teacher's logits.
 
@@ -113,14 +112,14 @@ class _DistilledHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        student_NH: torch.Tensor,
-        teacher_NH: torch.Tensor | None,
+        student_NH: Tensor,
+        teacher_NH: Tensor | None,
         head: OutputHead,
         teacher_head: OutputHead,
-        labels_N: torch.Tensor,
+        labels_N: Tensor,
         eta: float,
-        loss_mask_N: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss_mask_N: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         num_tokens = student_NH.shape[0]
         scale = 1.0 / (1.0 + eta) if loss_mask_N is None else 1.0  # of the gradient of the logits
         gradient_NH = torch.empty_like(student_NH)
@@ -156,15 +155,15 @@ class _DistilledHead(torch.autograd.Function):
         return metrics[0] + eta * metrics[1], metrics
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_NH,) = ctx.saved_tensors
         return gradient_NH * gradients[0].to(gradient_NH.dtype), None, None, None, None, None, None
 
 
 def _chunk_on_gpu(
-    student_NH: torch.Tensor, teacher_NH: torch.Tensor | None, head: OutputHead, teacher_head: OutputHead,
-    labels_N: torch.Tensor, eta: float, scale: float, loss_mask_N: torch.Tensor | None, num_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    student_NH: Tensor, teacher_NH: Tensor | None, head: OutputHead, teacher_head: OutputHead,
+    labels_N: Tensor, eta: float, scale: float, loss_mask_N: Tensor | None, num_tokens: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the sums of w·CE and KL of a chunk, and the gradient of its hidden states: the same by
     one kernel."""
     from ddp_prune.core.kernels import distill_chunk
@@ -181,14 +180,14 @@ def _chunk_on_gpu(
 
 
 def distill(
-    student_NH: torch.Tensor,
-    teacher_NH: torch.Tensor | None,
+    student_NH: Tensor,
+    teacher_NH: Tensor | None,
     head: OutputHead,
-    labels_N: torch.Tensor,
+    labels_N: Tensor,
     eta: float,
     teacher_head: OutputHead | None = None,
-    loss_mask_N: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    loss_mask_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return mean w·CE + η·KL in nats per token, and the tensor [mean w·CE, mean KL].
 
     student_NH, teacher_NH: final hidden states after the last norm; without a teacher, η is 0.
@@ -199,14 +198,14 @@ def distill(
     vocabulary.
     """
     eta = 0.0 if teacher_NH is None else eta
-    loss_and_metrics: tuple[torch.Tensor, torch.Tensor] = _DistilledHead.apply(
+    loss_and_metrics: tuple[Tensor, Tensor] = _DistilledHead.apply(
         student_NH, teacher_NH, head, teacher_head or head, labels_N, eta, loss_mask_N
     )
     return loss_and_metrics
 
 
 @torch.no_grad()
-def negative_log_likelihood(hidden_NH: torch.Tensor, head: OutputHead, labels_N: torch.Tensor) -> float:
+def negative_log_likelihood(hidden_NH: Tensor, head: OutputHead, labels_N: Tensor) -> float:
     """Return the summed cross-entropy of the labels in nats, in chunks; shapes as in `distill`."""
     total, size = 0.0, chunk_tokens(head)
     for hidden, labels in zip(hidden_NH.split(size), labels_N.split(size), strict=True):
@@ -214,7 +213,7 @@ def negative_log_likelihood(hidden_NH: torch.Tensor, head: OutputHead, labels_N:
     return total
 
 
-def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def final_hidden(model: Any, tokens: Tensor) -> Tensor:
     """Return the hidden states that predict the next tokens: [B·(seq_len−1), H], after the last
     norm."""
     hidden = decoder_of(model)(tokens, use_cache=False).last_hidden_state
@@ -222,7 +221,7 @@ def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def losses(model: Any, blocks: torch.Tensor) -> list[float]:
+def losses(model: Any, blocks: Tensor) -> list[float]:
     """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]), in nats per
     token."""
     head, predicted = OutputHead.of(model), blocks.shape[1] - 1
@@ -233,9 +232,7 @@ def losses(model: Any, blocks: torch.Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def agreement(
-    hidden_NH: torch.Tensor, head: OutputHead, teacher_NH: torch.Tensor, teacher_head: OutputHead
-) -> tuple[float, int]:
+def agreement(hidden_NH: Tensor, head: OutputHead, teacher_NH: Tensor, teacher_head: OutputHead) -> tuple[float, int]:
     """Return the summed KL(teacher‖student) in nats, and the number of tokens with top-1 agreement;
     shapes as in `distill`."""
     divergence, agreeing, size = 0.0, 0, chunk_tokens(head)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ddp_vllm.errors import DdpError
@@ -54,6 +54,6 @@ def broadcast_from_main(accelerator: Accelerator, value: Found) -> Found:
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return the rows of a tensor that this process holds: all of them unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

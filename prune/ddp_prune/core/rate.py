@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ddp_prune.core.loss import distill, final_hidden
 from ddp_prune.core.processes import broadcast_from_main
@@ -70,7 +71,7 @@ def find_rate(
     return chosen, losses
 
 
-def run_trials(learner: "Learner", heldout: torch.Tensor, print_line: Printer) -> dict[str, Any]:
+def run_trials(learner: "Learner", heldout: Tensor, print_line: Printer) -> dict[str, Any]:
     """Return the highest learning rate of a run and the trials that found it, in the form of
     `Learned.rate`; leave the weights as they were.
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ddp_vllm.errors import SettingError
 
@@ -22,9 +23,7 @@ MOST_CHOICES = 1 << 16
 HALVINGS = 80  # of the price in `choose_counts`, to the precision of float64
 
 
-def greedy(
-    importance_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G: torch.Tensor, parent_GM: torch.Tensor | None = None
-) -> torch.Tensor:
+def greedy(importance_GM: Tensor, cost_GM: Tensor, budget_G: Tensor, parent_GM: Tensor | None = None) -> Tensor:
     """Return which blocks are kept, bool [G, M], at a cost of at most `budget_G` per group; ties go
     to the lower index.
 
@@ -44,9 +43,7 @@ def greedy(
     return taken_GM if len(budget_G) == 1 else _take_together(taken_GM, ratio_GM, cost_GM, budget_G1, parent_GM)
 
 
-def _take_alone(
-    ratio_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G1: torch.Tensor, parent_GM: torch.Tensor | None
-) -> torch.Tensor:
+def _take_alone(ratio_GM: Tensor, cost_GM: Tensor, budget_G1: Tensor, parent_GM: Tensor | None) -> Tensor:
     """Return the blocks that each group takes from its own budget."""
     order_GM = ratio_GM.argsort(dim=-1, descending=True, stable=True)
     taken_GM = torch.zeros_like(cost_GM, dtype=torch.bool)
@@ -62,12 +59,12 @@ def _take_alone(
 
 
 def _take_together(
-    taken_GM: torch.Tensor,
-    ratio_GM: torch.Tensor,
-    cost_GM: torch.Tensor,
-    budget_G1: torch.Tensor,
-    parent_GM: torch.Tensor | None,
-) -> torch.Tensor:
+    taken_GM: Tensor,
+    ratio_GM: Tensor,
+    cost_GM: Tensor,
+    budget_G1: Tensor,
+    parent_GM: Tensor | None,
+) -> Tensor:
     """Return the taken blocks after every group may take one more block from the pooled rest of all
     budgets."""
     waiting_G1 = torch.ones_like(budget_G1, dtype=torch.bool)
@@ -85,14 +82,12 @@ def _take_together(
         waiting_G1[groups[paid]] = False
 
 
-def _left_over(taken_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G1: torch.Tensor) -> torch.Tensor:
+def _left_over(taken_GM: Tensor, cost_GM: Tensor, budget_G1: Tensor) -> Tensor:
     """Return the unspent part of each budget, [G, 1]."""
     return budget_G1 - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
 
 
-def _available(
-    taken_GM: torch.Tensor, cost_GM: torch.Tensor, left: torch.Tensor, parent_GM: torch.Tensor | None
-) -> torch.Tensor:
+def _available(taken_GM: Tensor, cost_GM: Tensor, left: Tensor, parent_GM: Tensor | None) -> Tensor:
     """Return the blocks that could be taken next, bool [G, M]: they fit into `left`, and their
     parents are taken."""
     fits_GM = ~taken_GM & (cost_GM <= left)
@@ -106,23 +101,23 @@ def _available(
 class Rows:
     """The units of one module type in rows, the most important first, cut into blocks."""
 
-    order: torch.Tensor
+    order: Tensor
     """int64 [R, U]: the units of a row."""
-    units: torch.Tensor
+    units: Tensor
     """int64 [R, B]: the number of units of a block; 0 if it was joined into the first one."""
-    importance: torch.Tensor
+    importance: Tensor
     """float64 [R, B]."""
-    cost: torch.Tensor
+    cost: Tensor
     """float64 [R, B]; infinite for a block that was joined into the first one."""
 
-    def support(self, taken_RB: torch.Tensor) -> torch.Tensor:
+    def support(self, taken_RB: Tensor) -> Tensor:
         """Return the bool mask [R, U] of the units in the taken blocks."""
         counts_R1 = (self.units * taken_RB).sum(1, keepdim=True)
         first_RU = torch.arange(self.order.shape[1]) < counts_R1
         return torch.zeros_like(first_RU).scatter(1, self.order, first_RU)
 
 
-def rank_evenly_per_kv_head(importance_RU: torch.Tensor, queries_per_kv: int) -> torch.Tensor:
+def rank_evenly_per_kv_head(importance_RU: Tensor, queries_per_kv: int) -> Tensor:
     """Return the query heads of each layer: the best one of every KV head, then the second best of
     every KV head, …"""
     importance_RKQ = importance_RU.unflatten(1, (-1, queries_per_kv))
@@ -132,13 +127,13 @@ def rank_evenly_per_kv_head(importance_RU: torch.Tensor, queries_per_kv: int) ->
 
 
 def cut_rows(
-    importance_RU: torch.Tensor,
+    importance_RU: Tensor,
     *,
     block: int = 1,
     num_blocks: int | None = None,
-    order_RU: torch.Tensor | None = None,
-    cost_R: torch.Tensor | None = None,
-    fixed_R: torch.Tensor | None = None,
+    order_RU: Tensor | None = None,
+    cost_R: Tensor | None = None,
+    fixed_R: Tensor | None = None,
 ) -> Rows:
     """Cut rows into blocks of `block` units.
 
@@ -166,7 +161,7 @@ def cut_rows(
     return rows if fixed_R is None else _with_fixed_cost(rows, fixed_R)
 
 
-def _with_fixed_cost(rows: Rows, fixed_R: torch.Tensor) -> Rows:
+def _with_fixed_cost(rows: Rows, fixed_R: Tensor) -> Rows:
     """Add the fixed cost to the first block of each row, joined with as many more as give the best
     importance per cost.
 
@@ -179,7 +174,7 @@ def _with_fixed_cost(rows: Rows, fixed_R: torch.Tensor) -> Rows:
     last_R1 = num_blocks - 1 - (importance_RB / cost_RB).flip(1).argmax(1, keepdim=True)
     is_joined_RB = torch.arange(num_blocks) <= last_R1
 
-    def joined(values_RB: torch.Tensor, sums_RB: torch.Tensor, rest: float) -> torch.Tensor:
+    def joined(values_RB: Tensor, sums_RB: Tensor, rest: float) -> Tensor:
         first_R1 = sums_RB.gather(1, last_R1)
         return torch.cat([first_R1, values_RB.masked_fill(is_joined_RB, rest)[:, 1:]], dim=1)
 
@@ -191,15 +186,15 @@ def _with_fixed_cost(rows: Rows, fixed_R: torch.Tensor) -> Rows:
     )
 
 
-def best_support(parts: Sequence[Rows], budget_G: torch.Tensor) -> list[torch.Tensor]:
+def best_support(parts: Sequence[Rows], budget_G: Tensor) -> list[Tensor]:
     """Return the bool mask [R, U] of the kept units per module type; the rows of each come group
     after group."""
     num_groups = len(budget_G)
 
-    def grouped(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    def grouped(values: Iterable[Tensor]) -> Tensor:
         return torch.cat([part.reshape(num_groups, -1) for part in values], dim=1)
 
-    def by_rows(values_GM: torch.Tensor) -> list[torch.Tensor]:
+    def by_rows(values_GM: Tensor) -> list[Tensor]:
         sizes = [rows.cost.numel() // num_groups for rows in parts]
         return [part.reshape(rows.cost.shape) for part, rows in zip(values_GM.split(sizes, 1), parts, strict=True)]
 
@@ -211,7 +206,7 @@ def best_support(parts: Sequence[Rows], budget_G: torch.Tensor) -> list[torch.Te
     return [rows.support(taken_RB) for rows, taken_RB in zip(parts, by_rows(taken_GM), strict=True)]
 
 
-def choose_counts(importance_RB: torch.Tensor, cost_RB: torch.Tensor, budget: float) -> torch.Tensor:
+def choose_counts(importance_RB: Tensor, cost_RB: Tensor, budget: float) -> Tensor:
     """Choose one column per row, so that importance is highest at a cost of at most `budget`.
 
     importance_RB, cost_RB: float64; costs need not grow evenly. Where a row has fewer columns,
@@ -227,7 +222,7 @@ def choose_counts(importance_RB: torch.Tensor, cost_RB: torch.Tensor, budget: fl
     if len(cost_RB) * math.log(cost_RB.shape[1]) <= math.log(MOST_CHOICES):
         return _best_of_all(importance_RB, cost_RB, budget)
 
-    def choose(price: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    def choose(price: Tensor) -> tuple[Tensor, bool]:
         columns_R1 = (importance_RB - price * cost_RB).argmax(-1, keepdim=True)
         return columns_R1, bool(cost_RB.gather(-1, columns_R1).sum() <= budget)
 
@@ -250,7 +245,7 @@ def choose_counts(importance_RB: torch.Tensor, cost_RB: torch.Tensor, budget: fl
         columns_R1[row] = column
 
 
-def _best_of_all(importance_RB: torch.Tensor, cost_RB: torch.Tensor, budget: float) -> torch.Tensor:
+def _best_of_all(importance_RB: Tensor, cost_RB: Tensor, budget: float) -> Tensor:
     """As `choose_counts`, by comparing every choice of columns."""
     importance, cost = importance_RB.new_zeros(1), cost_RB.new_zeros(1)
     for importance_B, cost_B in zip(importance_RB, cost_RB, strict=True):
@@ -263,7 +258,7 @@ def _best_of_all(importance_RB: torch.Tensor, cost_RB: torch.Tensor, budget: flo
     return torch.stack(torch.unravel_index(best, [cost_RB.shape[1]] * len(cost_RB)))
 
 
-def rank_open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
+def rank_open_first(importance: Tensor, is_open: Tensor) -> Tensor:
     """Return the importance, scaled down for closed gates so that every open one ranks higher;
     float64, same shape.
 

@@ -27,7 +27,7 @@ import numpy
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -85,13 +85,13 @@ class TrainedWeights:
             if isinstance(parameter, DTensor) and not self.in_8_bits:
                 torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))
             parameter.requires_grad_(True)
-        hook = torch.Tensor.register_post_accumulate_grad_hook
+        hook = Tensor.register_post_accumulate_grad_hook
         # a hook that held this object would keep the model in memory for good
         proxy = weakref.proxy(self)
         self.hooks = [
             hook(parameter, partial(TrainedWeights._add, proxy, name)) for name, parameter in self.trained.items()
         ]
-        self.share, self.sums, self.first = 1.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self.share, self.sums, self.first = 1.0, dict[str, Tensor](), dict[str, Tensor]()
         if self.in_8_bits:
             self.masters: dict[str, nn.Parameter] = dict(self.trained)
             # AdamW moves each number on its own, so it can be given a process's own rows, which
@@ -222,14 +222,14 @@ class TrainedWeights:
         self.optimizer.state.clear()
         self.sums.clear()
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return everything the next step depends on, as named tensors; sharded ones stay sharded."""
         tensors = {f"{LEARNED}weight.{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items() if self.optimizer.state else ():
             tensors |= {f"{LEARNED}{part}.{name}": values for part, values in self._moments(name, master).items()}
         return tensors
 
-    def like(self, name: str) -> torch.Tensor | None:
+    def like(self, name: str) -> Tensor | None:
         """Return the tensor that a saved one is read into: the weight itself, or a new moment; None
         for other tensors."""
         part, _, weight = name.removeprefix(LEARNED).partition(".")
@@ -239,7 +239,7 @@ class TrainedWeights:
         return master if part == "weight" else torch.zeros_like(master)
 
     @torch.no_grad()
-    def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned after `step` steps, read into what `like` returned."""
         if self.in_8_bits and step:  # a step without gradients makes moments
             for moved in self.moved.values():
@@ -255,7 +255,7 @@ class TrainedWeights:
                 self.optimizer.state[master] = {"step": torch.tensor(float(step), device=master.device)} | moments
         self._round()
 
-    def _moments(self, name: str, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _moments(self, name: str, master: Tensor) -> dict[str, Tensor]:
         """Return the moments of a weight as plain tensors by their names in a saved run.
 
         8-bit moments share a scale per 256 numbers of a process, so those of a sharded weight have
@@ -265,7 +265,7 @@ class TrainedWeights:
         if not self.in_8_bits:
             return {moment: state[moment] for moment in MOMENTS}
         rank = f"-{self.accelerator.process_index}" if isinstance(master, DTensor) else ""
-        parts = dict[str, torch.Tensor]()
+        parts = dict[str, Tensor]()
         for moment in MOMENTS:
             values = state[moment]
             if hasattr(values, "codes"):
@@ -282,7 +282,7 @@ class TrainedWeights:
         process it returns the updated weight, in float32 where anything was trained, so that it is
         rounded once. All processes must call this together, and nothing can be trained afterwards.
         """
-        gathered = dict[str, torch.Tensor]()
+        gathered = dict[str, Tensor]()
         for name, master in self.masters.items() if not self.adapted else ():
             unsharded = master.full_tensor() if isinstance(master, DTensor) else master
             if self.accelerator.is_main_process:
@@ -299,14 +299,14 @@ class TrainedWeights:
         dtype = self.model.dtype  # the result must not hold the model
         return UpdatedWeights(trained, products, dtype)
 
-    def _merge_adapters(self) -> dict[str, Callable[[], torch.Tensor]]:
+    def _merge_adapters(self) -> dict[str, Callable[[], Tensor]]:
         """Add to each weight what its adapter adds; return what computes that, by the weight's name
         on disk.
 
         Products are computed again when needed: all of them together take twice the memory of the
         model.
         """
-        products = dict[str, Callable[[], torch.Tensor]]()
+        products = dict[str, Callable[[], Tensor]]()
         for name, module in self.model.named_modules():
             key = f"{name}.lora_{{}}.{ADAPTER}.weight"
             if key.format("A") in self.masters:
@@ -324,7 +324,7 @@ class UpdatedWeights:
     """Returns the updated value of each stored weight after training."""
 
     def __init__(
-        self, trained: dict[str, torch.Tensor], products: dict[str, Callable[[], torch.Tensor]], dtype: torch.dtype
+        self, trained: dict[str, Tensor], products: dict[str, Callable[[], Tensor]], dtype: torch.dtype
     ) -> None:
         """trained, products: weights, and what adapters add to weights, by names on disk. dtype: of
         the model."""
@@ -332,7 +332,7 @@ class UpdatedWeights:
         self.pending = {*trained, *products}
         """Trained weights that have not been asked for."""
 
-    def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def __call__(self, name: str, weight: Tensor) -> Tensor:
         """Return the updated value of a stored weight, in float32 if it was trained."""
         self.pending.discard(name)
         if product := self.products.get(name):
@@ -426,12 +426,12 @@ def _add_adapters(model: Any, rank: int) -> None:
     assert adapted == names, f"peft adapts other modules than it was told: {adapted ^ names}"
 
 
-def _product(up: torch.Tensor, down: torch.Tensor, scale: float) -> torch.Tensor:
+def _product(up: Tensor, down: Tensor, scale: float) -> Tensor:
     """Return what an adapter adds to its weight."""
     return up @ down * scale
 
 
-def _shard_as(pattern: torch.Tensor, unsharded: torch.Tensor) -> torch.Tensor:
+def _shard_as(pattern: Tensor, unsharded: Tensor) -> Tensor:
     """Return `unsharded`, which every process has, sharded as `pattern` is, if it is."""
     if not isinstance(pattern, DTensor):
         return unsharded

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import GenerationConfig
 
 from ddp_prune.core.decoder import checkpoint_layers, lent
@@ -45,9 +46,9 @@ class Evaluation:
 
     def __init__(
         self,
-        texts: Mapping[str, torch.Tensor],
+        texts: Mapping[str, Tensor],
         tokenizer: Any,
-        loss_masks: Mapping[str, torch.Tensor] | None = None,
+        loss_masks: Mapping[str, Tensor] | None = None,
         print_line: Printer = lambda _: None,
     ) -> None:
         """Choose the texts.
@@ -64,7 +65,7 @@ class Evaluation:
         self.losses: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
         self.agreements: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
         self.answers: dict[str, list[str]] = {}
-        self.first: tuple[OutputHead, dict[str, list[torch.Tensor]]] | None = None
+        self.first: tuple[OutputHead, dict[str, list[Tensor]]] | None = None
 
     def evaluate(self, who: str, model: Any) -> None:
         """Compute the losses and samples of a model, in its dtype and with the attention that
@@ -85,7 +86,7 @@ class Evaluation:
     @torch.no_grad()
     def evaluate_texts(self, who: str, model: Any) -> None:
         """Compute the losses of a model, and its agreement with the first model."""
-        head, hidden = OutputHead.of(model), dict[str, list[torch.Tensor]]()
+        head, hidden = OutputHead.of(model), dict[str, list[Tensor]]()
         for name, blocks in self.texts.items():
             self.losses[name][who], hidden[name] = losses_of(model, blocks, self.loss_masks[name])
         if self.first is None:
@@ -144,7 +145,7 @@ class Evaluation:
                 yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
 
 
-def reference_of(model: Any, tokenizer: Any, blocks: torch.Tensor | None = None, tolerance: float = 0.0) -> Reference:
+def reference_of(model: Any, tokenizer: Any, blocks: Tensor | None = None, tolerance: float = 0.0) -> Reference:
     """Return what a written folder must repeat of the model in memory.
 
     tokenizer: the dense model's; None if it has none. blocks: held-out text, int64 [num_blocks,
@@ -190,14 +191,14 @@ def bits_of(model: Any, tokenizer: Any, texts: Sequence[str], max_length: int | 
 
 
 @torch.no_grad()
-def losses_of(model: Any, blocks: torch.Tensor, loss_mask: torch.Tensor) -> tuple[list[float], list[torch.Tensor]]:
+def losses_of(model: Any, blocks: Tensor, loss_mask: Tensor) -> tuple[list[float], list[Tensor]]:
     """Return a model's mean loss on each block in nats per token, and the hidden states of the
     predicted tokens.
 
     blocks: int64 [num_blocks, seq_len]. loss_mask: bool [num_blocks, seq_len − 1]: the predicted
         tokens to evaluate.
     """
-    head, losses, hidden = OutputHead.of(model), list[float](), list[torch.Tensor]()
+    head, losses, hidden = OutputHead.of(model), list[float](), list[Tensor]()
     for tokens, mask in zip(blocks.to(head.weight.device), loss_mask.to(head.weight.device), strict=True):
         states, labels = final_hidden(model, tokens[None])[mask], tokens[1:][mask]
         losses.append(negative_log_likelihood(states, head, labels) / len(labels))
@@ -206,7 +207,7 @@ def losses_of(model: Any, blocks: torch.Tensor, loss_mask: torch.Tensor) -> tupl
 
 
 @torch.no_grad()
-def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> str:
+def bos_warning(model: Any, name: str, tokenizer: Any, blocks: Tensor) -> str:
     """Return a warning if the tokenizer omits the BOS token of the model's config and the model
     needs it; else "".
 

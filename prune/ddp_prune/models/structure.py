@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_prune.core.decoder import auto_class, decoder_layers
 from ddp_vllm.dimensions import count_chosen_experts, text_config
@@ -100,7 +100,7 @@ class Structure:
         single = [rows // len(modules), columns]
         return {f"{layer}.{module.format(expert)}.weight": single for module in modules for expert in range(number)}
 
-    def unstack(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def unstack(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the experts in a tensor by the names of single ones; other tensors as they are."""
         layer, modules = self.singles(name)
         for module, parts in zip(modules, tensor.chunk(len(modules), dim=1) if modules else (), strict=True):
@@ -324,7 +324,7 @@ def _masks_like_a_cut(module: nn.Module, parts: Mlp) -> bool:
     return False
 
 
-def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _agree(one: Tensor, other: Tensor) -> bool:
     """Tell whether two results are the same up to the rounding of each token's largest number."""
     return bool(((one - other).abs() <= 1e-5 + 1e-5 * other.abs().amax(-1, keepdim=True)).all())
 
@@ -354,7 +354,7 @@ def _with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.M
     return changed.eval()
 
 
-def _set_weight(linear: nn.Linear, kept: torch.Tensor, axis: int) -> None:
+def _set_weight(linear: nn.Linear, kept: Tensor, axis: int) -> None:
     """Keep some rows (axis 0) or columns of a linear layer."""
     linear.weight = nn.Parameter(linear.weight[kept] if axis == 0 else linear.weight[:, kept])
     if axis == 0 and linear.bias is not None:

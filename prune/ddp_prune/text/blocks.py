@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
+from torch import Tensor
 
 from ddp_prune.text.documents import Document, DocumentReader, cut, hash_of
 from ddp_prune.text.messages import Notes
@@ -51,13 +52,13 @@ STREAMED_CANDIDATES = 16
 class Blocks:
     """The packed text of a run: blocks to train on and held-out blocks."""
 
-    train: torch.Tensor
+    train: Tensor
     """int64 [num_blocks, seq_len]"""
-    loss_mask: torch.Tensor
+    loss_mask: Tensor
     """bool [num_blocks, seq_len], of `train`: the assistant's tokens in conversations, with the
     token that ends a turn; all tokens of other text. If the tokenizer cannot map tokens to
     characters, all tokens of any text."""
-    heldout: torch.Tensor
+    heldout: Tensor
     """int64 [heldout_blocks, seq_len], of documents that are not in `train`; a short source gives
     other excerpts."""
     num_tokens: int
@@ -317,7 +318,7 @@ def save_blocks(path: Path, arrays: dict[str, np.ndarray], notes: Sequence[str])
         raise unwritable_cache(cache_folder(), error) from error
 
 
-def select_loss_mask(blocks: Blocks, learn_from: str, data: str, print_line: Printer) -> torch.Tensor | None:
+def select_loss_mask(blocks: Blocks, learn_from: str, data: str, print_line: Printer) -> Tensor | None:
     """Return the loss mask of the training blocks; None if all tokens contribute to the
     cross-entropy.
 
@@ -354,7 +355,7 @@ def check_watched(watched: Blocks, name: str, blocks: Blocks, data: str) -> None
         )
 
 
-def shared_runs(watched: torch.Tensor, train: torch.Tensor) -> float:
+def shared_runs(watched: Tensor, train: Tensor) -> float:
     """Return the share of the runs of RUN tokens in watched text that training text holds too,
     whatever documents, blanks or rows they stand in.
 
@@ -372,7 +373,7 @@ def shared_runs(watched: torch.Tensor, train: torch.Tensor) -> float:
     return float(is_shared.mean())
 
 
-def _hashed_runs(tokens: torch.Tensor) -> np.ndarray:
+def _hashed_runs(tokens: Tensor) -> np.ndarray:
     """Return a hash of every run of RUN successive tokens, uint64."""
     stream = tokens.flatten().numpy().astype(np.uint64)
     hashes = np.zeros(max(0, len(stream) - RUN + 1), np.uint64)
