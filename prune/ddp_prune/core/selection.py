@@ -39,38 +39,37 @@ def greedy(importance_GM: Tensor, cost_GM: Tensor, budget_G: Tensor, parent_GM: 
     ratio_GM = torch.where(cost_GM > 0, importance_GM.double() / cost_GM, torch.inf)
     # a budget such as 0.8 · 768 is not exact in binary
     budget_G1 = budget_G.double()[:, None] * (1.0 + 1e-9)
-    taken_GM = _take_alone(ratio_GM, cost_GM, budget_G1, parent_GM)
-    return taken_GM if len(budget_G) == 1 else _take_together(taken_GM, ratio_GM, cost_GM, budget_G1, parent_GM)
-
-
-def _take_alone(ratio_GM: Tensor, cost_GM: Tensor, budget_G1: Tensor, parent_GM: Tensor | None) -> Tensor:
-    """Return the blocks that each group takes from its own budget."""
-    order_GM = ratio_GM.argsort(dim=-1, descending=True, stable=True)
     taken_GM = torch.zeros_like(cost_GM, dtype=torch.bool)
-    fits_GM = torch.ones_like(taken_GM)
-    left_G1 = budget_G1
+
+    def left_over() -> Tensor:
+        """Return the unspent part of each budget, [G, 1]."""
+        return budget_G1 - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
+
+    def available(left: Tensor) -> Tensor:
+        """Return the blocks that could be taken next, bool [G, M]: they fit into `left`, and their
+        parents are taken."""
+        fits_GM = ~taken_GM & (cost_GM <= left)
+        if parent_GM is None:
+            return fits_GM
+        has_none_GM = parent_GM == torch.arange(parent_GM.shape[1], device=parent_GM.device)
+        return fits_GM & (has_none_GM | taken_GM.gather(-1, parent_GM))
+
+    # each group takes blocks from its own budget
+    order_GM = ratio_GM.argsort(dim=-1, descending=True, stable=True)
+    left_G1, fits_GM = budget_G1, torch.ones_like(taken_GM)
     while fits_GM.any():
         trial_GM = torch.where(fits_GM, cost_GM, 0.0)
         sums_GM = torch.empty_like(cost_GM).scatter_(-1, order_GM, trial_GM.gather(-1, order_GM).cumsum(-1))
         taken_GM |= fits_GM & (sums_GM <= left_G1)
-        left_G1 = _left_over(taken_GM, cost_GM, budget_G1)
-        fits_GM = _available(taken_GM, cost_GM, left_G1, parent_GM)
-    return taken_GM
-
-
-def _take_together(
-    taken_GM: Tensor,
-    ratio_GM: Tensor,
-    cost_GM: Tensor,
-    budget_G1: Tensor,
-    parent_GM: Tensor | None,
-) -> Tensor:
-    """Return the taken blocks after every group may take one more block from the pooled rest of all
-    budgets."""
+        left_G1 = left_over()
+        fits_GM = available(left_G1)
+    if len(budget_G) == 1:
+        return taken_GM
+    # then each may take one more from the pooled rest of all budgets
     waiting_G1 = torch.ones_like(budget_G1, dtype=torch.bool)
     while True:
-        left = _left_over(taken_GM, cost_GM, budget_G1).sum()
-        fits_GM = _available(taken_GM, cost_GM, left, parent_GM) & waiting_G1
+        left = left_over().sum()
+        fits_GM = available(left) & waiting_G1
         groups = fits_GM.any(-1).nonzero()[:, 0]
         if not len(groups):
             return taken_GM
@@ -80,21 +79,6 @@ def _take_together(
         paid = cost_GM[groups, blocks].cumsum(0) <= left
         taken_GM[groups[paid], blocks[paid]] = True
         waiting_G1[groups[paid]] = False
-
-
-def _left_over(taken_GM: Tensor, cost_GM: Tensor, budget_G1: Tensor) -> Tensor:
-    """Return the unspent part of each budget, [G, 1]."""
-    return budget_G1 - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
-
-
-def _available(taken_GM: Tensor, cost_GM: Tensor, left: Tensor, parent_GM: Tensor | None) -> Tensor:
-    """Return the blocks that could be taken next, bool [G, M]: they fit into `left`, and their
-    parents are taken."""
-    fits_GM = ~taken_GM & (cost_GM <= left)
-    if parent_GM is None:
-        return fits_GM
-    has_none_GM = parent_GM == torch.arange(parent_GM.shape[1], device=parent_GM.device)
-    return fits_GM & (has_none_GM | taken_GM.gather(-1, parent_GM))
 
 
 @dataclass(frozen=True, kw_only=True)
