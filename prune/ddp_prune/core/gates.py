@@ -324,23 +324,20 @@ class NarrowLayers:
             rows.append(torch.where(changed_L, open_LN[block].sum(1), -1))
         # the one wait for the device
         for block, counts in zip(open_LN, torch.stack(rows).tolist(), strict=True):
+            multiple = {"attn": 1, "mlp": CHANNEL_BLOCK}[block]
             for row, num_open in enumerate(counts):
-                if num_open >= 0:
-                    self._choose_computed(block, row, open_LN[block][row], num_open, is_open[block].shape[1])
+                if num_open < 0:
+                    continue
+                # the open bundles, and closed ones up to the next multiple
+                num_kept, open_N = max(1, -(-num_open // multiple)) * multiple, open_LN[block][row]
+                if num_kept >= len(open_N):
+                    self.kept[block][row] = self.bundles[block][row] = None
+                    continue
+                kept_K = open_N.int().argsort(descending=True, stable=True)[:num_kept].sort().values
+                units = torch.arange(is_open[block].shape[1] // len(open_N), device=kept_K.device)
+                self.bundles[block][row] = kept_K
+                self.kept[block][row] = (kept_K[:, None] * len(units) + units).flatten()
         self._open = open_LN
-
-    def _choose_computed(self, block: str, row: int, open_N: Tensor, num_open: int, num_units: int) -> None:
-        """Choose the bundles of a layer to compute: the open ones, and closed ones up to the next
-        multiple."""
-        multiple = {"attn": 1, "mlp": CHANNEL_BLOCK}[block]
-        num_kept = max(1, -(-num_open // multiple)) * multiple
-        if num_kept >= len(open_N):
-            self.kept[block][row] = self.bundles[block][row] = None
-            return
-        kept_K = open_N.int().argsort(descending=True, stable=True)[:num_kept].sort().values
-        units = torch.arange(num_units // len(open_N), device=kept_K.device)
-        self.bundles[block][row] = kept_K
-        self.kept[block][row] = (kept_K[:, None] * len(units) + units).flatten()
 
 
 def narrow_layers(gated: GatedModel) -> NarrowLayers | None:
