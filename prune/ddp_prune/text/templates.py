@@ -25,15 +25,18 @@ THOUGHTS = ("reasoning", "reasoning_content")
 UNREADABLE = (TemplateError, TypeError, ValueError)
 
 Message = Mapping[str, Any]
+Messages = Sequence[Message]
+Tools = Sequence[Any] | None
+Span = tuple[int, int]
+"""[start, stop) of a text, in characters."""
 
 
 class Rendered(NamedTuple):
     """A conversation as text."""
 
     text: str
-    answers: list[tuple[int, int]]
-    """[start, stop) of the text that the assistant generates, in characters, without the end of its
-    turns."""
+    answers: list[Span]
+    """The text that the assistant generates, without the end of its turns."""
     left_out: Sequence[str] = ()
     """Why an answer is none of `answers`, for each of these."""
 
@@ -75,8 +78,8 @@ class ChatTemplate:
 
     def text(
         self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
+        messages: Messages,
+        tools: Tools = None,
         *,
         prompt: bool = False,
     ) -> str:
@@ -87,7 +90,7 @@ class ChatTemplate:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": prompt}
         return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, **options))
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered | TemplateError:
+    def render(self, messages: Messages, tools: Tools = None) -> Rendered | TemplateError:
         """Return a conversation as text and where its answers are, or why the template rejects it.
 
         Raises: TextError if the template fails otherwise.
@@ -101,7 +104,7 @@ class ChatTemplate:
         except TemplateError as error:
             return error
 
-    def _rendered(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
+    def _rendered(self, text: str, messages: Messages, tools: Tools) -> Rendered:
         """Return where the answers are in the text of a conversation."""
         included = [
             number
@@ -109,7 +112,7 @@ class ChatTemplate:
             if message["role"] == "assistant" and message.get("weight") != 0
         ]
         spans = self._answers(text, messages, included, tools)
-        answers, left_out = list[tuple[int, int]](), list[str]()
+        answers, left_out = list[Span](), list[str]()
         for number in included:
             span = spans[number] if spans else self._answer(text, messages, number, tools)
             thoughts = _thoughts_of(messages[number])
@@ -121,7 +124,7 @@ class ChatTemplate:
                 answers.append(span)
         return Rendered(text, answers, left_out)
 
-    def _thinks(self, thoughts: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+    def _thinks(self, thoughts: str, messages: Messages, tools: Tools) -> bool:
         """Tell whether a model with this template thinks before the answer that ends a conversation: the template
         begins thoughts, or renders those of a last turn."""
         if re.search(r"(?<!/)\bthink\W*$", self.prompt, re.IGNORECASE):
@@ -130,9 +133,7 @@ class ChatTemplate:
             return thoughts in self.text(messages, tools)
         return False
 
-    def _answers(
-        self, text: str, messages: Sequence[Message], numbers: Sequence[int], tools: Sequence[Any] | None
-    ) -> dict[int, tuple[int, int]]:
+    def _answers(self, text: str, messages: Messages, numbers: Sequence[int], tools: Tools) -> dict[int, Span]:
         """Return where each of these messages is in the text, as `_answer` does; {} if one rendering
         does not tell."""
         marks = {number: chr(ord(PLACEHOLDER) + place) for place, number in enumerate(numbers)}
@@ -147,7 +148,7 @@ class ChatTemplate:
         for part in parts:
             starts.append(text.find(part, end))
             end = starts[-1] + len(part)
-        spans, stop = dict[int, tuple[int, int]](), len(text) - len(rest)
+        spans, stop = dict[int, Span](), len(text) - len(rest)
         # an answer is located if the parts are found in the same places from both ends
         for number, part, place in zip(numbers[::-1], parts[::-1], starts[::-1], strict=True):
             ending = self.prompted if self.prompted in part else self.prompt or PLACEHOLDER
@@ -159,9 +160,7 @@ class ChatTemplate:
             stop = place
         return spans if stop == 0 else {}
 
-    def _answer(
-        self, text: str, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
-    ) -> tuple[int, int] | None:
+    def _answer(self, text: str, messages: Messages, number: int, tools: Tools) -> Span | None:
         """Return where one assistant's message is in the text; None if it cannot be located."""
         placeholder = _placeholder(messages[number], PLACEHOLDER)
         # some templates reject a result of a tool without its call: then without later turns
@@ -176,7 +175,7 @@ class ChatTemplate:
                     return start, _after_blanks(text, stop)
         return None
 
-    def _start(self, text: str, before: str, earlier: Sequence[Message], tools: Sequence[Any] | None) -> int:
+    def _start(self, text: str, before: str, earlier: Messages, tools: Tools) -> int:
         """Return where an answer begins that ends `text`.
 
         The model generates the blanks between the prompt and its words, and also the tags around
