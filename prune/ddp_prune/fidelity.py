@@ -78,9 +78,15 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Pri
             yield who, model, load_model(model, settings.dtype, device)
 
     with explained(too_large):
-        measured = (
-            _bits(excerpts, loaded(), settings.max_length) if differing else _perplexities(blocks, tokenizer, loaded())
-        )
+        if differing:
+            measured = _bits(excerpts, loaded(), settings.max_length)
+        else:
+            tokens, loss_masks = ({name: pair[part] for name, pair in blocks.items()} for part in (0, 1))
+            evaluation = Evaluation(tokens, tokenizer, loss_masks)
+            for who, _, model in loaded():
+                evaluation.evaluate_texts(who, model)
+                del model  # before the next one is loaded
+            measured = {name: evaluation.perplexity(name) for name in blocks}
     results["bits" if differing else "texts"] = {
         bare_name(name): ({"sha256": sha256(Path(name))[:32]} if Path(name).is_file() else {}) | values
         for name, values in measured.items()
@@ -89,35 +95,22 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Pri
     return results
 
 
-def _perplexities(
-    texts: Mapping[str, tuple[Tensor, Tensor]], tokenizer: Any, models: Iterable[tuple[str, Source, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Return the results of both models on each text, `Quality` as results files have it."""
-    blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
-    evaluation = Evaluation(blocks, tokenizer, loss_masks)
-    for who, _, model in models:
-        evaluation.evaluate_texts(who, model)
-        del model  # before the next one is loaded
-    return {name: evaluation.perplexity(name) for name in texts}
-
-
 def _bits(
     texts: Mapping[str, Sequence[str]], models: Iterable[tuple[str, Source, Any]], max_length: int
 ) -> dict[str, dict[str, Any]]:
     """Return the results of both models on each text, `Bits` as results files have it."""
     results: dict[str, dict[str, Any]] = {
-        name: {"excerpt_bytes": [len(text.encode()) for text in excerpts]}
-        | {key: {} for key in ("bits_per_byte", "tokens_per_byte", "excerpt_bits")}
-        for name, excerpts in texts.items()
-    }  # fmt: skip
+        name: {"excerpt_bytes": [], "bits_per_byte": {}, "tokens_per_byte": {}, "excerpt_bits": {}} for name in texts
+    }
     for who, source, model in models:
         tokenizer = load_tokenizer(source.tokenizer)
         for name, result in results.items():
             bits, num_tokens = bits_of(model, tokenizer, texts[name], max_length)
+            result["excerpt_bytes"] = [len(text.encode()) for text in texts[name]]
             num_bytes = sum(result["excerpt_bytes"])
-            values = {"bits_per_byte": sum(bits) / num_bytes, "tokens_per_byte": num_tokens / num_bytes}
-            for key, value in (values | {"excerpt_bits": bits}).items():
-                result[key][who] = value
+            result["bits_per_byte"][who] = sum(bits) / num_bytes
+            result["tokens_per_byte"][who] = num_tokens / num_bytes
+            result["excerpt_bits"][who] = bits
         del model  # before the next one is loaded
     return results
 
