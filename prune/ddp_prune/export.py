@@ -291,13 +291,13 @@ def read_scores(path: Path) -> Masks:
     return {name: torch.from_numpy(values) for name, values in tensors.items() if not name.endswith(".gates")}
 
 
-def copy_masks(source: Path, target: Path, provenance: Mapping[str, Any]) -> None:
-    """Write the gates and scores of a masks file again, if it has some, with other provenance: of a
-    model that another tool pruned only the widths are known."""
-    has_masks = "converted" not in provenance
-    gates, scores = (read_masks(source)[0], read_scores(source)) if has_masks else ({}, {})
+def copy_masks(source: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
+    """Write the gates and scores of a folder's masks file into another folder, if it has some, with other
+    provenance: of a model that another tool pruned only the widths are known."""
+    masks, has_masks = source / MASKS_FILE, "converted" not in provenance
+    gates, scores = (read_masks(masks)[0], read_scores(masks)) if has_masks else ({}, {})
     head_unit = str(provenance.get("head_unit", "kv-group"))
-    write_masks(gates, target, head_unit=head_unit, provenance=provenance, scores=scores)
+    write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
 
 
 def write_masks(

@@ -190,12 +190,11 @@ def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path, refer
     config = config_of_copy(checkpoint.config, checkpoint.widths) if pruned else read_json(source / "config.json")
     quantized = {"quantization_config": read_json(work / "config.json")["quantization_config"]}
     write_model(folder, source, config | quantized, stored_tensors(work))
-    proved = prove(folder, reference)
-    provenance = local_provenance(source / MASKS_FILE) | proved
-    if not pruned or not (source / MASKS_FILE).exists():
-        write_provenance(folder / MASKS_FILE, provenance)
+    provenance = local_provenance(source / MASKS_FILE) | prove(folder, reference)
+    if pruned and (source / MASKS_FILE).exists():
+        copy_masks(source, folder, provenance)
     else:
-        copy_masks(source / MASKS_FILE, folder / MASKS_FILE, provenance)
+        write_provenance(folder / MASKS_FILE, provenance)
     for name in (METRICS_FILE, RECOVERY_FILE):
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)

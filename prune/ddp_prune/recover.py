@@ -244,7 +244,7 @@ def _write(
     with atomic_folder(run_folder.output, overwrite=run_folder.record["overwrite"]) as folder:
         write_model(folder, source, config_of_copy(checkpoint.config, checkpoint.widths), tensors)
         transform.check_complete()
-        copy_masks(source / MASKS_FILE, folder / MASKS_FILE, {**provenance, **prove(folder, reference)})
+        copy_masks(source, folder, {**provenance, **prove(folder, reference)})
         if (source / METRICS_FILE).exists():
             shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
         shutil.copyfile(run_folder.metrics, folder / RECOVERY_FILE)
