@@ -33,6 +33,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_prune.core.processes import broadcast_from_main, raise_on_all_ranks
 from ddp_prune.core.schedule import Like, Saved, Unsaved
 from ddp_prune.settings import INDECISIVE, TrainingSettings
 from ddp_vllm.errors import OutputError, Printer
@@ -86,8 +87,6 @@ class RunFolder(Unsaved):
         Raises: OutputError if another process works on the run, as `find_record`, or if the folder
             cannot be written to.
         """
-        from ddp_prune.core.processes import broadcast_from_main, raise_on_all_ranks
-
         with ExitStack() as stack:
             stack.callback(self._remove_if_empty)
             with raise_on_all_ranks(self.accelerator):
@@ -112,8 +111,6 @@ class RunFolder(Unsaved):
     def written(self, outputs: Sequence[Path]) -> list[Path]:
         """Return the first of the outputs, as many as this run has written; all processes call this
         together."""
-        from ddp_prune.core.processes import broadcast_from_main
-
         is_written = [provenance_of(output).get("run_id") == self.id for output in outputs]
         return broadcast_from_main(self.accelerator, list(outputs[: [*is_written, False].index(False)]))
 
@@ -177,8 +174,6 @@ class RunFolder(Unsaved):
             written by the processes that hold them. extra: plain data.
         Raises: OutputError if it cannot be written.
         """
-        from ddp_prune.core.processes import broadcast_from_main, raise_on_all_ranks
-
         record, name, is_main = self.record, f"state-{self.size}-{step}", self.accelerator.is_main_process
         folder = self.folder / name
         with raise_on_all_ranks(self.accelerator):
@@ -222,8 +217,6 @@ class RunFolder(Unsaved):
                 path.unlink(missing_ok=True)
 
     def _load(self, name: str, like: Like) -> Saved:
-        from ddp_prune.core.processes import raise_on_all_ranks
-
         state, folder = self.record["states"][name], self.folder / name
         with raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:

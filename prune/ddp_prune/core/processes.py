@@ -1,31 +1,30 @@
-"""Several processes in one run: which runs first, errors that all of them raise, and tensors
-sharded over them.
+"""Several processes in one run: which runs first, and errors that all of them raise.
 
-Processes are started by accelerate launch or torchrun.
+Processes are started by accelerate launch or torchrun. torch is imported only when they communicate.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from typing import TYPE_CHECKING, TypeVar
 
 from ddp_vllm.errors import DdpError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 Found = TypeVar("Found")
 
 
 @contextmanager
-def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
+def raise_on_all_ranks(accelerator: "Accelerator") -> Iterator[None]:
     """Wait for all processes after the block, and raise a DdpError in all of them if any of them
     raised one.
 
     Without this, the other processes would wait forever for the failed one. The block itself must
     not communicate. Any other exception ends its process at once, and the launcher ends the rest.
     """
+    from accelerate.utils import gather_object
+
     local: DdpError | None = None
     try:
         yield
@@ -36,7 +35,7 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
         raise first
 
 
-def main_process_first(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
+def main_process_first(accelerator: "Accelerator", find: Callable[[], Found]) -> Found:
     """Return `find()` of each process. The first process of each machine runs it before the others,
     to fill the caches.
 
@@ -49,11 +48,8 @@ def main_process_first(accelerator: Accelerator, find: Callable[[], Found]) -> F
     return value
 
 
-def broadcast_from_main(accelerator: Accelerator, value: Found) -> Found:
+def broadcast_from_main(accelerator: "Accelerator", value: Found) -> Found:
     """Return the main process's `value` in all processes."""
+    from accelerate.utils import broadcast_object_list
+
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the rows of a tensor that this process holds: all of them unless it is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

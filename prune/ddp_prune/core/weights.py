@@ -33,7 +33,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ddp_prune.core.decoder import decoder_layers, decoder_of
 from ddp_prune.core.loss import OutputHead
-from ddp_prune.core.processes import local_part
 from ddp_vllm.errors import TrainingError
 
 # the best of those tried on SmolLM2-135M, whose hidden size is 576
@@ -53,6 +52,11 @@ def highest_rate(train: str, hidden_size: int) -> float:
     """Return AdamW's learning rate after warm-up, where nothing better is known. Two hidden sizes
     were tried."""
     return WIDE_RATE if train == "weights" and hidden_size >= WIDE else LEARNING_RATES[train]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the rows of a tensor that this process holds: all of them unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TrainedWeights:
