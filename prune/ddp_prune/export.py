@@ -25,7 +25,7 @@ from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.dimensions import WHOLE_EXPERT, Dimensions, is_copied_head, unit_shapes, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import fewer_experts, pruned_config, warn
-from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
+from ddp_vllm.masks import MASKS_FILE, Provenance, masks_metadata, read_masks_file
 from ddp_vllm.model_files import has_tokenizer, save_tensors, state_tokenizer, stored_tensors, write_model
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
@@ -258,8 +258,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof
 def warn_of_other_weights(folder: Path, dense: Source) -> None:
     """Warn if the weights of the dense model are not those that a pruned folder was made from, as after another
     fine-tuning into the same folder."""
-    provenance = provenance_of(folder)
-    known = provenance.get("applied_weights") or provenance.get("fingerprint", {}).get("weights")
+    known = Provenance.of(provenance_of(folder)).dense_weights
     if known and known != identity_of_weights(dense.folder):
         warn(f"{folder} was pruned from other weights than {dense.folder} now has, with which it is compared")
 
