@@ -27,7 +27,7 @@ from ddp_vllm.families import config_of_copy, register_pruned
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, Provenance
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.model_files import has_tokenizer, stored_tensors, write_model
-from ddp_vllm.output import atomic_folder, check_output
+from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card, write_trimmed_pages
 from ddp_vllm.proof import Reference, prove
 from ddp_vllm.provenance import local_provenance, write_provenance
@@ -66,15 +66,12 @@ def quantize(
     """Write the model in `folder`, pruned or dense, with quantized weights; all other files are
     copied.
 
-    proof: compare the written folder with the unquantized model.
+    scheme: of SCHEMES. proof: compare the written folder with the unquantized model.
     print_line: prints a line on the layers that a kernel runs more slowly, if there are any.
-    Raises: CheckpointError if the model is quantized already; SettingError for another scheme, for
-        routed experts, and for widths that no kernel supports; OutputError as `atomic_folder`;
-        SettingError without llm-compressor; DdpError if llm-compressor fails.
+    Raises: CheckpointError if the model is quantized already; SettingError for routed experts, and for
+        widths that no kernel supports; OutputError as `atomic_folder`; SettingError without
+        llm-compressor; DdpError if llm-compressor fails.
     """
-    if scheme not in SCHEMES:
-        raise SettingError("scheme", f"is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
-    check_output(output, overwrite=overwrite)
     checkpoint = _open(folder)
     if note := kernel_note(checkpoint, scheme):
         print_line(note)
