@@ -53,8 +53,10 @@ def start_tracker(accelerator: Accelerator, project: str, settings: Settings) ->
     require."""
     values: dict[str, Any] = {}
     for name, value in settings.to_dict().items():
-        table = value if isinstance(value, dict) else None
-        values |= {name: value} if table is None else {f"{name}.{key}": setting for key, setting in table.items()}
+        if isinstance(value, dict):
+            values |= {f"{name}.{key}": setting for key, setting in value.items()}
+        else:
+            values[name] = value
     accelerator.init_trackers(project, config=values)
 
 

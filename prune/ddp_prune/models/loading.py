@@ -47,10 +47,9 @@ def check_sharding(recipe: TrainingSettings, num_processes: int) -> None:
 def load(source: Source, recipe: TrainingSettings, accelerator: Accelerator) -> Any:
     """Load a model for a run, whole or sharded; see `load_model` and `load_sharded`."""
     gc.collect()  # models of earlier sizes: FSDP and peft leave reference cycles
-    if recipe.shard:
-        model = load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
-    else:
+    if not recipe.shard:
         return load_model(source, recipe.dtype, accelerator.device)
+    model = load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
     if source.structure:
         check_head(source, model)
     return model
