@@ -98,34 +98,9 @@ def load_blocks(
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed, text_column)
     with reading_text(data):
         path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
-    saved = saved_blocks(path)
-    if saved is None:
-        check_cache()  # otherwise the error of `datasets` would blame the text
-        saved = _read_blocks(data, tokenizer, *sizes)
-        save_blocks(path, *saved)
-    arrays, notes = saved
-    return Blocks(
-        train=torch.from_numpy(arrays["train"]).long(),
-        loss_mask=torch.from_numpy(arrays["loss_mask"]),
-        heldout=torch.from_numpy(arrays["heldout"]).long(),
-        num_tokens=arrays["train"].size + arrays["heldout"].size,
-        train_hashes=frozenset(arrays["train_hashes"].tolist()),
-        heldout_hashes=frozenset(arrays["heldout_hashes"].tolist()),
-        notes=tuple(notes),
-    )
-
-
-def _read_blocks(
-    data: str,
-    tokenizer: Any,
-    seq_len: int,
-    train_blocks: int,
-    heldout_blocks: int,
-    min_train_blocks: int,
-    seed: int,
-    text_column: str,
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return the arrays of blocks, and notes. Arguments and errors: as `load_blocks`."""
+    if saved := saved_blocks(path):
+        return _as_blocks(*saved)
+    check_cache()  # otherwise the error of `datasets` would blame the text
     bos = leading_bos(tokenizer)
     width, excerpt_size = seq_len - len(bos), CHARACTERS_PER_TOKEN * seq_len  # tokens of text in a block, characters
     heldout_tokens, names = heldout_blocks * width, sources_of(data)
@@ -157,7 +132,20 @@ def _read_blocks(
         "train_hashes": train.hashes,
         "heldout_hashes": np.asarray([*hidden], np.uint64),
     }
-    return arrays, lines
+    save_blocks(path, arrays, lines)
+    return _as_blocks(arrays, lines)
+
+
+def _as_blocks(arrays: dict[str, np.ndarray], notes: Sequence[str]) -> Blocks:
+    return Blocks(
+        train=torch.from_numpy(arrays["train"]).long(),
+        loss_mask=torch.from_numpy(arrays["loss_mask"]),
+        heldout=torch.from_numpy(arrays["heldout"]).long(),
+        num_tokens=arrays["train"].size + arrays["heldout"].size,
+        train_hashes=frozenset(arrays["train_hashes"].tolist()),
+        heldout_hashes=frozenset(arrays["heldout_hashes"].tolist()),
+        notes=tuple(notes),
+    )
 
 
 def _open(
