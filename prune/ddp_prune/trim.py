@@ -110,8 +110,8 @@ def trim(
     config = _checked(folder)
     tokenizer, document = load_document(model, folder)
     source, ids = open_source(model), ids_of(document)
-    usual: Json = json.loads(stock_config(folder).to_json_string(use_diff=False))
-    config = _with_defaults(config, usual, {*ids.values()})
+    of_class = json.loads(stock_config(folder).to_json_string(use_diff=False))
+    config = _with_defaults(config, of_class, {*ids.values()})
     table, num_rows = table_of(source, config), text_config(config)["vocab_size"]
     target = num_tokens // MULTIPLE * MULTIPLE
     if not target or target >= sum(number < num_rows for number in ids.values()):
@@ -145,7 +145,7 @@ def trim(
         write_weights(kept_rows(), writing)
         if proof:
             print_line("comparing tokens and logits with the dense model's, in fresh processes")
-        proved = _prove(writing, source, held_out, new_ids, num_rows) if proof else {}
+        proved = _prove(writing, source, held_out, new_ids, rows) if proof else {}
         print_line("evaluating both models on held-out text")
         costs = _costs((source, open_source(str(writing))), held_out)
         name = folder.resolve().name if Path(model).is_dir() else model  # not the hash of a snapshot
@@ -271,7 +271,7 @@ def _write_settings(folder: Path, document: Json, new_ids: Mapping[int, int]) ->
 
 
 def _prove(
-    written: Path, dense: Source, texts: Mapping[str, list[str]], new_ids: Mapping[int, int], num_rows: int
+    written: Path, dense: Source, texts: Mapping[str, list[str]], new_ids: Mapping[int, int], rows: Sequence[int]
 ) -> Json:
     """Return the proof of a written folder, as `proof.prove` does. Fresh processes read both models:
     text of kept tokens has the same tokens and, but for rounding, the same logits of kept tokens, and
@@ -282,9 +282,10 @@ def _prove(
     sample = chance.sample(sorted(new_ids), min(len(new_ids), SAMPLED_TOKENS))
     odd = ["".join(chr(chance.randint(*chance.choice(PLANES))) for _ in range(20)) for _ in range(RANDOM_TEXTS)]
     candidates = [*lines, PROSE, *map(tokenizer.decode, sample), ODD, *odd, *held_out]
-    natural = itertools.chain(*(tokenizer(text, verbose=False)["input_ids"] for text in (PROSE, ODD, *held_out[:READ])))
+    natural = itertools.chain(*reading.read_texts(tokenizer, [PROSE, ODD, *held_out[:READ]])["tokens"])
     longest = getattr(stock_config(dense.folder).get_text_config(), "max_position_embeddings", None) or MOST_TOKENS
-    block = [number for number in natural if number in new_ids and number < num_rows][: min(longest, MOST_TOKENS)]
+    have_row = {*rows}
+    block = [number for number in natural if number in have_row][: min(longest, MOST_TOKENS)]
     before, logits = read_back(dense.folder, (), block)
     if error := before.get("error"):
         raise ModelError(f"{dense.tokenizer} cannot be loaded by transformers ({error}); download it again")
@@ -292,15 +293,15 @@ def _prove(
     if error := after.get("error"):
         return {"fault": f"transformers cannot load it ({error})"}
     read, again = reading.read_texts(tokenizer, candidates), after["texts"]
-    same = [index for index, ids in enumerate(read["tokens"]) if new_ids.keys() >= set(ids)]
-    wanted = read | {"tokens": [[new_ids[number] for number in read["tokens"][index]] for index in same]}
-    found = again | {"tokens": [again["tokens"][index] for index in same]}
-    far = distance(new_logits, logits[:, [number for number in new_ids if number < num_rows]])
+    same = [pair for pair in zip(read["tokens"], again["tokens"], strict=True) if new_ids.keys() >= {*pair[0]}]
+    read["tokens"] = [[new_ids[number] for number in ids] for ids, _ in same]
+    again["tokens"] = [ids for _, ids in same]
+    far = distance(new_logits, logits[:, rows])
     limit = SAME.get(before["dtype"], SAME["bfloat16"])
-    fault = difference(Reference(read=wanted), {"texts": found})
+    fault = difference(Reference(read=read), after)
     if not fault and not far <= limit:
         fault = f"logits of kept tokens are {far:.1g} away from the dense model's, of which rounding explains {limit:g}"
-    return {"tokens": sum(map(len, found["tokens"])), "logits": far, "tolerance": limit, "fault": fault}
+    return {"tokens": sum(map(len, again["tokens"])), "logits": far, "tolerance": limit, "fault": fault}
 
 
 def _costs(sources: Sequence[Source], held_out: Mapping[str, list[str]]) -> Json:

@@ -112,30 +112,28 @@ def required_ids(folder: Path, config: Json, document: Json, tokenizer: Any) -> 
     return required
 
 
-def renumber(content: Any, new_id: Renumber, place: str, names: re.Pattern[str] = TOKEN_ID) -> Any:
-    """Return settings with new token ids. place: names the setting in errors. names: of settings that
-    hold ids; a negative id stands for none. Raises: ModelError for a setting of pairs that holds none."""
+def renumber(
+    content: Any, new_id: Renumber, place: str, names: re.Pattern[str] = TOKEN_ID, *, are_ids: bool = False
+) -> Any:
+    """Return settings with new token ids.
+
+    place: names the setting in errors. names: of settings that hold ids. are_ids: the numbers in `content` are ids;
+    a negative one stands for none. Raises: ModelError for a setting of pairs that holds none.
+    """
     if isinstance(content, list):
-        return [renumber(part, new_id, place, names) for part in content]
+        return [renumber(part, new_id, place, names, are_ids=are_ids) for part in content]
     if not isinstance(content, dict):
-        return content
+        is_id = are_ids and type(content) is int and content >= 0
+        return new_id(content, place) if is_id else content
     settings = dict(content)
     for key, value in content.items():
         if key in PAIRS and value:
             settings[key] = _moved_pairs(value, new_id, f"{place}: {key}", PAIRS[key])
-        elif names.fullmatch(key):
-            settings[key] = _moved(value, new_id, f"{place}: {key}")
+        elif not are_ids and names.fullmatch(key):
+            settings[key] = renumber(value, new_id, f"{place}: {key}", names, are_ids=True)
         elif key not in OTHER_VOCABULARIES:
-            settings[key] = renumber(value, new_id, place, names)
+            settings[key] = renumber(value, new_id, place, names, are_ids=are_ids)
     return settings
-
-
-def _moved(value: Any, new_id: Renumber, place: str) -> Any:
-    if isinstance(value, list):
-        return [_moved(part, new_id, place) for part in value]
-    if isinstance(value, dict):
-        return {key: _moved(part, new_id, place) for key, part in value.items()}
-    return new_id(value, place) if type(value) is int and value >= 0 else value
 
 
 def _moved_pairs(value: Any, new_id: Renumber, place: str, index: int) -> Any:
@@ -144,7 +142,11 @@ def _moved_pairs(value: Any, new_id: Renumber, place: str, index: int) -> Any:
         return {re.sub(r"\d+", lambda digits: str(new_id(int(digits[0]), place)), key): value[key] for key in value}
     if not isinstance(value, list) or not all(isinstance(pair, list) for pair in value):
         raise ModelError(f"{place} is no list of pairs; correct it there")
-    return [[*pair[:index], *_moved(pair[index : index + 1], new_id, place), *pair[index + 1 :]] for pair in value]
+    moved = []
+    for pair in value:
+        ids = renumber(pair[index : index + 1], new_id, place, are_ids=True)
+        moved.append([*pair[:index], *ids, *pair[index + 1 :]])
+    return moved
 
 
 def template_texts(tokenizer: Any) -> Iterator[str]:
