@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,16 +36,18 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
+@dataclass
 class DocumentReader:
-    """Reads the rows of a source as documents; each row is counted in the notes once.
+    """Reads the rows of a source as documents; each row is counted in the notes once."""
 
-    notes: counts whatever was dropped, unknown or changed in the rows that were read. column: the
-    column to read, if not one of the known names.
-    """
-
-    def __init__(self, name: str, template: ChatTemplate, notes: Notes, column: str = "") -> None:
-        self.name, self.template, self.notes, self.column = name, template, notes, column
-        self.counted = set[str]()
+    name: str
+    template: ChatTemplate
+    notes: Notes
+    """Count whatever was dropped, unknown or changed in the rows that were read."""
+    column: str = ""
+    """The column to read, if not one of the known names."""
+    counted: set[str] = field(default_factory=set)
+    """The places of the rows that were read."""
 
     def read(self, rows: Callable[[], Iterator[Row]]) -> Iterator[Document]:
         """Yield the documents of rows.
@@ -111,7 +113,10 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes) ->
     if isinstance(rendered, TemplateError):
         return Document("\n\n".join(filter(None, map(words_of, messages))))
     _note_left_out(conversation, rendered, notes)
-    return Document(rendered.text, _loss_mask(rendered))
+    loss_mask = np.zeros(len(rendered.text), dtype=bool)
+    for start, stop in rendered.answers:
+        loss_mask[start:stop] = True
+    return Document(rendered.text, loss_mask)
 
 
 def _note_left_out(conversation: Conversation, rendered: Rendered, notes: Notes) -> None:
@@ -126,14 +131,6 @@ def _note_left_out(conversation: Conversation, rendered: Rendered, notes: Notes)
             notes.add("parts of conversations that the chat template leaves out or changes", name)
     for reason in rendered.left_out:
         notes.add("answers that are not in the loss of assistants, because", reason)
-
-
-def _loss_mask(rendered: Rendered) -> np.ndarray:
-    """Return the loss mask that selects the answers."""
-    loss_mask = np.zeros(len(rendered.text), dtype=bool)
-    for start, stop in rendered.answers:
-        loss_mask[start:stop] = True
-    return loss_mask
 
 
 def _alternating(messages: Sequence[Message]) -> list[Message]:
