@@ -38,7 +38,7 @@ from ddp_prune.core.experts import grouped, looped
 from ddp_prune.core.gates import GatedModel, Masks, NarrowLayers, _Scale
 from ddp_prune.core.learn import PRIOR_PRECISION, Learned, Trainer, learn, natural_step
 from ddp_prune.core.loop import Learner
-from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses
+from ddp_prune.core.loss import OutputHead, distill, final_hidden
 from ddp_prune.core.processes import raise_on_all_ranks
 from ddp_prune.core.rate import RATES, change, find_rate
 from ddp_prune.core.schedule import WARMUP, AlmSettings, Schedule, Steps, Unsaved
@@ -50,7 +50,7 @@ from ddp_prune.fidelity import open_model
 from ddp_prune.fit import MODES, Devices, Fit, Mode, choose, held_bytes
 from ddp_prune.models import evaluation as evaluation_module
 from ddp_prune.models import loading as loading_module
-from ddp_prune.models.evaluation import bos_warning
+from ddp_prune.models.evaluation import bos_warning, losses_of
 from ddp_prune.models.loading import check_head, load_model, load_sharded
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.plan import estimate
@@ -110,6 +110,11 @@ def export_whole(source: Source, folder: Path, head_unit: str = "kv-group") -> P
 @torch.no_grad()
 def logits(model: Any, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor:
     return model(tokens, **inputs).logits
+
+
+def losses(model: Any, blocks: torch.Tensor) -> list[float]:
+    """Return the mean loss of each block, in nats per token."""
+    return losses_of(model, blocks)[0]
 
 
 def document(row: Any, tokenizer: Any, notes: Notes | None = None) -> Document:

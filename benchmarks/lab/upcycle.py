@@ -35,7 +35,8 @@ from accelerate import Accelerator
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.loss import OutputHead, distill, final_hidden, losses, perplexity_of
+from ddp_prune.core.loss import OutputHead, distill, final_hidden, perplexity_of
+from ddp_prune.models.evaluation import losses_of
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.text.blocks import load_blocks
@@ -265,15 +266,15 @@ def main() -> None:
     mixture = to_qwen2_moe(model.cpu(), plan)
     cost = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
     gated = gated_model(parent.cpu(), source)
-    quality = {"parent": perplexity_of(losses(gated.model, blocks.heldout))}
+    quality = {"parent": perplexity_of(losses_of(gated.model, blocks.heldout)[0])}
     with atomic_folder(arguments.output) as folder:
         mixture.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         made = open_source(str(folder))
         gated = gated_model(load_model(made, "auto"), made)
-        quality["mixture"] = perplexity_of(losses(gated.model, blocks.heldout))
+        quality["mixture"] = perplexity_of(losses_of(gated.model, blocks.heldout)[0])
         with moved_on(gated.model):
-            quality["moved on"] = perplexity_of(losses(gated.model, blocks.heldout))
+            quality["moved on"] = perplexity_of(losses_of(gated.model, blocks.heldout)[0])
         result = {
             "plan": vars(plan), "perplexity": quality, "parameters": mixture.num_parameters(),
             "routing": routing(gated, blocks.heldout),

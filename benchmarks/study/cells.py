@@ -25,12 +25,13 @@ from accelerate.utils import set_seed
 from ddp_prune.core.gates import GatedModel, Masks
 from ddp_prune.core.learn import Trainer, learn
 from ddp_prune.core.loop import Training
-from ddp_prune.core.loss import losses, perplexity_of
+from ddp_prune.core.loss import perplexity_of
 from ddp_prune.core.schedule import Unsaved
 from ddp_prune.core.weights import TrainedWeights
 from ddp_prune.devices import free_memory, make_accelerator
 from ddp_prune.export import layer_widths, read_masks, write_masks
 from ddp_prune.fit import TRAINING_SHARE, Mode, held_bytes
+from ddp_prune.models.evaluation import losses_of
 from ddp_prune.models.loading import load, load_teacher
 from ddp_prune.models.source import Source, open_source
 from ddp_prune.pools import head_unit_of, make_checked_pools
@@ -190,7 +191,7 @@ class Cells:
         texts = {"perplexity": self.test, "heldout": heldout}
         device = self.accelerator.device
         with self.gated.masks(masks and {kind: mask.to(device) for kind, mask in masks.items()}):
-            return {name: perplexity_of(losses(self.gated.model, text)) for name, text in texts.items()}
+            return {name: perplexity_of(losses_of(self.gated.model, text)[0]) for name, text in texts.items()}
 
     def masks(self, row: Row, recipe: Recipe, scores: Masks) -> tuple[Masks, Facts]:
         """Return the gates of a row and their metrics, or {} and the `reason` why there are none.

@@ -221,17 +221,6 @@ def final_hidden(model: Any, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def losses(model: Any, blocks: Tensor) -> list[float]:
-    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]), in nats per
-    token."""
-    head, predicted = OutputHead.of(model), blocks.shape[1] - 1
-    return [
-        negative_log_likelihood(final_hidden(model, tokens[None]), head, tokens[1:]) / predicted
-        for tokens in blocks.to(head.weight.device)
-    ]
-
-
-@torch.no_grad()
 def agreement(hidden_NH: Tensor, head: OutputHead, teacher_NH: Tensor, teacher_head: OutputHead) -> tuple[float, int]:
     """Return the summed KL(teacher‖student) in nats, and the number of tokens with top-1 agreement;
     shapes as in `distill`."""

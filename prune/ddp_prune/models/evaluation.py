@@ -61,7 +61,7 @@ class Evaluation:
         masks = loss_masks or {name: torch.ones_like(blocks, dtype=torch.bool) for name, blocks in texts.items()}
         self.loss_masks = {name: mask[:, 1:] for name, mask in masks.items()}  # of predicted tokens
         self.block_tokens: dict[str, list[int]] = {name: mask.sum(1).tolist() for name, mask in self.loss_masks.items()}
-        self.num_tokens = {name: int(mask[:, 1:].sum()) if loss_masks else mask.numel() for name, mask in masks.items()}
+        self.has_masks = bool(loss_masks)
         self.losses: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
         self.agreements: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
         self.answers: dict[str, list[str]] = {}
@@ -114,7 +114,8 @@ class Evaluation:
         first model."""
         losses, block_tokens = self.losses[text], self.block_tokens[text]
         metrics: dict[str, Any] = {who: perplexity_of(values, block_tokens) for who, values in losses.items()}
-        metrics |= {"tokens": self.num_tokens[text], "block_losses": losses, "block_tokens": block_tokens}
+        num_tokens = sum(block_tokens) if self.has_masks else self.texts[text].numel()
+        metrics |= {"tokens": num_tokens, "block_losses": losses, "block_tokens": block_tokens}
         return metrics | {"agreement": self.agreements[text]}
 
     def samples(self) -> dict[str, Any]:
@@ -123,8 +124,8 @@ class Evaluation:
 
     def summary(self, text: str) -> str:
         """Return a line with the perplexity of each model on a text."""
-        losses, block_tokens = self.losses[text], self.block_tokens[text]
-        values = " → ".join(f"{who} {perplexity_of(losses[who], block_tokens):.2f}" for who in losses)
+        metrics = self.perplexity(text)
+        values = " → ".join(f"{who} {metrics[who]:.2f}" for who in self.losses[text])
         return f"perplexity on held-out text of {text}: {values}"
 
     def recovery_summary(self) -> Iterator[str]:
@@ -191,13 +192,14 @@ def bits_of(model: Any, tokenizer: Any, texts: Sequence[str], max_length: int | 
 
 
 @torch.no_grad()
-def losses_of(model: Any, blocks: Tensor, loss_mask: Tensor) -> tuple[list[float], list[Tensor]]:
+def losses_of(model: Any, blocks: Tensor, loss_mask: Tensor | None = None) -> tuple[list[float], list[Tensor]]:
     """Return a model's mean loss on each block in nats per token, and the hidden states of the
     predicted tokens.
 
     blocks: int64 [num_blocks, seq_len]. loss_mask: bool [num_blocks, seq_len − 1]: the predicted
-        tokens to evaluate.
+        tokens to evaluate; None: all of them.
     """
+    loss_mask = torch.ones_like(blocks[:, 1:], dtype=torch.bool) if loss_mask is None else loss_mask
     head, losses, hidden = OutputHead.of(model), list[float](), list[Tensor]()
     for tokens, mask in zip(blocks.to(head.weight.device), loss_mask.to(head.weight.device), strict=True):
         states, labels = final_hidden(model, tokens[None])[mask], tokens[1:][mask]
@@ -218,23 +220,23 @@ def bos_warning(model: Any, name: str, tokenizer: Any, blocks: Tensor) -> str:
     head, kept = OutputHead.of(model), blocks[:BOS_BLOCKS, :-1][:, :BOS_TOKENS]
     if type(bos) is not int or not 0 <= bos < len(head.weight) or leading_bos(tokenizer) or not kept[:, 1:].numel():
         return ""
-    losses = list[tuple[float, float]]()
-    for tokens in kept.to(head.weight.device):
-        states = final_hidden(model, tokens[None]), final_hidden(model, F.pad(tokens, (1, 0), value=bos)[None])[1:]
-        without, after = (negative_log_likelihood(state, head, tokens[1:]) / len(tokens[1:]) for state in states)
-        losses.append((without, after))
-    gain, error = mean_loss([without - after for without, after in losses])
-    if gain < max(BOS_GAIN, t_quantile(len(losses) - 1) * (error or 0.0)):
+    is_predicted = torch.ones_like(kept, dtype=torch.bool)
+    is_predicted[:, 0] = False  # without BOS nothing precedes it
+    without, _ = losses_of(model, kept)
+    after, _ = losses_of(model, F.pad(kept, (1, 0), value=bos), is_predicted)
+    gain, error = mean_loss([one - other for one, other in zip(without, after, strict=True)])
+    if gain < max(BOS_GAIN, t_quantile(len(kept) - 1) * (error or 0.0)):
         return ""
-    without, after = (perplexity_of(values) for values in zip(*losses, strict=True))
     token = tokenizer.convert_ids_to_tokens(bos)
     return (
         f"warning: the tokenizer of {name} omits BOS, with which the model's perplexity on held-out text is "
-        f"{after:.2f} instead of {without:.2f}; add it: t = transformers.AutoTokenizer.from_pretrained({name!r}, "
-        f"bos_token={token!r}); t.add_bos_token = True; t.save_pretrained({name!r})"
+        f"{perplexity_of(after):.2f} instead of {perplexity_of(without):.2f}; add it: "
+        f"t = transformers.AutoTokenizer.from_pretrained({name!r}, bos_token={token!r}); t.add_bos_token = True; "
+        f"t.save_pretrained({name!r})"
     )
 
 
+@torch.no_grad()
 def sample(model: Any, tokenizer: Any) -> list[str]:
     """Return a model's greedy answers to PROMPTS, which are rendered by the chat template if there
     is one."""
@@ -244,27 +246,18 @@ def sample(model: Any, tokenizer: Any) -> list[str]:
         questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
         if isinstance(template.render(questions[0]), Rendered):  # else it rejects a single question
             prompts, is_rendered = [template.text(question, prompt=True) for question in questions], True
-    answers = generate(model, tokenizer, prompts, SAMPLE_TOKENS, add_special_tokens=not is_rendered)
-    return [answer.strip() for answer in answers]
-
-
-@torch.no_grad()
-def generate(
-    model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, *, add_special_tokens: bool = True
-) -> list[str]:
-    """Return a model's greedy continuation of each prompt."""
     # the model may have no embedding for its own padding token
     tokenizer.pad_token = tokenizer.eos_token
-    options = {"add_special_tokens": add_special_tokens, "padding": True, "padding_side": "left"}
-    tokens = tokenizer(list(prompts), return_tensors="pt", **options).to(model.device)
+    options = {"add_special_tokens": not is_rendered, "padding": True, "padding_side": "left"}
+    tokens = tokenizer(prompts, return_tensors="pt", **options).to(model.device)
     ends = model.generation_config.eos_token_id or []
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     # the model's own may set penalties, beams or sampling
     model.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
+        max_new_tokens=SAMPLE_TOKENS, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
     )
     # the slice of the last tokens is not contiguous, for which a CPU would copy the head's weight
     # once per prompt
     with model.get_output_embeddings().register_forward_pre_hook(lambda _, states: (states[0].contiguous(),)):
         output = model.generate(**tokens)[:, tokens["input_ids"].shape[1] :]
-    return list(tokenizer.batch_decode(output, skip_special_tokens=True))
+    return [answer.strip() for answer in tokenizer.batch_decode(output, skip_special_tokens=True)]
