@@ -181,19 +181,6 @@ def _pairs(document: Json) -> list[tuple[str, str]]:
     return [(first, second) for first, second in document["model"].get("merges", ())]
 
 
-def _parts(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
-    """Return every token that BPE makes on the way to `token`; none if merges do not lead to it."""
-    symbols, parts = [*token], {*token}
-    while len(symbols) > 1:
-        pairs = enumerate(itertools.pairwise(symbols))
-        rank, index = min((ranks.get(pair, math.inf), index) for index, pair in pairs)
-        if rank == math.inf:
-            return set()
-        symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
-        parts.add(symbols[index])
-    return parts
-
-
 def choose(document: Json, required: set[int], orders: Iterable[list[int]], size: int, num_rows: int) -> list[int]:
     """Return the kept ids, ascending: required ones, those of each order, then by rank of the merges,
     or of Unigram's pieces, which are sorted by score.
@@ -208,8 +195,17 @@ def choose(document: Json, required: set[int], orders: Iterable[list[int]], size
     added = {token["id"] for token in document["added_tokens"]}
 
     def closure(number: int) -> set[int]:
-        parts = set() if number in added else _parts(tokens[number], ranks)
-        return {number, *(ids[part] for part in parts if part in ids)}
+        """Return the id of a token, with those of all tokens that BPE makes on the way to it."""
+        symbols = [] if number in added else [*tokens[number]]
+        made = {*symbols}
+        while len(symbols) > 1:
+            neighbors = enumerate(itertools.pairwise(symbols))
+            rank, index = min((ranks.get(pair, math.inf), index) for index, pair in neighbors)
+            if rank == math.inf:  # merges do not lead to it
+                return {number}
+            symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
+            made.add(symbols[index])
+        return {number, *(ids[part] for part in made if part in ids)}
 
     kept = set[int]().union(*map(closure, required))
     unkept, free = set(tokens) - kept, size - sum(number < num_rows for number in kept)
