@@ -1,7 +1,6 @@
 """Compares a model with the dense one on text of the user: perplexity, KL divergence and top-1
 agreement, or bits per byte if the models have different tokens."""
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -51,7 +50,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Pri
     if not settings.against:
         warn_of_other_weights(source.folder, dense)
     check_length("max_length", settings.max_length, settings.model, source.text_config)
-    tokenizer, size = load_tokenizer(source.tokenizer), int(dense.text_config.get("vocab_size") or sys.maxsize)
+    tokenizer, size = load_tokenizer(source.tokenizer), dense.vocab_size
     if differing:
         print_line(f"{differing}, so bits per byte are compared")
         excerpts = {name: _load_excerpts(name, settings, tokenizer, print_line) for name in settings.texts}

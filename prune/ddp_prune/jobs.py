@@ -2,7 +2,6 @@
 masks → widths → checkpoint."""
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -198,7 +197,7 @@ def _prune(
     text = main_process_first(
         accelerator,
         lambda: read_text(
-            last.recipe, tokenizer, source.text_config.get("vocab_size", sys.maxsize), model=first.model,
+            last.recipe, tokenizer, source.vocab_size, model=first.model,
             steps=last.steps.last, watched=sources_of(first.watch) if first.watch else [], print_line=print_line,
         ),
     )  # fmt: skip

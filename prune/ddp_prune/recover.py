@@ -4,7 +4,6 @@ trained weights → checkpoint."""
 import dataclasses
 import json
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -182,8 +181,8 @@ def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:
     check_index(dense.folder)
     recipe.check_length(recipe.teacher, dense.text_config)
     pruned = open_pruned(checkpoint, dense)
-    rows = int(dense.text_config.get("vocab_size") or sys.maxsize)
-    if has_tokenizer(dense.folder) and (differing := tokens_differ(dense.tokenizer, recipe.model, rows=rows)):
+    differing = has_tokenizer(dense.folder) and tokens_differ(dense.tokenizer, recipe.model, rows=dense.vocab_size)
+    if differing:
         raise ModelError(f"{differing}; pass a teacher with the tokens of the model that it teaches")
     warn_of_other_weights(checkpoint.folder, dense)
     return checkpoint, pruned, dense

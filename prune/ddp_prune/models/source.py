@@ -4,6 +4,7 @@ of a hub name.
 The model is dense or, for recovery, a pruned one.
 """
 
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,6 +66,11 @@ class Source:
     def text_config(self) -> Mapping[str, Any]:
         """The config of the language model."""
         return text_config(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows, as far as its config states them."""
+        return int(self.text_config.get("vocab_size") or sys.maxsize)
 
     @property
     def memory_shapes(self) -> Mapping[str, list[int]]:
