@@ -46,7 +46,6 @@ def export(
     provenance: Mapping[str, Any],
     scores: Masks | None = None,
     overwrite: bool = False,
-    extra_files: Mapping[str, str] | None = None,
     transform: UpdatedWeights | None = None,
     reference: Reference | None = None,
     finish: Callable[[Path, Path], Checkpoint] = write_card,
@@ -60,10 +59,9 @@ def export(
     gates: float32 of `unit_shapes`, 0 for removed units.
     head_unit: the unit of attention gates, or `WHOLE_EXPERT`.
     provenance, scores: stored with the gates in the masks file.
-    extra_files: file name -> text.
     transform: updates weights that were trained together with the masks.
     reference: of the measured model, which the folder must repeat (`prove`).
-    finish: writes the pages of the folder that will become `output`.
+    finish: writes the pages, and other files, of the folder that will become `output`.
 
     Raises: OutputError if the output exists and `overwrite` is off; CheckpointError if its proof
         fails; for whole experts as
@@ -83,8 +81,6 @@ def export(
         state_tokenizer(source.tokenizer, folder, has_own_type="ddp_layers" in config)
         proved = {**_removed_before(source.folder, stock), **provenance, **prove(folder, reference)}
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=proved, scores=scores)
-        for name, text in (extra_files or {}).items():
-            (folder / name).write_text(text, encoding="utf-8")
         return finish(folder, output)
 
 

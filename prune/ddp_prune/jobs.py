@@ -2,6 +2,7 @@
 masks → widths → checkpoint."""
 
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -371,6 +372,11 @@ def _write(
     if run.profile:
         widths = layer_widths(learned.gates, source.sizes, source.widths)
         provenance |= {"latency": predicted_latency(run.profile, widths, recipe.workload)}
+
+    def finish(folder: Path, output: Path) -> Checkpoint:
+        shutil.copyfile(run_folder.metrics, folder / METRICS_FILE)
+        return write_pages(folder, output)
+
     return export(
         source,
         learned.gates,
@@ -379,8 +385,7 @@ def _write(
         provenance=provenance | result.evaluation | {"fingerprint": inputs},
         scores=learned.scores(),
         overwrite=run_folder.record["overwrite"],
-        extra_files={METRICS_FILE: run_folder.metrics.read_text(encoding="utf-8")},
         transform=result.transform,
         reference=result.reference,
-        finish=write_pages,
+        finish=finish,
     )
