@@ -98,7 +98,7 @@ class Text(NamedTuple):
     watched: Mapping[str, Tensor]
     """Of texts that are only evaluated, by name."""
 
-    def identity(self, *sources: Source, profile: str = "") -> dict[str, Any]:
+    def identity(self, *sources: Source, profile: Path | None = None) -> dict[str, Any]:
         """Return the identity of text, weights and configs of a run (`inputs_of`). A watched text
         decides nothing."""
         blocks = {"train": self.blocks.train, "heldout": self.blocks.heldout}
@@ -203,7 +203,7 @@ def _prune(
         ),
     )  # fmt: skip
     announce(last, source, text, print_line)
-    inputs = text.identity(source, profile=str(profile.path) if profile else "")
+    inputs = text.identity(source, profile=profile.path if profile else None)
     if run_folder.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1):
         left = range(len(runs))  # also the sizes that were written from other text or weights
     for number in left:

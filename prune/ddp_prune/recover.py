@@ -1,10 +1,10 @@
 """The job of recover: trains a pruned model on the dense model's outputs. Both checkpoints → text →
 trained weights → checkpoint."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +76,18 @@ def _recover(recipe: RecoveryRecipe, run_folder: RunFolder, console: Console, *,
         models = Models(recipe, pruned, dense, devices, accelerator)
         teacher = models.teacher
         sizes = teacher.config.get_text_config()
-        resolved = dataclasses.replace(recipe, **run_folder.resolved)
+        resolved = replace(recipe, **run_folder.resolved)
         if resolved.tokens:
             models.open(mode)
         else:  # as many as fit into the minutes
             mode, shape = choose_in_minutes(recipe, mode, models.open, print_line, accelerator.num_processes)
             batch, seq_len = shape.batch_size, shape.seq_len
             tokens = shape.steps * batch * seq_len
-            resolved = dataclasses.replace(resolved, tokens=tokens, batch_size=batch, seq_len=seq_len)
+            resolved = replace(resolved, tokens=tokens, batch_size=batch, seq_len=seq_len)
         if not run_folder.resolved:
             resolved = _with_defaults(resolved, mode, tokenizer, sizes.hidden_size)
         # so that the recipe in the checkpoint repeats the run
-        resolved = dataclasses.replace(resolved, minutes=0.0)
+        resolved = replace(resolved, minutes=0.0)
         weights, model = models.weights, models.weights.model
         provenance = local_provenance(checkpoint.folder / MASKS_FILE)
         text = main_process_first(
@@ -171,7 +171,7 @@ def _with_defaults(recipe: RecoveryRecipe, mode: Mode, tokenizer: Any, hidden_si
     if learn_from == "auto":
         learn_from = "assistant" if tokenizer.chat_template else "all"
     rate = recipe.learning_rate or highest_rate(mode.train, hidden_size)
-    return dataclasses.replace(recipe, **mode._asdict(), learn_from=learn_from, learning_rate=rate)
+    return replace(recipe, **mode._asdict(), learn_from=learn_from, learning_rate=rate)
 
 
 def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:

@@ -5,10 +5,10 @@ Values of the interrupted run of the same command are kept. Otherwise the mode i
 memory that it requires, and minutes become steps by timing a step.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -130,12 +130,12 @@ def resolve_runs(
                 last, mode, open_mode, print_line, accelerator.num_processes, len(recipes)
             )
         shape = {"steps": steps, "batch_size": batch, "seq_len": seq_len, "minutes": None}
-        recipes = [dataclasses.replace(recipe, **shape) for recipe in recipes]
+        recipes = [replace(recipe, **shape) for recipe in recipes]
         # a resumed run may have had fewer processes
         check_sharding(recipes[-1], accelerator.num_processes)
     # so that the recipe in a checkpoint repeats the run
     optimizer = mode.optimizer or last.optimizer
-    recipes = [dataclasses.replace(recipe, train=mode.train, optimizer=optimizer) for recipe in recipes]
+    recipes = [replace(recipe, train=mode.train, optimizer=optimizer) for recipe in recipes]
     fitted = fit(recipes[-1], source, devices, mode)
     usual = sequences_at_once(recipes[-1], devices)
     if fitted.num_sequences < usual:
@@ -169,12 +169,12 @@ def resolve_training_mode(
 
     print_line: prints the chosen mode, and the memory that the next mode up would require.
     """
-    modes, obstacle = allowed_modes(recipe), ""
     if resumed:
-        modes = [Mode(resumed["train"], resumed["optimizer"])]
-        if modes[0].optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
+        mode = Mode(resumed["train"], resumed["optimizer"])
+        if mode.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
             raise SettingError(obstacle)
-        return modes[0]
+        return mode
+    modes, obstacle = allowed_modes(recipe), ""
     itemsize = loading_options(source, recipe.dtype, accelerator.device)["dtype"].itemsize
     needed = {mode: held_bytes(recipe, source, mode, itemsize, devices.num_shards) for mode in suited_modes(recipe)}
     needs = {mode: f"{name_of(mode, recipe)} requires {gigabytes(number)}" for mode, number in needed.items()}
@@ -266,7 +266,7 @@ def fit_minutes(
 
     @cache
     def timed(batch: int, seq_len: int) -> float:
-        return measure(dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len))
+        return measure(replace(recipe, batch_size=batch, seq_len=seq_len))
 
     # from the smallest step up, because a larger one takes less time per token but minutes on a CPU
     tokens_per_step, shape = 0, shaped(FEWEST_TOKENS, SHORTEST)
@@ -280,7 +280,7 @@ def fit_minutes(
     for shortest in (SHORTEST,) if mode.train == "masks" else (SHORTEST_OF_WEIGHTS, SHORTEST):
         batch, seq_len = shaped(tokens_per_step, shortest)
         step = timed(batch, seq_len)
-        trials = trial_steps_of(dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len), mode.train)
+        trials = trial_steps_of(replace(recipe, batch_size=batch, seq_len=seq_len), mode.train)
         steps = max(0, int((seconds / step - trials) / sizes))
         if steps >= SHORT_RUN:
             break

@@ -352,7 +352,9 @@ def _is_ours(path: Path) -> bool:
     return names or (path.match("state-*-*") and path.is_dir())
 
 
-def inputs_of(text: Mapping[str, "torch.Tensor"], folders: Sequence[Path], *, profile: str = "") -> dict[str, Any]:
+def inputs_of(
+    text: Mapping[str, "torch.Tensor"], folders: Sequence[Path], *, profile: Path | None = None
+) -> dict[str, Any]:
     """Return the identity of a run's inputs: hashes of text blocks, of weights, config and tokenizer of the models
     in folders, and of the latency profile."""
     digest = hashlib.sha256()
@@ -366,7 +368,7 @@ def inputs_of(text: Mapping[str, "torch.Tensor"], folders: Sequence[Path], *, pr
         "weights": identity_of_weights(*folders),
         "config": [value for name, value in hashes if name == "config.json"],
         "tokenizer": [[name, value] for name, value in hashes if name != "config.json"],
-        **({"profile": hashlib.sha256(Path(profile).read_bytes()).hexdigest()} if profile else {}),
+        **({"profile": hashlib.sha256(profile.read_bytes()).hexdigest()} if profile else {}),
     }
 
 

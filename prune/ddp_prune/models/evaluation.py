@@ -83,7 +83,6 @@ class Evaluation:
                 reason = shorten(f"{type(error).__name__}: {error}", 200)
                 self.print_line(f"the report will lack answers of the {who} model, which cannot generate ({reason})")
 
-    @torch.no_grad()
     def evaluate_texts(self, who: str, model: Any) -> None:
         """Compute the losses of a model, and its agreement with the first model."""
         head, hidden = OutputHead.of(model), dict[str, list[Tensor]]()
@@ -104,7 +103,6 @@ class Evaluation:
             kl = math.inf if math.isnan(divergence) else max(0.0, divergence)
             self.agreements[name][who] = {"kl": kl, "top1": agreed}
 
-    @torch.no_grad()
     def losses_of(self, model: Any) -> dict[str, list[float]]:
         """Return the loss of a model in each block of each text, in nats per token; nothing is kept."""
         return {name: losses_of(model, blocks, self.loss_masks[name])[0] for name, blocks in self.texts.items()}
@@ -208,7 +206,6 @@ def losses_of(model: Any, blocks: Tensor, loss_mask: Tensor | None = None) -> tu
     return losses, hidden
 
 
-@torch.no_grad()
 def bos_warning(model: Any, name: str, tokenizer: Any, blocks: Tensor) -> str:
     """Return a warning if the tokenizer omits the BOS token of the model's config and the model
     needs it; else "".
