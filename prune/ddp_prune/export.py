@@ -155,7 +155,8 @@ class UnitSlicer:
             keep.unflatten(0, (len(place.projection.units), -1))[:, 0] = True
         if place.axis == 0:
             return name, tensor[keep].contiguous()
-        return name, fold(tensor[:, keep], scale[keep])
+        # in float32, and rounded once to the weight's dtype
+        return name, (tensor[:, keep].float() * scale[keep]).to(tensor.dtype).contiguous()
 
     def _scale(self, place: Place) -> Tensor:
         """Return the gate of each row (axis 0) or column (axis 1) of a projection.
@@ -201,12 +202,6 @@ class WholeExpertSlicer(UnitSlicer):
             return sliced
         number = self.kept[layer].index(place.expert)
         return name.replace(f".experts.{place.expert}.", f".experts.{number}."), sliced[1]
-
-
-def fold(weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply the columns of a weight by gates, in float32 and rounded once to the weight's
-    dtype."""
-    return (weight.float() * scale).to(weight.dtype).contiguous()
 
 
 def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, proof: bool = True) -> Checkpoint:

@@ -60,9 +60,7 @@ SCHEMES = {  # by llm-compressor's names
 }
 
 
-def quantize(
-    folder: Path, scheme: str, output: Path, *, overwrite: bool, proof: bool = True, print_line: Printer
-) -> None:
+def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, proof: bool, print_line: Printer) -> None:
     """Write the model in `folder`, pruned or dense, with quantized weights; all other files are
     copied.
 

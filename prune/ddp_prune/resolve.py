@@ -246,7 +246,7 @@ def choose_in_minutes(
 
 
 def fit_minutes(
-    recipe: Settled, mode: Mode, measure: Callable[[Settled], float], num_processes: int = 1, num_sizes: int = 1
+    recipe: Settled, mode: Mode, measure: Callable[[Settled], float], num_processes: int, num_sizes: int = 1
 ) -> Shape:
     """Return the steps of a mode that fit into the minutes of a recipe; shorter sequences if they
     are few.

@@ -73,12 +73,6 @@ class Run:
         return resolved | {"start": dict(self.start), "in_family": self.in_family}
 
 
-def search_steps(recipe: Recipe) -> int:
-    """Return the number of search steps of a single size, at least one; the rest are polish
-    steps."""
-    return recipe.steps - min(recipe.steps - 1, round(recipe.polish * recipe.steps))
-
-
 def steps_of(recipes: Sequence[Recipe]) -> list[Steps]:
     """Return the steps of each size of a family, smallest cut first; or of a single size.
 
@@ -90,7 +84,8 @@ def steps_of(recipes: Sequence[Recipe]) -> list[Steps]:
     Raises: SettingError if a size is left without steps.
     """
     last = recipes[-1]
-    search = search_steps(last)
+    # at least one; the rest are polish steps
+    search = last.steps - min(last.steps - 1, round(last.polish * last.steps))
     if len(recipes) == 1:
         return [Steps(0, search, last.steps)]
     if last.controller != "gradual":

@@ -162,7 +162,17 @@ class RunFolder(Unsaved):
             raise OutputError(
                 f"the previous size's search is not in {self.folder}, because a finished size was removed; {ANEW}"
             )
-        saved = self._load(latest if is_own else search, like)
+        name = latest if is_own else search
+        state, folder = states[name], self.folder / name
+        with raise_on_all_ranks(self.accelerator):
+            if self.accelerator.is_main_process:
+                try:
+                    intact = _hashes(folder) == state["sha256"]
+                except OSError:
+                    intact = False
+                if not intact:
+                    raise OutputError(f"the run in {self.folder} is damaged ({name}); delete it, {ANEW}")
+        saved = Saved(state["step"], _read_state(folder, like), state["extra"])
         if is_own:
             self.print_line(f"resuming after step {saved.step}")
         return saved
@@ -215,18 +225,6 @@ class RunFolder(Unsaved):
                 shutil.rmtree(path)
             for path in (*self.folder.glob(METRICS), self.folder / RECORD):
                 path.unlink(missing_ok=True)
-
-    def _load(self, name: str, like: Like) -> Saved:
-        state, folder = self.record["states"][name], self.folder / name
-        with raise_on_all_ranks(self.accelerator):
-            if self.accelerator.is_main_process:
-                try:
-                    intact = _hashes(folder) == state["sha256"]
-                except OSError:
-                    intact = False
-                if not intact:
-                    raise OutputError(f"the run in {self.folder} is damaged ({name}); delete it, {ANEW}")
-        return Saved(state["step"], _read_state(folder, like), state["extra"])
 
     def _store(self) -> None:
         """Replace run.json."""

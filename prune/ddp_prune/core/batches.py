@@ -4,7 +4,7 @@ Legend: B sequences of a micro-batch, H hidden size.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +94,7 @@ class Teacher:
     and they fit."""
 
     def __init__(
-        self, model: Any, batches: Batches, adapters_disabled: Callable[[], AbstractContextManager[None]] = nullcontext
+        self, model: Any, batches: Batches, adapters_disabled: Callable[[], AbstractContextManager[None]]
     ) -> None:
         """Cache what fits. adapters_disabled: a context in which a model that is trained computes
         as the dense one."""

@@ -56,7 +56,7 @@ class Rows:
     is_stream: bool = False
 
 
-def hash_of_row(row: Any, column: str = "") -> int:
+def hash_of_row(row: Any, column: str) -> int:
     """Return 64 bits of the SHA-256 of the values of a row that may be read, in any format of its
     file. Nothing is rendered."""
     if isinstance(row, list):
