@@ -243,6 +243,16 @@ def test_a_token_that_transformers_adds_from_another_file_stays(
     assert (before, after, len(rows[1])) == (514, 383, 384) and torch.equal(rows[0][before], rows[1][after])
 
 
+def test_a_word_that_is_an_added_token_too(proving_here: None, dense: Path, text: Path, tmp_path: Path) -> None:
+    """Merges make it as well, here alone, so the tokens on the way to it stay."""
+    document = json.loads((dense / "tokenizer.json").read_text())
+    word = {"id": document["model"]["vocab"]["Ġ798"], "content": "Ġ798", "special": False}
+    folder = edited(dense, tmp_path / "model", "tokenizer.json", added_tokens=[*document["added_tokens"], PAD | word])
+    (other := tmp_path / "other.txt").write_text("abc " * 50)
+    passed(invoke("trim", folder, "--tokens", 384, "--data", other, "-o", tmp_path / "new"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "new").tokenize("x 798") == ["x", "Ġ798"]
+
+
 def test_the_vocabulary_of_an_older_file(dense: Path, text: Path, trimmed: tuple[Path, str], tmp_path: Path) -> None:
     """It states no type, and its merges are strings."""
     model = json.loads((dense / "tokenizer.json").read_text())["model"]

@@ -192,11 +192,10 @@ def choose(document: Json, required: set[int], orders: Iterable[list[int]], size
     tokens, ranks = {number: token for token, number in ids.items()}, dict[tuple[str, str], int]()
     for rank, pair in enumerate(pairs):
         ranks.setdefault(pair, rank)
-    added = {token["id"] for token in document["added_tokens"]}
 
     def closure(number: int) -> set[int]:
         """Return the id of a token, with those of all tokens that BPE makes on the way to it."""
-        symbols = [] if number in added else [*tokens[number]]
+        symbols = [*tokens[number]]
         made = {*symbols}
         while len(symbols) > 1:
             neighbors = enumerate(itertools.pairwise(symbols))
