@@ -72,7 +72,9 @@ SAME = {"float32": 1e-5, "bfloat16": 1e-3}
 """Number format -> the largest distance of logits. The rows are the same to the bit, but a matrix product
 with fewer rows may add in another order: 3e-8 of a small model in float32, 8e-7 of SmolLM2-135M in bfloat16."""
 WORD = re.compile(r"[^\W\d_]+")  # no addresses, which grow most and tell least
-SECOND_VOCABULARY = re.compile(r'"(vocab_offset|vocabulary_map)": (?!null)')  # of Gemma 3n; of Chameleon and Emu3
+SECOND_VOCABULARY = re.compile(  # of Gemma 3n; of Chameleon and Emu3; the n-grams of ids of Qwen4
+    r'"(vocab_offset|vocabulary_map|ple_layer_ids)": (?!null|\[\])'
+)
 ROW_COUNTS = ("vocab_size", "vocab_size_per_layer_input")
 
 

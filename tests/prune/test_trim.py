@@ -581,6 +581,7 @@ def test_ids_that_the_config_leaves_to_its_class_are_written(dense: Path, text: 
         ("preprocessor_config.json", {"image_token_id": [{"a": 600}]}, ("image_token_id is 600", "no such token")),
         ("config.json", {"vocab_size": 700}, ("lm_head.weight has shape [640, 32]", "700")),
         ("config.json", {"vocabulary_map": {"IMGIMGAZ": 300}}, ("vocabulary_map",)),
+        ("config.json", {"ple_layer_ids": [1]}, ("ple_layer_ids",)),
         ("config.json", {"audio_config": {"vocab_offset": 500}}, ("vocab_offset",)),
         ("config.json", {"quantization_config": {"quant_method": "fp8"}}, ("quantized",)),
         ("config.json", {"ddp_widths": []}, ("ddp_widths is no object",)),
