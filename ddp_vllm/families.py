@@ -19,6 +19,7 @@ from typing import Any
 
 from ddp_vllm.dimensions import DEEPSEEK, EXPERT_COUNT_KEYS, LAYER_TYPES, MIXTURES, count_experts, dimensions_of
 from ddp_vllm.errors import ModelError, SettingError, reading
+from ddp_vllm.quantized import quantization_of
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import FAMILIES as FAMILIES
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, dense_type
@@ -49,7 +50,7 @@ def check_dense(config: Mapping[str, Any]) -> None:
         raise ModelError(f"the model is pruned already ({model_type}); prune its dense model")
     if why := REFUSED.get(model_type):
         raise ModelError(f"{model_type} cannot be pruned: {why}")
-    if quantization := config.get("quantization_config"):
+    if quantization := quantization_of(config):
         method = quantization.get("quant_method", "?") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
             f"the {model_type} checkpoint is quantized ({method}); supported are bfloat16, float16 and float32: "

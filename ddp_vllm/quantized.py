@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddp_vllm.remote_code.files import BITS, WidthsError, short
-from ddp_vllm.remote_code.widths import Widths, states_widths
+from ddp_vllm.remote_code.widths import Widths, states_widths, text_config
 
 _PACKED = re.compile(r"weight_packed|qweight|.*_blocks")
 _SIDE = re.compile(  # the last part of a side tensor's name
@@ -38,6 +38,12 @@ class UnknownFormatError(WidthsError):
     """A quantized tensor whose bits per weight are not known."""
 
 
+def quantization_of(config: Mapping[str, Any]) -> Any:
+    """Return how a model is quantized, as its config or that of its language model states, as of Kimi K2.5; None if
+    it is not."""
+    return config.get("quantization_config") or text_config(config).get("quantization_config")
+
+
 def unpacked(
     tensors: Iterable[Tensor], config: Mapping[str, Any], widths: Widths | None = None
 ) -> dict[str, list[int]]:
@@ -46,7 +52,7 @@ def unpacked(
     widths: of a pruned model, which state the shapes of a family's projections in any format.
     Raises: UnknownFormatError for a packed tensor whose bits per weight are not known.
     """
-    tensors, stated = [*tensors], config.get("quantization_config")
+    tensors, stated = [*tensors], quantization_of(config)
     if states_widths(config) or not (stated or any(BITS.get(dtype, 8) <= 8 for *_, dtype in tensors)):
         return {name: [*shape] for name, shape, _ in tensors}
     quantization, plain = stated if isinstance(stated, Mapping) else {}, dict[str, list[int]]()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import edit_json, invoke, passed
+from commands import assert_refused, edit_json, invoke, passed
 from safetensors.numpy import load_file, save_file
 from written_folders import write_model
 
@@ -124,6 +124,16 @@ def _write(folder: Path, quantization: dict[str, Any] | None, tensors: Tensors) 
 def test_weights_are_counted_and_side_tensors_are_not(case: str, tmp_path: Path) -> None:
     facts = describe_model(str(_write(tmp_path / "model", *FORMATS[case])))
     assert facts.parameters == 10 * 32 + 32 + OUT * IN + FURTHER.get(case, 0)
+
+
+def test_a_quantization_that_the_config_of_the_language_model_states(tmp_path: Path) -> None:
+    """As of Kimi K2.5."""
+    folder = _write(tmp_path / "model", *FORMATS["W4A16 of compressed-tensors"])
+    stated = json.loads((folder / "config.json").read_text())
+    edit_json(folder / "config.json", quantization_config=None, text_config=stated)
+    assert describe_model(str(folder)).parameters == 10 * 32 + 32 + OUT * IN
+    refused = invoke("prune", folder, "--sparsity", 0.5, "-o", tmp_path / "new")
+    assert_refused(refused, 3, "quantized (compressed-tensors)")
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], Tensors]] = {
