@@ -18,10 +18,12 @@ from ddp_vllm.costs import TABLE
 from ddp_vllm.dimensions import is_copied_head, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
-from ddp_vllm.quantized import unpacked
+from ddp_vllm.quantized import quantization_of, unpacked
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
 from ddp_vllm.remote_code.widths import HEAD, METHOD, LayerWidths, Widths, stated_widths, states_widths
+
+_FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # their bytes in numpy, which has no bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,21 +222,26 @@ def check_head(config: Mapping[str, Any], paths: Sequence[Path]) -> None:
     """Refuse a model whose config ties the output head to the embedding, but that stores another head: pruning and
     export would drop it, while transformers and vLLM use it.
 
-    paths: of its weights. A head in another number format than the embedding is quantized, and not compared.
+    paths: of its weights. In a quantized model, a head in another number format than the embedding is not compared.
     Raises: WidthsError; OSError.
     """
+    import numpy as np
+
     if not is_copied_head(config, HEAD):
         return
     tensors = ((path, *tensor) for path in paths for tensor in files.file_tensors(path))
     tables = {name: (path, shape, dtype) for path, name, shape, dtype in tensors if TABLE.fullmatch(name)}
-    path, *form = tables.pop(HEAD, (None, [], ""))
+    path, shape, dtype = tables.pop(HEAD, (None, [], ""))
     if path is None or not tables:
         return
-    alike = {name: other for name, (other, *others) in tables.items() if others == form}
-    if not alike and config.get("quantization_config"):
+    is_quantized = bool(quantization_of(config))
+    dtypes = {*_FLOATS} if dtype in _FLOATS and not is_quantized else {dtype}
+    alike = {name: other for name, (other, size, kind) in tables.items() if size == shape and kind in dtypes}
+    if not alike and is_quantized:
         return
     for name, other in alike.items():
-        if all(one == two for one, two in zip(_pieces(path, HEAD), _pieces(other, name), strict=True)):
+        pieces = zip(_pieces(path, HEAD), _pieces(other, name), strict=True)
+        if all(np.array_equal(one, two, equal_nan=True) for one, two in pieces):
             return
     raise WidthsError(
         f"config.json states tie_word_embeddings, but {HEAD} differs from {min(tables)}; set tie_word_embeddings to "
@@ -242,14 +249,21 @@ def check_head(config: Mapping[str, Any], paths: Sequence[Path]) -> None:
     )
 
 
-def _pieces(path: Path, name: str) -> Iterator[bytes]:
-    """Yield the bytes of a tensor, a few megabytes at a time. `file_tensors` must have checked the file."""
+def _pieces(path: Path, name: str) -> Iterator[Any]:
+    """Yield the numbers of a tensor, a few millions at a time: of others than floats the bytes. `file_tensors` must
+    have checked the file."""
+    import numpy as np
+
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
-        first, end = json.loads(file.read(start - 8))[name]["data_offsets"]
+        entry = json.loads(file.read(start - 8))[name]
+        (first, end), kind = entry["data_offsets"], np.dtype(_FLOATS.get(entry["dtype"], "u1"))
         file.seek(start + first)
-        for left in range(end - first, 0, -(1 << 24)):
-            yield file.read(min(left, 1 << 24))
+        for left in range(end - first, 0, -(kind.itemsize << 22)):
+            numbers = np.frombuffer(file.read(min(left, kind.itemsize << 22)), kind)
+            if entry["dtype"] == "BF16":
+                numbers = (numbers.astype("<u4") << 16).view("<f4")
+            yield numbers
 
 
 def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from commands import edit_json, invoke
+from safetensors import torch as torch_file
 from safetensors.numpy import load_file, save_file
 from written_folders import write_model
 
@@ -273,6 +275,19 @@ def test_a_copy_of_the_embedding_is_a_head_that_counts_once(quantization: dict[s
     dtype = np.uint8 if quantization else np.float32
     save_file({"lm_head.weight": np.zeros((10, 16), dtype)}, folder / "model-2.safetensors")
     assert read_checkpoint(folder).num_parameters == before
+
+
+@pytest.mark.parametrize(("dtype", "lost"), [(torch.float16, 0.0), (torch.bfloat16, 0.0), (torch.bfloat16, 2**-9)])
+def test_a_tied_head_is_compared_by_value(dtype: torch.dtype, lost: float, folder: Path) -> None:
+    """lost: what the number format of the head cannot hold."""
+    before, table = read_checkpoint(folder).num_parameters, torch.arange(160.0).reshape(10, 16) + lost
+    _weights(lambda weights: weights.update({"model.embed_tokens.weight": table.numpy()}))(folder)
+    torch_file.save_file({"lm_head.weight": table.to(dtype)}, folder / "model-2.safetensors")
+    if lost:
+        with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+            read_checkpoint(folder)
+    else:
+        assert read_checkpoint(folder).num_parameters == before
 
 
 def test_widths_are_written_as_they_were_read_and_give_the_dense_shapes(stock: Path, whole: Path) -> None:
