@@ -29,7 +29,16 @@ from ddp_vllm.evaluations import (
 )
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.masks import MASKS_FILE, Latency, Provenance, Quality
-from ddp_vllm.model_facts import ModelFacts, describe_model, identify, is_pruned, known_folder, tokens_differ, unrelated
+from ddp_vllm.model_facts import (
+    ModelFacts,
+    all_weight_files,
+    describe_model,
+    identify,
+    is_pruned,
+    known_folder,
+    tokens_differ,
+    unrelated,
+)
 from ddp_vllm.names import bare_name
 from ddp_vllm.provenance import local_provenance, provenance_of
 from ddp_vllm.remote_code.files import read_json
@@ -162,6 +171,8 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
     origins = [Provenance.of(local_provenance(folder / MASKS_FILE)).dense_model for folder in folders]
     facts = describe_model(dense) if dense else None
+    if dense and Path(dense).is_dir() and not all_weight_files(Path(dense)):
+        raise ModelError(f"{dense} has no weights, by which its results are matched to it; pass the whole folder")
     dense = dense or _common_dense(origins)
     nearby = [*folders]
     if dense:

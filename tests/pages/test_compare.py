@@ -163,6 +163,9 @@ def test_models_with_different_parents_are_refused(tmp_path: Path) -> None:
         collect([first], dense=str(second))
     with pytest.raises(ModelError, match=r"typo is not the folder of a model: it has no config\.json"):
         collect([first], dense=str(tmp_path / "typo"))
+    (one / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="one has no weights"):
+        collect([first], dense=str(one))
 
 
 def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
