@@ -112,6 +112,8 @@ def trim(
     config = _checked(folder)
     tokenizer, document = load_document(model, folder)
     source, ids = open_source(model), ids_of(document)
+    if source.structure:
+        load_model(source, "auto", torch.device("cpu"))  # refuses an unknown output head before text is read
     of_class = json.loads(stock_config(folder).to_json_string(use_diff=False))
     config = _with_defaults(config, of_class, {*ids.values()})
     table, num_rows = table_of(source, config), text_config(config)["vocab_size"]

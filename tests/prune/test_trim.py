@@ -605,6 +605,7 @@ def test_an_output_head_that_is_unknown(dense: Path, text: Path, tmp_path: Path)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     refused = invoke("trim", folder, "--tokens", 384, "--data", text, "-o", tmp_path / "new", "--no-proof")
     assert_refused(refused, 3, "HyperCLOVAXForCausalLM computes its logits")
+    assert not refused.stdout
 
 
 def test_a_table_of_tokens_of_another_name_is_refused(dense: Path, text: Path, tmp_path: Path) -> None:
