@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ddp_vllm.dimensions import CACHED_TYPES, attended, count_chosen_experts, count_experts, text_config, widths_of
+from ddp_vllm.dimensions import (
+    CACHED_TYPES,
+    attended,
+    completed,
+    count_chosen_experts,
+    count_experts,
+    of_layer,
+    text_config,
+    widths_of,
+)
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import BLOCK_OF
@@ -93,25 +102,27 @@ def whole_model(
     """
     if budget == "params":
         return float(sum(map(prod, shapes.values())))
-    widths, text = widths_of(config), text_config(config)
+    widths, text = widths_of(config), text_config(completed(config))
     if budget == "kv-bytes":
         if not widths.is_family:
             raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
         priced = zip(prices(budget, config, shapes, context), layers, strict=True)
         return sum(price.of(layer) for price, layer in priced)
     weights, _ = numbers_read(config, shapes, layers)
-    queries = int(text.get("num_attention_heads") or 0)
-    size = 2 * int(text.get("head_dim") or (text.get("hidden_size") or 0) // max(queries, 1))
-    if text.get("kv_lora_rank"):  # latent attention has keys and values of several sizes
-        size = sum(text.get(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    counts = [layer.num_query_heads if widths.is_family else queries for layer in layers]
-    rows = zip(keys_read(config, len(layers), context), counts, strict=True)
-    return 2.0 * (weights + size * sum(number * count for number, count in rows))
+    attention = 0.0
+    for index, number in enumerate(keys_read(config, len(layers), context)):
+        own = of_layer(text, index)
+        queries = int(own.get("num_attention_heads") or 0)
+        size = 2 * int(own.get("head_dim") or (own.get("hidden_size") or 0) // max(queries, 1))
+        if own.get("kv_lora_rank"):  # latent attention has keys and values of several sizes
+            size = sum(own.get(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        attention += size * number * (layers[index].num_query_heads if widths.is_family else queries)
+    return 2.0 * (weights + attention)
 
 
 def keys_read(config: Mapping[str, Any], num_layers: int, context: int) -> list[int]:
     """Return how many tokens of the context each layer attends to: 0 in layers of another kind than attention."""
-    text = text_config(config)
+    text = text_config(completed(config))
     keys = attended({**text, "num_hidden_layers": num_layers}, context)
     kinds = text.get("layer_types") or ["full_attention"] * len(keys)
     return [number if kind in CACHED_TYPES else 0 for number, kind in zip(keys, kinds, strict=True)]

@@ -4,9 +4,10 @@ Families of `remote_code/tensors.py` and configs that describe their MLPs and ex
 a few mixtures of experts `widths_of` derives the description from the stock config.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,10 +70,19 @@ def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     from ddp_vllm.model_files import errors_only
 
     with suppress(Exception), errors_only():  # a class may raise any error for a field, and change what it is given
-        usual = CONFIG_MAPPING[model_type].from_dict(deepcopy(dict(config))).get_text_config().to_dict()
-        known = {**usual, **text}
+        # transformers writes infinite numbers in a form of its own
+        plain = json.loads(re.sub(r'\{"__float__": "(\S+)"\}', r"\1", json.dumps(config)))
+        usual = CONFIG_MAPPING[model_type].from_dict(plain).get_text_config()
+        names = {name: getattr(usual, name, None) for name in ("layer_types", *usual.attribute_map)}  # by other names
+        known = {**usual.to_dict(), **{name: value for name, value in names.items() if value is not None}, **text}
         return {**config, "text_config": known} if text is not config else known
     return config
+
+
+def of_layer(config: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return the fields of a layer, some of which may differ from the whole model's, as in Gemma 4."""
+    layers = config.get("per_layer_config") or {}
+    return {**config, **next((own for key, own in layers.items() if int(key) == index), {})}  # a key may be "05"
 
 
 def is_copied_head(config: Mapping[str, Any], name: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
-from ddp_vllm.dimensions import CACHED_TYPES, completed, is_copied_head
+from ddp_vllm.dimensions import CACHED_TYPES, completed, is_copied_head, of_layer
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, block_files, is_leftover, opened_in_place
@@ -283,10 +283,13 @@ def _kv_bytes(
             return layers * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
         if widths:
             return 2 * size * head_dim(config) * sum(layer.num_kv_heads for layer in widths.layers) or None
-        total, of_layers = 0, config.get("per_layer_config") or {}
+        total = 0
         for index in range(layers - int(config.get("num_kv_shared_layers") or 0)):
-            own = {**config, **(of_layers.get(index) or of_layers.get(str(index)) or {})}
-            kv_heads = int(own.get("num_key_value_heads") or own.get("num_attention_heads") or 0)
-            stated = own.get("head_dim") or (own.get("hidden_size") and own.get("num_attention_heads"))
+            own = of_layer(config, index)
+            heads = int(own.get("num_attention_heads") or 0)
+            kv_heads = int(own.get("num_key_value_heads") or own.get("num_kv_heads") or heads)  # as of Falcon
+            if own.get("multi_query") and not own.get("new_decoder_architecture"):
+                kv_heads = 1
+            stated = own.get("head_dim") or (own.get("hidden_size") and heads)
             total += head_dim(own) * kv_heads if kv_heads and stated else 0
         return 2 * size * total or None

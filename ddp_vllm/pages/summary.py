@@ -10,7 +10,6 @@ from typing import Any
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import whole_model
-from ddp_vllm.dimensions import completed
 from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.masks import Provenance, Quality, Training, Trimmed
 from ddp_vllm.names import bare_name
@@ -233,7 +232,6 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
     """Count the whole model's parameters, and its FLOPs and bytes of KV cache (at 16 bits) per
     token."""
     context = checkpoint.history.recipe.context_length or CONTEXT_LENGTH
-    config = completed(checkpoint.config)
     models = (checkpoint.widths.dense_layers, checkpoint.dense_shapes), (checkpoint.layers, checkpoint.shapes)
     labels = {
         "params": "parameters",
@@ -244,7 +242,7 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
         del labels["kv-bytes"]
     counts = list[Size]()
     for budget, label in labels.items():
-        dense, left = (round(whole_model(budget, config, *model, context)) for model in models)
+        dense, left = (round(whole_model(budget, checkpoint.config, *model, context)) for model in models)
         counts.append((label, dense, left))
     return counts
 

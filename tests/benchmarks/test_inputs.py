@@ -207,6 +207,13 @@ BY_CLASS: dict[str, tuple[dict[str, Any], int | None]] = {  # fields that config
         {"model_type": "deepseek_v32", "kv_lora_rank": 12, "qk_rope_head_dim": 4}, 4 * 16 // 2,
     ),
     "convolutions": ({"model_type": "lfm2", "full_attn_idxs": [1]}, None),
+    "layers that the class names otherwise, and an infinite number": (
+        {"model_type": "bamba", "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8,
+         "time_step_limit": [0.0, {"__float__": "Infinity"}]}, None,
+    ),
+    "a head for all queries": ({"model_type": "falcon", "multi_query": True}, 4 * 8),
+    "heads by the name of Falcon": ({"model_type": "falcon", "num_kv_heads": 2, "new_decoder_architecture": True}, 64),
+    "sizes by the names of GPT-J": ({"model_type": "gptj", "n_layer": 3, "n_head": 2, "n_embd": 16}, 3 * 16),
     "wider heads in layers of full attention": (
         {"model_type": "gemma4_text", "global_head_dim": 32, "num_kv_shared_layers": 0,
          "layer_types": [*["sliding_attention"] * 3, "full_attention"]}, 3 * 8 + 32,
@@ -221,7 +228,10 @@ BY_CLASS: dict[str, tuple[dict[str, Any], int | None]] = {  # fields that config
 @pytest.mark.parametrize("case", BY_CLASS)
 def test_the_cache_is_that_of_the_layers_that_the_class_builds(case: str, tmp_path: Path) -> None:
     fields, numbers = BY_CLASS[case]
-    (tmp_path / "config.json").write_text(json.dumps(ATTENTION | fields))
+    standard = {} if "n_embd" in fields else ATTENTION
+    if fields["model_type"] == "falcon":
+        standard = {name: ATTENTION[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
+    (tmp_path / "config.json").write_text(json.dumps(standard | fields))
     assert describe_model(str(tmp_path)).kv_bytes_per_token == (2 * 2 * numbers if numbers else None)
 
 

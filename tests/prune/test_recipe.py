@@ -297,6 +297,12 @@ def test_a_step_reads_the_cache_of_windows_and_of_text_alone(tmp_path: Path) -> 
     assert dense_kv_bytes(folder, value_bytes=2) == 4 * text["num_hidden_layers"] * text["num_key_value_heads"] * 256
     keys = keys_read(config, text["num_hidden_layers"], 32768)
     assert {*keys} == {text["sliding_window"], 32768} and keys.count(32768) == text["num_hidden_layers"] // 6
+    gemma = open_source(str(write_headers("Gemma4TextConfig", tmp_path / "gemma4")))
+    model = gemma.config, gemma.widths.dense_layers, gemma.shapes
+    more, less = (whole_model("flops", *model, context) for context in (8193, 8192))
+    full, heads = gemma.config["layer_types"].count("full_attention"), gemma.config["num_attention_heads"]
+    assert more - less == 2 * full * heads * 2 * 512  # numbers of a head, twice as many as in layers with windows
+    assert dense_kv_bytes(gemma.folder, value_bytes=2) == 4 * 4 * (512 * full + 256 * (len(model[1]) - full))
     falcon = open_source(str(write_headers("FalconConfig", tmp_path / "falcon")))
     assert whole_model("flops", falcon.config, falcon.widths.dense_layers, falcon.shapes, 0) > 2 * 65024 * 4544
 
