@@ -327,7 +327,7 @@ def perplexity_ratio_of_bits(bits: Bits) -> tuple[float, float, float]:
 
 def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:
     """Return the fraction of the dense model's accuracy that a model retains: of the paper's mean,
-    and of every other task, as those in which it writes, whose loss the mean would hide.
+    and of every task that is not in it, as those in which it writes, whose loss the mean would hide.
 
     It is 0 where the dense model has no right answer.
     """
@@ -335,7 +335,7 @@ def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:
     scores = {"mean accuracy": [mean and mean["value"] for mean in means]}
     for name in evaluation.results:
         task = evaluation.task(name)
-        if name not in ACCURACY and task.higher_is_better:
+        if task.higher_is_better and not (means[0] and name in means[0]["tasks"]):
             scores[task.heading] = [score and score[0] for score in (evaluation.score(name), dense.score(name))]
     return {
         name: after / before if before else 0.0
@@ -359,9 +359,12 @@ def judge_retained(evaluation: Evaluation, dense: Evaluation, limit: float | Non
     accuracy is retained."""
     if limit is None:
         return
+    fractions = retained(evaluation, dense)
+    if not fractions:
+        raise LimitError(f"no task has an accuracy, by which --min-retained {limit:g} judges; add one to --tasks")
     missed = [
         f"{value:.3g} of {name}"
-        for name, value in retained(evaluation, dense).items()
+        for name, value in fractions.items()
         if value < limit - 1e-9  # a quotient of decimal fractions may be rounded down
     ]
     if missed:

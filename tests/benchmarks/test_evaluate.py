@@ -111,6 +111,19 @@ def test_retained_accuracy_is_that_of_the_mean_and_of_each_task_in_which_the_mod
         judge_retained(results(1, 1, 0.3, 0.5), results(1, 1, 0, 0.5), 0.5)
 
 
+def test_a_limit_that_judges_nothing_is_missed() -> None:
+    """A local task of the paper's name may have another accuracy, and a task of one's own none."""
+
+    def result(**scores: dict[str, float]) -> Evaluation:
+        return msgspec.convert({"results": scores, "ddp_vllm": STATED}, Evaluation)
+
+    before, after = result(piqa={"acc,none": 0.8}), result(piqa={"acc,none": 0.6})
+    with pytest.raises(LimitError, match=r"retains 0\.75 of PIQA"):
+        judge_retained(after, before, 0.97)
+    with pytest.raises(LimitError, match="no task has an accuracy"):
+        judge_retained(result(own={"alias": 1.0}), result(own={"alias": 1.0}), 0.97)
+
+
 def test_mean_is_unweighted_and_uses_the_papers_metrics() -> None:
     scores = {
         "boolq": {"acc,none": 0.8, "acc_stderr,none": 0.03},
