@@ -229,13 +229,13 @@ def _evaluate_tasks(settings: EvalSettings) -> dict[str, Any]:
             f"suite: {', '.join(SUITES)}"
         )
     with reading(f"the rows of {', '.join(settings.tasks)}", TextError, OFFLINE if fault else ONLINE):
-        built = manager.load(list(settings.tasks))["tasks"]
-    is_generated = {task.config.task: task.OUTPUT_TYPE == "generate_until" for task in built.values()}
+        built = {name: manager.load([name])["tasks"].values() for name in settings.tasks}  # several of a group
+    is_generated = {name: all(task.OUTPUT_TYPE == "generate_until" for task in built[name]) for name in built}
     model, arguments = _load_model(settings)
     responses = _responses(settings)  # afterwards: loading may have downloaded the model
     merged: dict[str, Any] = {}
     for generated in (False, True):  # a chat template is for all tasks of a call, and only these use one
-        names = [name for name in settings.tasks if is_generated.get(name, False) is generated]
+        names = [name for name in settings.tasks if is_generated[name] is generated]
         if not names:
             continue
         as_chat = generated and bool(model.tokenizer.chat_template)

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -76,6 +77,22 @@ def test_local_tasks_count_and_are_compared_with_the_dense_model(
     assert other["ddp_vllm"]["data"] == results["ddp_vllm"]["data"]
     assert not (dense / "eval").exists() and not (halved / "eval").exists()
     assert list((cache / "eval").iterdir()) == []  # no responses of evaluations that ended
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_group_of_tasks_in_which_the_model_writes_uses_the_chat_template(
+    tiny: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tasks / "both.yaml").write_text("group: both\ntask: [words]\n")
+
+    def simple_evaluate(*, tasks: list[str], apply_chat_template: bool, **_: object) -> dict[str, dict[str, bool]]:
+        return {"config": {}, "results": dict.fromkeys(tasks, apply_chat_template)}
+
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", simple_evaluate)
+    model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="x"))
+    monkeypatch.setattr(evaluate, "_load_model", lambda _: (model, {}))
+    settings = EvalSettings(model=str(tiny), tasks=("piqa", "both"), include_path=tasks)
+    assert evaluate.run_alone(evaluate._evaluate_tasks, settings)["results"] == {"piqa": False, "both": True}
 
 
 def test_the_difference_of_means_is_that_of_pairs() -> None:
