@@ -115,17 +115,17 @@ def _bits(
 
 
 def dense_of(model: str) -> str:
-    """Return the path or hub name of the dense model that a pruned folder was made from.
+    """Return the path or hub name of the dense model that a pruned or trimmed folder was made from.
     Raises: SettingError."""
     folder = local_folder(model)
-    provenance = local_provenance(folder / MASKS_FILE) if folder and is_pruned(folder) else {}
+    provenance = local_provenance(folder / MASKS_FILE) if folder else {}
     if not (dense := Provenance.of(provenance).dense_model):
-        raise SettingError(f"{model} does not name the model it was pruned from; pass that model with --against")
+        raise SettingError(f"{model} does not name the model it was made from; pass that model with --against")
     try:
         local_folder(dense)
     except ModelError:
         raise SettingError(
-            f"{model} was pruned from {dense}, which is not on this machine; pass it with --against"
+            f"{model} was made from {dense}, which is not on this machine; pass it with --against"
         ) from None
     return dense
 

@@ -167,6 +167,7 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
     ratio = bits["bits_per_byte"]["pruned"] / bits["bits_per_byte"]["dense"]
     assert bits_ratio(bits)[0] == pytest.approx(ratio) and bits_ratio(bits)[1] < ratio < bits_ratio(bits)[2]
     assert bits["tokens_per_byte"]["dense"] < bits["tokens_per_byte"]["pruned"]
+    assert "× [" in passed(invoke("eval", trimmed[0], *words[4:], "-o", tmp_path / "trimmed")).stdout  # it names MODEL
     # the same limit as for models whose tokens are the same: of all nats, per token of the dense model
     nats = {who: math.log(2.0) * sum(bits["excerpt_bits"][who]) for who in ("dense", "pruned")}
     tokens = bits["tokens_per_byte"]["dense"] * sum(bits["excerpt_bytes"])
