@@ -14,8 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.costs import TABLE
-from ddp_vllm.dimensions import is_copied_head, widths_of
+from ddp_vllm.dimensions import TABLE, is_copied_head, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
 from ddp_vllm.quantized import unpacked

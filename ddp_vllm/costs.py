@@ -12,13 +12,20 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ddp_vllm.dimensions import CACHED_TYPES, attended, count_chosen_experts, count_experts, text_config, widths_of
+from ddp_vllm.dimensions import (
+    CACHED_TYPES,
+    TABLE,
+    attended,
+    count_chosen_experts,
+    count_experts,
+    text_config,
+    widths_of,
+)
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import BLOCK_OF
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
-TABLE = re.compile(r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|word_embeddings|lm_head|embed_out)\.(weight|bias)")
 LARGE_TABLE = 0.15  # of the weights that a decode step reads: trimming it is worth a sentence
 
 KV_ELEMENT_BYTES = 2

@@ -4,6 +4,7 @@ Families of `remote_code/tensors.py` and configs that describe their MLPs and ex
 a few mixtures of experts `widths_of` derives the description from the stock config.
 """
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -37,6 +38,8 @@ WHOLE_EXPERT = "expert"
 # mixtures of experts that `widths_of` knows
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", DEEPSEEK, "deepseek_v2")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+TABLE = re.compile(r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|word_embeddings|lm_head|embed_out)\.(weight|bias)")
+"""The names of the embedding, of the output head and of the embeddings of layers, in any model."""
 CACHED_TYPES = {*LAYER_TYPES, "chunked_attention", "indexed_attention"}  # of Llama 4; of DeepSeek V3.2
 
 

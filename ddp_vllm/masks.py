@@ -140,6 +140,16 @@ class _Proof(Struct):
     fault: str | None = None
     """"" if the folder repeats the measured model; None if it was not compared."""
 
+    @property
+    def statement(self) -> str:
+        """What the proof of the folder showed, in words."""
+        if self.fault is None:
+            return "not compared with the measured model in a fresh process (--no-proof)"
+        if self.fault:
+            return f"FAILED: {self.fault}"
+        logits = "logits finite" if self.logits is None else f"logits within {self.logits:.0e}".replace("e-0", "e-")
+        return logits if self.tokens is None else f"{self.tokens:,} tokens the same, {logits}"
+
 
 _AboveZero = Annotated[float, Meta(gt=0)]
 

@@ -34,7 +34,7 @@ from ddp_vllm.model_facts import known_folder
 from ddp_vllm.model_files import has_tokenizer, state_tokenizer, write_model_files, write_weights
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.proof import Proof, Reference, prove, read_back, statement
+from ddp_vllm.proof import Proof, Reference, prove, read_back
 from ddp_vllm.provenance import write_provenance
 from ddp_vllm.remote_code.files import (
     WEIGHTS,
@@ -75,7 +75,7 @@ class Conversion(NamedTuple):
 
 
 def _announce(made: Checkpoint, _: Mapping[str, Any]) -> None:
-    echo(f"read back: {statement(made.history)}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
+    echo(f"read back: {made.history.proof.statement}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
 
 
 @command("convert", show=_announce)

@@ -41,8 +41,8 @@ from ddp_prune.text.vocabulary import (
 )
 from ddp_vllm import read_back as reading
 from ddp_vllm.checkpoint import read_config
-from ddp_vllm.costs import TABLE, numbers_read
-from ddp_vllm.dimensions import is_copied_head, text_config
+from ddp_vllm.costs import numbers_read
+from ddp_vllm.dimensions import TABLE, is_copied_head, text_config
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.families import check_dense
 from ddp_vllm.masks import MASKS_FILE, Trimmed
