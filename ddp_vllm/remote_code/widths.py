@@ -33,10 +33,11 @@ This file is part of every checkpoint and imports only the standard library, `te
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from .files import WidthsError, short
-from .tensors import LAYERS, QUERY_KEY_NORMS, TABLES, Projection, TensorTable, dense_type, layer_modules
+from .tensors import LAYERS, QUERY_KEY_NORMS, TABLES, Projection, TensorTable, dense_type
 
 METHOD = "ddp_widths"
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -87,13 +88,8 @@ class LayerWidths:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of `ddp_layers`; with routed experts, that of a report."""
-        entry: dict[str, Any] = {
-            "query_heads_per_kv_head": list(self.query_heads_per_kv_head),
-            "intermediate_size": self.intermediate_size,
-        }
-        if self.expert_intermediate_sizes is not None:
-            entry["expert_intermediate_sizes"] = list(self.expert_intermediate_sizes)
-        return entry
+        stated = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in stated.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +210,14 @@ class Widths:
         blocks = dict[str, dict[str, Any]]()
         for block in self.blocks:
             inputs = self.table.inputs(block)
-            blocks[block] = {"inputs": [part.name for part in inputs], "output": self.table.output(block).name}
-            blocks[block] |= {"intermediate_size": self.dense.num_units(UNITS[block])}
-            blocks[block] |= {"num_experts": self.num_experts} if block == "experts" else {}
-            blocks[block] |= {"fused": "halves"} if len(inputs[0].units) > 1 else {}
+            described: dict[str, Any] = {"inputs": [part.name for part in inputs]}
+            described["output"] = self.table.output(block).name
+            described["intermediate_size"] = self.dense.num_units(UNITS[block])
+            if block == "experts":
+                described["num_experts"] = self.num_experts
+            if len(inputs[0].units) > 1:
+                described["fused"] = "halves"
+            blocks[block] = described
         return {"quant_method": METHOD, "layers_module": self.layers_module, **blocks, "layers": entries}
 
     @property
@@ -347,7 +347,7 @@ class Widths:
             required = required or []
             is_exact = len(shape) == len(required) or self.is_quantized or not required
             wrong = [] if is_exact else [f"{len(required)} axes"]
-            pairs = enumerate(zip(required, [*shape, *[None] * len(required)], strict=False))
+            pairs = enumerate(zip_longest(required, shape))
             wrong += [f"{number} along axis {axis}" for axis, (number, size) in pairs if number not in (None, size)]
             if wrong:
                 raise WidthsError(
@@ -382,11 +382,15 @@ class Widths:
     def modules(self, index: int) -> Iterator[str]:
         """Yield the modules of the table that a layer must have, relative to it."""
         layer = self.layers[index]
-        blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size, "experts": 0}
-        yield from layer_modules(self.table, blocks)
-        experts = [part.name for part in self.table.projections if part.block == "experts"]
-        for expert, width in enumerate(layer.expert_intermediate_sizes or ()):
-            yield from (name.format(expert) for name in experts if width)
+        sizes, removed = layer.expert_intermediate_sizes or (), layer.removed_blocks
+        yield from self.table.untouched
+        for part in self.table.projections:
+            if part.block == "experts":
+                yield from (part.name.format(expert) for expert, size in enumerate(sizes) if size)
+            elif part.block not in removed:
+                yield part.name
+        for block, norms in self.table.norms.items():
+            yield from () if block in removed else norms
 
     def check_complete(self, names: Iterable[str]) -> None:
         """Refuse a checkpoint in which a layer lacks a module of the table, or in a family a module
