@@ -81,16 +81,6 @@ class Checkpoint:
             f"Checkpoint({str(self.folder)!r}, {self.num_parameters:,} parameters, {self.removed:.1%} removed{ratio})"
         )
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether routed experts were pruned."""
-        return any(layer.expert_intermediate_sizes is not None for layer in self.layers)
-
-    @property
-    def times_chosen(self) -> dict[int, list[float]]:
-        """How often each expert was chosen on the training text, by layer; {} if unknown."""
-        return {int(layer): counts for layer, counts in self.history.routing.chosen.items()}
-
 
 def read_json(path: Path) -> Any:
     """Read one JSON file of a checkpoint.
@@ -201,7 +191,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         widths, tensors = widths_of(config), checked_tensors(folder)
         widths.on_disk.check(tensors)
         check_head(config, files.weight_files(folder))
-        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config, widths)
+        shapes = unpacked(tensors, config, widths)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _check_routing(Provenance.of(provenance).routing.chosen, widths, folder / MASKS_FILE)

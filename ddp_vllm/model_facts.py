@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
-from ddp_vllm.dimensions import CACHED_TYPES, completed, is_copied_head
+from ddp_vllm.dimensions import CACHED_TYPES, completed
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, block_files, is_leftover, opened_in_place
@@ -258,7 +258,7 @@ def known_folder(model: str) -> Path | None:
 def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Widths | None) -> int | None:
     try:
         tensors = (tensor for path in files for tensor in file_tensors(path))
-        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config, widths)
+        shapes = unpacked(tensors, config, widths)
         kept = (prod(shape) for name, shape in shapes.items() if not (widths and is_leftover(widths, name, shape)))
         return sum(kept) or None
     except UnknownFormatError as error:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ddp_vllm.dimensions import is_copied_head
 from ddp_vllm.remote_code.files import BITS, WidthsError, short
 from ddp_vllm.remote_code.widths import Widths, states_widths
 
@@ -41,12 +42,14 @@ class UnknownFormatError(WidthsError):
 def unpacked(
     tensors: Iterable[Tensor], config: Mapping[str, Any], widths: Widths | None = None
 ) -> dict[str, list[int]]:
-    """Return the shapes of weights before they were quantized, without side tensors.
+    """Return the shapes of weights before they were quantized, without side tensors and without the
+    copy of the embedding that some programs store as the output head.
 
     widths: of a pruned model, which state the shapes of a family's projections in any format.
     Raises: UnknownFormatError for a packed tensor whose bits per weight are not known.
     """
-    tensors, stated = [*tensors], config.get("quantization_config")
+    tensors = [tensor for tensor in tensors if not is_copied_head(config, tensor[0])]
+    stated = config.get("quantization_config")
     if states_widths(config) or not (stated or any(BITS.get(dtype, 8) <= 8 for *_, dtype in tensors)):
         return {name: [*shape] for name, shape, _ in tensors}
     quantization, plain = stated if isinstance(stated, Mapping) else {}, dict[str, list[int]]()
@@ -69,8 +72,10 @@ def unpacked(
 
 def _by_widths(name: str, widths: Widths | None) -> list[int] | None:
     """Return the shape of a family's projection; None for any other tensor."""
-    place = widths.find(name) if widths and widths.hidden_size and name.endswith(".weight") else None
-    if not (place and place.length and widths and widths.hidden_size):
+    if not widths or not widths.hidden_size or not name.endswith(".weight"):
+        return None
+    place = widths.find(name)
+    if not place or not place.length:
         return None
     return [place.length, widths.hidden_size] if place.axis == 0 else [widths.hidden_size, place.length]
 

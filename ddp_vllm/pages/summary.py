@@ -266,8 +266,8 @@ def width_table(checkpoint: Checkpoint) -> Table:
 
 def routing_notes(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a sentence on experts that no token of the text was sent to; none for a dense model."""
-    counts = checkpoint.times_chosen
-    idle = [f"{index} ({row.count(0)} of {len(row)})" for index, row in counts.items() if 0 in row]
+    chosen = checkpoint.history.routing.chosen
+    idle = [f"{index} ({row.count(0)} of {len(row)})" for index, row in chosen.items() if 0 in row]
     if idle:
         yield (
             f"experts that no token of the text was sent to, in layers {', '.join(idle)}; they were given an average "
