@@ -20,6 +20,7 @@ from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
 from ddp_vllm.quantized import unpacked
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
+from ddp_vllm.remote_code.tensors import Config, Shapes
 from ddp_vllm.remote_code.widths import HEAD, METHOD, LayerWidths, Widths, stated_widths, states_widths
 
 
@@ -28,14 +29,14 @@ class Checkpoint:
     """A pruned checkpoint on disk, checked."""
 
     folder: Path
-    config: Mapping[str, Any]
+    config: Config
     """`config.json`; stock fields hold the dense values, except the number of experts where whole
     ones were removed."""
     layers: tuple[LayerWidths, ...]
     """The kept widths of each decoder layer."""
     widths: Widths
     """The widths with the names of the tensors."""
-    shapes: Mapping[str, list[int]]
+    shapes: Shapes
     """Shape of every weight on disk, of tied embeddings once; of a quantized weight the shape before
     quantization, without its scales."""
     provenance: Mapping[str, Any]
@@ -65,7 +66,7 @@ class Checkpoint:
         return Provenance.of(self.provenance)
 
     @cached_property
-    def dense_shapes(self) -> Mapping[str, list[int]]:
+    def dense_shapes(self) -> Shapes:
         """Shape of every weight before pruning."""
         return dense_shapes(self.widths, self.shapes)
 
@@ -99,7 +100,7 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read ({error}); download it or run ddp-vllm apply again") from error
 
 
-def is_pruned_config(config: Mapping[str, Any]) -> bool:
+def is_pruned_config(config: Config) -> bool:
     """Tell whether ddp-vllm wrote a config with the widths of a pruned model. Raises: WidthsError."""
     return "ddp_layers" in config or stated_widths(config) is not None
 
@@ -205,7 +206,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     )
 
 
-def check_head(config: Mapping[str, Any], paths: Sequence[Path]) -> None:
+def check_head(config: Config, paths: Sequence[Path]) -> None:
     """Refuse a model whose config ties the output head to the embedding, but that stores another head: pruning and
     export would drop it, while transformers and vLLM use it.
 
@@ -241,7 +242,7 @@ def _pieces(path: Path, name: str) -> Iterator[bytes]:
             yield file.read(min(left, 1 << 24))
 
 
-def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_dense(folder: Path, config: Config) -> None:
     """Refuse a dense config that no verb can use, or that states the widths of a pruned model.
     Raises: ModelError."""
     # a pruned checkpoint is read without these
@@ -256,7 +257,7 @@ def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
     warn_of_foreign_code(folder, config)
 
 
-def dense_shapes(widths: Widths, shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+def dense_shapes(widths: Widths, shapes: Shapes) -> dict[str, list[int]]:
     """Return the shapes of all tensors before pruning; those of a removed block, expert or router
     row are as in other layers."""
     dense = replace(widths, layers=widths.dense_layers, is_renumbered=False)

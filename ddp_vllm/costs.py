@@ -6,11 +6,10 @@ widths: embeddings, norms, routers, shared experts. The totals of a whole model 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from ddp_vllm.dimensions import (
     CACHED_TYPES,
@@ -23,7 +22,7 @@ from ddp_vllm.dimensions import (
 )
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.files import WidthsError
-from ddp_vllm.remote_code.tensors import BLOCK_OF
+from ddp_vllm.remote_code.tensors import BLOCK_OF, Config, Shapes
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
 LARGE_TABLE = 0.15  # of the weights that a decode step reads: trimming it is worth a sentence
@@ -52,7 +51,7 @@ class Prices:
         )
 
 
-def prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], context: int) -> list[Prices]:
+def prices(budget: str, config: Config, shapes: Shapes, context: int) -> list[Prices]:
     """Return the prices of every layer of a dense config.
 
     The table of the widths states how many rows or columns of each projection belong to a unit.
@@ -88,9 +87,9 @@ def prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
 
 def whole_model(
     budget: str,
-    config: Mapping[str, Any],
+    config: Config,
     layers: Sequence[LayerWidths],
-    shapes: Mapping[str, Sequence[int]],
+    shapes: Shapes,
     context: int,
 ) -> float:
     """Return the total cost of a model with these widths and tensors, including embeddings.
@@ -116,7 +115,7 @@ def whole_model(
     return 2.0 * (weights + size * sum(number * count for number, count in rows))
 
 
-def keys_read(config: Mapping[str, Any], num_layers: int, context: int) -> list[int]:
+def keys_read(config: Config, num_layers: int, context: int) -> list[int]:
     """Return how many tokens of the context each layer attends to: 0 in layers of another kind than attention."""
     text = text_config(config)
     keys = attended({**text, "num_hidden_layers": num_layers}, context)
@@ -124,7 +123,7 @@ def keys_read(config: Mapping[str, Any], num_layers: int, context: int) -> list[
     return [number if kind in CACHED_TYPES else 0 for number, kind in zip(keys, kinds, strict=True)]
 
 
-def experts_chosen(config: Mapping[str, Any], widths: Widths | None) -> float:
+def experts_chosen(config: Config, widths: Widths | None) -> float:
     """Return the share of the routed experts of a layer that a token is sent to; 0 without any."""
     text = text_config(config)
     number = (widths and widths.on_disk.num_experts) or count_experts(text)
@@ -132,8 +131,8 @@ def experts_chosen(config: Mapping[str, Any], widths: Widths | None) -> float:
 
 
 def numbers_read(
-    config: Mapping[str, Any],
-    shapes: Mapping[str, Sequence[int]],
+    config: Config,
+    shapes: Shapes,
     layers: Sequence[LayerWidths] | None = None,
     *,
     batch: int = 1,
@@ -164,7 +163,7 @@ def experts_read(chosen: float, batch: int) -> float:
     return 1.0 - (1.0 - chosen) ** batch
 
 
-def table_note(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> str:
+def table_note(config: Config, shapes: Shapes) -> str:
     """Return a sentence on the table of tokens, if a decode step reads much of it; "" if it does not."""
     read, of_table = numbers_read(config, shapes)
     if of_table < LARGE_TABLE * read or not read:

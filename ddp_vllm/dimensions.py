@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, reading
 from ddp_vllm.remote_code.files import WidthsError
-from ddp_vllm.remote_code.tensors import TABLES, TensorTable, dense_type
+from ddp_vllm.remote_code.tensors import TABLES, Config, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     HEAD,
     LayerWidths,
@@ -43,7 +42,7 @@ TABLE = re.compile(r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|word_embeddi
 CACHED_TYPES = {*LAYER_TYPES, "chunked_attention", "indexed_attention"}  # of Llama 4; of DeepSeek V3.2
 
 
-def widths_of(config: Mapping[str, Any]) -> Widths:
+def widths_of(config: Config) -> Widths:
     """Return the widths that a config states, dense or pruned; those of the routed experts of
     `MIXTURES` follow from its fields. Raises: WidthsError."""
     if config.get("model_type") not in MIXTURES or stated_widths(config) is not None:
@@ -60,7 +59,7 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     return Widths(table=table, dense=dense, layers=tuple(layers), is_family=False)
 
 
-def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def completed(config: Config) -> Config:
     """Return a config with the fields of its language model that a stock class without a table derives, such as
     `layer_types`; as it is if transformers cannot read it."""
     model_type, text = str(config.get("model_type")), text_config(config)
@@ -78,7 +77,7 @@ def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def is_copied_head(config: Mapping[str, Any], name: str) -> bool:
+def is_copied_head(config: Config, name: str) -> bool:
     """Return whether a tensor is the output head of a model whose head is its embedding, which some programs store
     twice."""
     table = TABLES.get(dense_type(config))
@@ -89,7 +88,7 @@ def is_copied_head(config: Mapping[str, Any], name: str) -> bool:
 STRETCHING = ("linear", "dynamic", "yarn")
 
 
-def longest_context(config: Mapping[str, Any]) -> int | None:
+def longest_context(config: Config) -> int | None:
     """Return the longest context in tokens; None if the config does not state it, or stretches it."""
     text = text_config(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -98,26 +97,26 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     return longest if isinstance(longest, int) and longest > 0 and not is_stretched else None
 
 
-def check_length(name: str, length: int, model: str, config: Mapping[str, Any]) -> None:
+def check_length(name: str, length: int, model: str, config: Config) -> None:
     """Refuse sequences that are longer than a model states. name: of the setting. Raises:
     SettingError."""
     if (longest := longest_context(config)) and longest < length:
         raise SettingError(name, f"is {length}, but {model} takes {longest:,}; lower --{name.replace('_', '-')}")
 
 
-def count_experts(config: Mapping[str, Any]) -> int:
+def count_experts(config: Config) -> int:
     """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
     number = next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)  # a list has one per modality
     return int(max(number) if isinstance(number, list | tuple) else number)
 
 
-def count_chosen_experts(config: Mapping[str, Any]) -> int:
+def count_chosen_experts(config: Config) -> int:
     """Return to how many routed experts a layer sends each token, from a config's fields; 1 if they do not state it."""
     number = next((config[key] for key in CHOSEN_EXPERTS_KEYS if config.get(key)), 1)  # a list has one per layer
     return int(max(number) if isinstance(number, list | tuple) else number)
 
 
-def is_routed(config: Mapping[str, Any], index: int) -> bool:
+def is_routed(config: Config, index: int) -> bool:
     """Return whether layer `index` has routed experts; each family uses some of these keys."""
     return (
         count_experts(config) > 0
@@ -159,7 +158,7 @@ class Dimensions:
         return {"attn": every, "mlp": self.mlp_layers, "experts": self.routed_layers}[block]
 
 
-def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
+def dimensions_of(config: Config) -> Dimensions:
     """Read the sizes that pruning requires, of a family or from a description of MLPs and experts.
     Raises: ModelError for missing or contradictory sizes."""
     text = text_config(config)
@@ -202,7 +201,7 @@ def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]
     return {block: (len(sizes.layers_of(block)), *units[block]) for block in sizes.blocks}
 
 
-def attended(config: Mapping[str, Any], context: int) -> list[int]:
+def attended(config: Config, context: int) -> list[int]:
     """Return how many tokens each layer attends to: `context`, or its sliding window if that is
     shorter."""
     num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")

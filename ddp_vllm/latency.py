@@ -34,7 +34,7 @@ from ddp_vllm.errors import SettingError, reading
 from ddp_vllm.machine import Hardware, Workload, hardware, versions
 from ddp_vllm.output import make_folder
 from ddp_vllm.remote_code.files import read_json
-from ddp_vllm.remote_code.tensors import dense_type
+from ddp_vllm.remote_code.tensors import Config, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.schema import SchemaError, checked
 from ddp_vllm.tensor_parallel import CPU_CHANNEL_BLOCK, EXPERT_BLOCK, round_up
@@ -144,7 +144,7 @@ def further_widths(layers: Sequence[LayerWidths]) -> int:
     return min(1, len(experts) - 1) if experts else max(0, len(heads) - 1)
 
 
-def shapes_of(config: Mapping[str, Any], multiple: int | None = None) -> dict[str, list[LayerWidths]]:
+def shapes_of(config: Config, multiple: int | None = None) -> dict[str, list[LayerWidths]]:
     """Return the widths of every model to time alongside the dense one, by name.
 
     multiple: of all timed MLP widths; by default CPU_CHANNEL_BLOCK, or 1 for a model of few channels.
@@ -176,7 +176,7 @@ def shapes_of(config: Mapping[str, Any], multiple: int | None = None) -> dict[st
     return shapes | {"mixed": mixed} if further_widths(mixed) else shapes
 
 
-def _mixed(config: Mapping[str, Any], names: Iterable[str]) -> list[LayerWidths]:
+def _mixed(config: Config, names: Iterable[str]) -> list[LayerWidths]:
     """Return layers, or experts, that take turns with the widths that are timed alone, as a search
     leaves them. names: of the shapes that are."""
     sizes, dense = dimensions_of(config), widths_of(config).dense_layers
@@ -250,7 +250,7 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
         if rounds.keys() != {*self.shapes} or len({*rounds.values()}) > 1:
             raise SchemaError(f"it has {dict(rounds)} rounds, not as many of each of {', '.join(self.shapes)}")
 
-    def check_fits(self, config: Mapping[str, Any], hardware: Mapping[str, Any]) -> None:
+    def check_fits(self, config: Config, hardware: Mapping[str, Any]) -> None:
         """Refuse a profile of a model with other dimensions, or of other hardware. Raises:
         SettingError."""
         stated = {**dimensions_in(self.config), **self.hardware}
@@ -336,7 +336,7 @@ def read_profile(path: Path) -> Profile:
         return profile
 
 
-def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
+def dimensions_in(config: Config) -> dict[str, Any]:
     """Return the entries of a config that decide the latency of its model, as plain data."""
     return {"model_type": dense_type(config)} | {name: config[name] for name in DIMENSIONS if config.get(name)}
 
@@ -366,7 +366,7 @@ Measure = Callable[..., Profile]
 
 
 def find_profile(
-    path: str, model: Path, config: Mapping[str, Any], workload: Workload, measure: Measure, *, other_machine: bool
+    path: str, model: Path, config: Config, workload: Workload, measure: Measure, *, other_machine: bool
 ) -> Profile:
     """Return the latency profile of a model on this machine, checked.
 

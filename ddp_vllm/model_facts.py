@@ -6,7 +6,7 @@ A model is given by its folder or by its name on the Hugging Face hub.
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -21,7 +21,7 @@ from ddp_vllm.formats import SUBBLOCKS, base_type, block_files, is_leftover, ope
 from ddp_vllm.model_files import TOKENIZERS, has_tokenizer
 from ddp_vllm.quantized import UnknownFormatError, unpacked
 from ddp_vllm.remote_code.files import LARGEST_JSON, WidthsError, file_tensors, read_bytes, read_json, weight_files
-from ddp_vllm.remote_code.tensors import dense_type
+from ddp_vllm.remote_code.tensors import Config, dense_type
 from ddp_vllm.remote_code.widths import Widths, head_dim, text_config
 from ddp_vllm.schema import Count
 
@@ -106,7 +106,7 @@ def dense_kv_bytes(folder: Path, *, value_bytes: int) -> int | None:
     return _kv_bytes(folder, _opened(config) or config, None, size=value_bytes, is_limit=True)
 
 
-def _opened(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _opened(config: Config) -> dict[str, Any] | None:
     """Return `opened_in_place`, or None where vLLM's plugin does not open the model either."""
     with suppress(ModelError):
         return opened_in_place(config)
@@ -255,7 +255,7 @@ def known_folder(model: str) -> Path | None:
         return None
 
 
-def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Widths | None) -> int | None:
+def _num_parameters(files: Sequence[Path], config: Config, widths: Widths | None) -> int | None:
     try:
         tensors = (tensor for path in files for tensor in file_tensors(path))
         shapes = unpacked(tensors, config, widths)
@@ -268,9 +268,7 @@ def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Wi
         raise ModelError(str(error)) from error
 
 
-def _kv_bytes(
-    folder: Path, config: Mapping[str, Any], widths: Widths | None, *, size: int, is_limit: bool = False
-) -> int | None:
+def _kv_bytes(folder: Path, config: Config, widths: Widths | None, *, size: int, is_limit: bool = False) -> int | None:
     """Return the bytes per token of the KV cache of all layers, None if the config does not state
     them; widths: None for those of a dense model. is_limit: count layers of other kinds than attention
     too, whose cache does not grow with the context. Raises: ModelError."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from ddp_vllm.dimensions import is_copied_head
 from ddp_vllm.remote_code.files import BITS, WidthsError, short
+from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import Widths, states_widths
 
 _PACKED = re.compile(r"weight_packed|qweight|.*_blocks")
@@ -39,9 +40,7 @@ class UnknownFormatError(WidthsError):
     """A quantized tensor whose bits per weight are not known."""
 
 
-def unpacked(
-    tensors: Iterable[Tensor], config: Mapping[str, Any], widths: Widths | None = None
-) -> dict[str, list[int]]:
+def unpacked(tensors: Iterable[Tensor], config: Config, widths: Widths | None = None) -> dict[str, list[int]]:
     """Return the shapes of weights before they were quantized, without side tensors and without the
     copy of the embedding that some programs store as the output head.
 

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import register_pruned
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.remote_code.tensors import LAYERS, Projection, TensorTable
+from ddp_vllm.remote_code.tensors import LAYERS, Config, Projection, Shapes, TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table
 
-Shapes = Mapping[str, list[int]]
 WIDTH = "intermediate_size"
 DENSE = "pass the dense model's folder as --dense if config.json has pruned sizes"
 _PLACE = re.compile(r"(.+?)\.(\d+)\.(.+)\.weight")  # list of layers, layer, module
@@ -46,7 +45,7 @@ class Tensor:
 class Stock:
     """The tensors that transformers' class has by a `config.json`."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config) -> None:
         """Raises: ModelError if transformers has no such class, or cannot build it."""
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -121,7 +120,7 @@ def _in_layer(name: str) -> list[str]:
     return [*place.groups()[1:]] if place else [name]
 
 
-def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
+def _built(config: Config, *, wider: bool) -> Any:
     """Return the model on the meta device; wider: with other widths than config.json states, so
     much larger that no class rounds both to the same. Raises: ModelError."""
     import torch
@@ -166,7 +165,7 @@ class Width(NamedTuple):
 Rows = Mapping[int, Mapping[int, Width]]  # layer -> expert, or 0 -> its width
 
 
-def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], Widths]:
+def describe(config: Config, shapes: Shapes) -> tuple[dict[str, Any], Widths]:
     """Return the config with the class's name, and the widths of its MLPs and experts, of those
     kinds of which one is narrower.
 

@@ -44,6 +44,7 @@ from ddp_vllm.remote_code.files import (
     short,
     weight_files,
 )
+from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import Widths, head_dim
 from ddp_vllm.settings import Option, command
 
@@ -193,7 +194,7 @@ def _kept(stored: Mapping[str, Stored], widths: Widths) -> dict[str, Stored]:
     return {name: tensor for name, tensor in stored.items() if not widths.is_removed(name)}
 
 
-def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def _dense_config(config: Config) -> dict[str, Any]:
     """Return the config of the model that a tool pruned, without the tool's keys. Raises:
     ModelError."""
     if base_type(config) in FAMILIES:
@@ -211,7 +212,7 @@ def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return dense
 
 
-def _with_dense_sizes(pruned: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _with_dense_sizes(pruned: Config, folder: Path) -> dict[str, Any]:
     """Return a pruned model's config with the sizes of the dense model's in `folder`. Raises:
     ModelError if they do not match."""
     dense, text = text_config(_dense_config(read_config(folder))), text_config(pruned)

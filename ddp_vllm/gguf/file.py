@@ -27,7 +27,7 @@ from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import weight_files
-from ddp_vllm.remote_code.tensors import FAMILIES, LAYERS, dense_type
+from ddp_vllm.remote_code.tensors import FAMILIES, LAYERS, Config, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, states_widths
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
@@ -94,7 +94,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     return notes + _notes(checkpoint.layers, widths.layers, tensors, kind)
 
 
-def _without_graph(config: Mapping[str, Any]) -> str | None:
+def _without_graph(config: Config) -> str | None:
     """Return why neither graph is of this architecture; None if one is."""
     model_type = dense_type(config)
     if states_widths(config):
@@ -123,7 +123,7 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     return lacks and f"its graph for layers of different widths has no place for {lacks}; serve the model with vLLM"
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(config: Config) -> dict[str, Any]:
     """Return the settings of rotary positions, as transformers 5 writes them or as older versions
     did."""
     old = {"rope_theta": config.get("rope_theta") or 10_000.0, **(config.get("rope_scaling") or {})}

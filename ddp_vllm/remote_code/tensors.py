@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+Config = Mapping[str, Any]
+"""The fields of a `config.json`."""
+Shapes = Mapping[str, list[int]]
+"""The shapes of tensors by their names."""
 LAYERS = "model.layers"
 """Module with the decoder layers of every family, on disk and in transformers."""
 MODEL_TYPE_PREFIX = "ddp_"
@@ -135,6 +139,6 @@ FAMILIES = {  # the same -> the family's name in class names
 }
 
 
-def dense_type(config: Mapping[str, Any]) -> str:
+def dense_type(config: Config) -> str:
     """Return the model type of the dense family, from a dense or a pruned config."""
     return str(config.get("model_type")).removeprefix(MODEL_TYPE_PREFIX)

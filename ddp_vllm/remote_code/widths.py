@@ -37,7 +37,7 @@ from itertools import zip_longest
 from typing import Any
 
 from .files import WidthsError, short
-from .tensors import LAYERS, QUERY_KEY_NORMS, TABLES, Projection, TensorTable, dense_type
+from .tensors import LAYERS, QUERY_KEY_NORMS, TABLES, Config, Projection, TensorTable, dense_type
 
 METHOD = "ddp_widths"
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -106,21 +106,21 @@ class Place:
     """Its length; 0 of a removed block or expert, None if pruning leaves the tensor as it is."""
 
 
-def dense_heads(config: Mapping[str, Any]) -> tuple[int, ...]:
+def dense_heads(config: Config) -> tuple[int, ...]:
     """Return the query heads of each KV head of a dense layer."""
     heads = int(config.get("num_attention_heads") or 1)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     return (heads // kv_heads,) * kv_heads
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Config) -> Config:
     """Return the config of the language model: that inside a multimodal model's config, or the
     config itself."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
-def head_dim(config: Mapping[str, Any]) -> int:
+def head_dim(config: Config) -> int:
     """Return the size of one attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
@@ -172,7 +172,7 @@ class Widths:
     method checks."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Widths":
+    def of(cls, config: Config) -> "Widths":
         """Read the fields of a `config.json`, pruned or of a dense model of a family.
         Raises: WidthsError, naming the key, its value and its limit."""
         if (stated := stated_widths(config)) is not None:
@@ -433,7 +433,7 @@ class Widths:
         return tuple(f"{name}." for name in names)
 
 
-def stated_widths(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def stated_widths(config: Config) -> Mapping[str, Any] | None:
     """Return the description of the blocks in a `config.json`; None if it has none. Raises:
     WidthsError if its copy differs."""
     copied = config["quantization_config"] if states_widths(config) else None
@@ -444,13 +444,13 @@ def stated_widths(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return stated
 
 
-def states_widths(config: Mapping[str, Any]) -> bool:
+def states_widths(config: Config) -> bool:
     """Return whether a `config.json` describes blocks that code must build narrower."""
     stated = config.get("quantization_config")
     return isinstance(stated, Mapping) and stated.get("quant_method") == METHOD
 
 
-def check_sizes(config: Mapping[str, Any]) -> None:
+def check_sizes(config: Config) -> None:
     """Refuse a config without the sizes that widths are compared with, or with impossible ones.
     Raises: WidthsError."""
     needed = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
@@ -461,7 +461,7 @@ def check_sizes(config: Mapping[str, Any]) -> None:
         raise _fault("num_attention_heads", heads, f"not a multiple of num_key_value_heads {kv_heads}")
 
 
-def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
+def _described(stated: Mapping[str, Any], config: Config) -> Widths:
     """Read the description of a model's blocks. Raises: WidthsError."""
     text = text_config(config)
     dense = LayerWidths(query_heads_per_kv_head=dense_heads(text))
