@@ -5,7 +5,7 @@ a few mixtures of experts `widths_of` derives the description from the stock con
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -106,13 +106,18 @@ def check_length(name: str, length: int, model: str, config: Config) -> None:
 
 def count_experts(config: Config) -> int:
     """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
-    number = next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)  # a list has one per modality
-    return int(max(number) if isinstance(number, list | tuple) else number)
+    return _largest(config, EXPERT_COUNT_KEYS, 0)
 
 
 def count_chosen_experts(config: Config) -> int:
     """Return to how many routed experts a layer sends each token, from a config's fields; 1 if they do not state it."""
-    number = next((config[key] for key in CHOSEN_EXPERTS_KEYS if config.get(key)), 1)  # a list has one per layer
+    return _largest(config, CHOSEN_EXPERTS_KEYS, 1)
+
+
+def _largest(config: Config, keys: Sequence[str], default: int) -> int:
+    """Return the first of these fields that is stated, of a list, which has one number per modality or layer, the
+    largest."""
+    number = next((config[key] for key in keys if config.get(key)), default)
     return int(max(number) if isinstance(number, list | tuple) else number)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 import msgspec
 
 from ddp_vllm.errors import LimitError, SettingError
-from ddp_vllm.intervals import mean_interval, ratio_of
+from ddp_vllm.intervals import Interval, mean_interval, ratio_of
 from ddp_vllm.machine import Measured
 from ddp_vllm.masks import Quality
 from ddp_vllm.model_facts import ModelFacts
@@ -275,7 +275,7 @@ def in_points(difference: float, half_width: float) -> str:
     return f"cannot tell: between {100 * worse:.1f} points worse and {100 * better:.1f} better; use more rows"
 
 
-def perplexity_ratio(result: Quality | Bits) -> tuple[float, float, float] | None:
+def perplexity_ratio(result: Quality | Bits) -> Interval | None:
     """Return the last model's perplexity over the dense one's, both per token of the dense model, as
     `ratio_of_losses`; None if the losses of their blocks are unknown."""
     if isinstance(result, Quality):
@@ -291,9 +291,7 @@ def perplexity_ratio(result: Quality | Bits) -> tuple[float, float, float] | Non
     return ratio_of_losses(dense, pruned, sizes)
 
 
-def ratio_of_losses(
-    dense: Sequence[float], pruned: Sequence[float], block_tokens: Sequence[int] | None
-) -> tuple[float, float, float]:
+def ratio_of_losses(dense: Sequence[float], pruned: Sequence[float], block_tokens: Sequence[int] | None) -> Interval:
     """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of text.
 
     dense, pruned: nats per token of each block. Both models read the same blocks, so `mean_loss` is
@@ -304,7 +302,7 @@ def ratio_of_losses(
     return ratio, low, high
 
 
-def bits_ratio(bits: Bits) -> tuple[float, float, float]:
+def bits_ratio(bits: Bits) -> Interval:
     """Return bits per byte over the dense model's, with a 95 % interval by Student t over excerpts.
 
     Both models read the same excerpts. The ratio of their sums is the mean of the excerpts' ratios,

@@ -13,6 +13,8 @@ from statistics import fmean, stdev
 
 from ddp_vllm.schema import AtLeastZero, Positive
 
+Interval = tuple[float, float, float]
+"""A value and the ends of its interval."""
 ENOUGH_PAIRS = 5
 LEVEL = 0.05  # an interval within this distance of 1 is reported as no measurable difference
 _T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
@@ -114,7 +116,7 @@ def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[float] | Non
     return mean, sqrt(blocks / (blocks - 1) * sum((n * (loss - mean)) ** 2 for n, loss in pairs)) / total
 
 
-def mean_interval(values: Sequence[float], weights: Sequence[float] | None) -> tuple[float, float, float]:
+def mean_interval(values: Sequence[float], weights: Sequence[float] | None) -> Interval:
     """Return `mean_loss` and the ends of its 95 % interval by Student t, which are infinite for a single block."""
     mean, error = mean_loss(values, weights)
     reach = inf if error is None else t_quantile(len(values) - 1) * error

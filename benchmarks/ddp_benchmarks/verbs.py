@@ -34,7 +34,7 @@ from ddp_vllm.model_facts import is_pruned, known_folder
 from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import MIN_AGREEMENT, agrees, fidelity, lowest_agreement
 from ddp_vllm.results import BEGINS, write_results
-from ddp_vllm.settings import Option, command, typed
+from ddp_vllm.settings import Option, Values, command, typed
 
 UNITS = ("tokens", "characters")
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
@@ -42,7 +42,7 @@ Pruned = Annotated[str | Path | Iterable[str | Path], Option("Pruned checkpoints
 Overwrite = Annotated[bool, Option("Replace the output file.")]
 
 
-def _describe(_: Profile, values: Mapping[str, Any]) -> None:
+def _describe(_: Profile, values: Values) -> None:
     for line in [*describe(values["output"]), f"{values['output']} has every measurement"]:
         echo(line)
 
@@ -77,7 +77,7 @@ def profile(
     return read_profile(file)
 
 
-def _without_runs(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+def _without_runs(results: Mapping[str, Any], _: Values) -> dict[str, Any]:
     return {name: value for name, value in results.items() if name != "runs"}
 
 
@@ -111,7 +111,7 @@ def bench(
     return run_benchmark(chosen, file, verbose=verbose)
 
 
-def _print_verdicts(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _print_verdicts(results: Mapping[str, Any], values: Values) -> None:
     echo(f"{Workload(**results['settings']['workload'])}:")
     for verdict in results["verdicts"]:
         name = f"{Path(verdict['pruned']).name}: " if len(results["verdicts"]) > 1 else ""
@@ -211,7 +211,7 @@ def _evaluate(models: Sequence[EvalSettings], verbose: bool) -> list[dict[str, A
         return [evaluate_tasks(settings, print_line=line_printer(verbose)) for settings in models]
 
 
-def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _print_quality(results: Mapping[str, Any], values: Values) -> None:
     """Raises: LimitError if the model misses --max-ratio or --min-retained."""
     from ddp_benchmarks.tables import print_quality
 
@@ -226,7 +226,7 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
         judge_retained(typed[-1], typed[0], values["min_retained"])
 
 
-def _print_texts(results: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+def _print_texts(results: Mapping[str, Any], values: Values) -> Iterator[str]:
     """Print a line for each text; yield the limits that were missed."""
     limit, least = values["max_ratio"], lowest_agreement(values["max_ratio"], values["min_agreement"])
     measured: dict[str, Quality | Bits] = convert(results.get("texts", {}), dict[str, Quality])
@@ -257,7 +257,7 @@ def _print_texts(results: Mapping[str, Any], values: Mapping[str, Any]) -> Itera
         yield "top-1 agreement is not defined (omit --min-agreement)"
 
 
-def _as_json(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(results: Mapping[str, Any], _: Values) -> dict[str, Any]:
     evaluated = results["tasks"] or [{}]
     return results["text"] | evaluated[-1] | ({"dense": evaluated[0]} if len(evaluated) > 1 else {})
 

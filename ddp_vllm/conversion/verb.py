@@ -46,7 +46,7 @@ from ddp_vllm.remote_code.files import (
 )
 from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import Widths, head_dim
-from ddp_vllm.settings import Option, command
+from ddp_vllm.settings import Option, Values, command
 
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 SIZES = (  # how keys of sizes that pruning changes end
@@ -75,7 +75,7 @@ class Conversion(NamedTuple):
     notes: list[str]
 
 
-def _announce(made: Checkpoint, _: Mapping[str, Any]) -> None:
+def _announce(made: Checkpoint, _: Values) -> None:
     echo(f"read back: {made.history.proof.statement}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
 
 

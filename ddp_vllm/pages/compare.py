@@ -13,9 +13,9 @@ from ddp_vllm.evaluations import (
     points,
     score_rows,
 )
-from ddp_vllm.intervals import with_interval
+from ddp_vllm.intervals import Interval, with_interval
 from ddp_vllm.masks import Quality
-from ddp_vllm.pages.measurements import Comparison, Interval, Loss, Model, difference
+from ddp_vllm.pages.measurements import Comparison, Loss, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.pages.summary import agrees, lowest_agreement

@@ -26,7 +26,7 @@ from ddp_vllm.evaluations import (
     mean_difference,
     perplexity_ratio,
 )
-from ddp_vllm.intervals import with_interval
+from ddp_vllm.intervals import Interval, with_interval
 from ddp_vllm.masks import MASKS_FILE, Latency, Provenance, Quality
 from ddp_vllm.model_facts import ModelFacts, describe_model, identify, is_pruned, known_folder, tokens_differ, unrelated
 from ddp_vllm.names import bare_name
@@ -35,8 +35,6 @@ from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import FORMAT, Bench, LoadVerdict, undamaged
 from ddp_vllm.schema import Kind
 
-Interval = tuple[float, float, float]
-"""A value and the ends of its interval."""
 Results = Bench | Evaluation | Fidelity
 Notes = list[str]
 """A sentence on each missing or incomparable result."""
