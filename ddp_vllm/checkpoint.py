@@ -129,9 +129,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the config of a model. Raises: ModelError if it is missing, not a JSON object, or as
     `check_links`."""
     try:
-        check_whole(folder)
-        config = read_json(folder / "config.json")
-        check_links(folder)
+        config = _config_of(folder)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict):
@@ -152,15 +150,19 @@ def read_stock_config(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in read_config(folder).items() if key != METHOD}
 
 
-def check_whole(folder: Path) -> None:
-    """Refuse a LoRA adapter, alone or with the weights of its model: transformers adds it to them
-    when it loads them, vLLM does not. Raises: CheckpointError."""
+def _config_of(folder: Path) -> Any:
+    """Return the content of config.json. Raises: CheckpointError, also as `check_links`, and for a LoRA
+    adapter, alone or with the weights of its model: transformers adds it to them when it loads them,
+    vLLM does not."""
     if (folder / "adapter_config.json").exists():
         what = "has the weights of a model and of" if (folder / "config.json").exists() else "is"
         raise CheckpointError(
             f"{folder} {what} a LoRA adapter; merge it into its model by merge_and_unload of peft first, or move "
             "adapter_config.json away"
         )
+    config = read_json(folder / "config.json")
+    check_links(folder)
+    return config
 
 
 def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
@@ -172,9 +174,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         require, if its index names other files, or as `check_links`; ModelError for a dense model
         of an unsupported family.
     """
-    check_whole(folder)
-    config = read_json(folder / "config.json")
-    check_links(folder)
+    config = _config_of(folder)
     provenance = read_provenance(folder / MASKS_FILE)
     try:
         if not isinstance(config, dict) or not is_pruned_config(config):

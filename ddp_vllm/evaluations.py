@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, isnan, log, nan
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
@@ -14,7 +14,7 @@ from ddp_vllm.intervals import Interval, mean_interval, ratio_of
 from ddp_vllm.machine import Measured
 from ddp_vllm.masks import Quality
 from ddp_vllm.model_facts import ModelFacts
-from ddp_vllm.schema import AtLeastZero, Count, Finite, SchemaError, Share
+from ddp_vllm.schema import AboveZero, AtLeastZero, Count, Finite, SchemaError, Share
 
 Score = tuple[float, float | None]
 """A value and its standard error."""
@@ -146,7 +146,7 @@ class Bits(TypedDict):
     sha256: NotRequired[str]
     bits_per_byte: dict[str, AtLeastZero]
     tokens_per_byte: dict[str, AtLeastZero]
-    excerpt_bits: dict[str, list[Annotated[float, msgspec.Meta(gt=0)]]]
+    excerpt_bits: dict[str, list[AboveZero]]
     excerpt_bytes: list[Count]
 
 

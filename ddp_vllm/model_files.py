@@ -34,12 +34,14 @@ def tokenizer_and_config_files(folder: Path) -> list[Path]:
     """Return the files that are copied along with a model's weights: tokenizer, processors of
     pictures, templates, licenses, and whatever else is small. `check_links` must have checked the
     folder."""
-    files = (file for pattern in ("*", "*/*") for file in sorted(folder.glob(pattern)) if file.is_file())
-    return [file for file in files if _is_copied(file.relative_to(folder).as_posix(), file.stat().st_size)]
-
-
-def _is_copied(name: str, size: int) -> bool:
-    return size <= LARGEST and not any(fnmatchcase(name, pattern) for pattern in (*NOT_COPIED, *WEIGHT_PATTERNS))
+    files = [file for pattern in ("*", "*/*") for file in sorted(folder.glob(pattern)) if file.is_file()]
+    skipped = {
+        file
+        for pattern in (*NOT_COPIED, *WEIGHT_PATTERNS)
+        for file in files
+        if fnmatchcase(file.relative_to(folder).as_posix(), pattern)
+    }
+    return [file for file in files if file not in skipped and file.stat().st_size <= LARGEST]
 
 
 def has_tokenizer(folder: Path) -> bool:
