@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ddp_vllm.dimensions import (
-    CACHED_TYPES,
     TABLE,
     attended,
     count_chosen_experts,
@@ -111,16 +110,8 @@ def whole_model(
     if text.get("kv_lora_rank"):  # latent attention has keys and values of several sizes
         size = sum(text.get(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     counts = [layer.num_query_heads if widths.is_family else queries for layer in layers]
-    rows = zip(keys_read(config, len(layers), context), counts, strict=True)
+    rows = zip(attended(config, context, len(layers)), counts, strict=True)
     return 2.0 * (weights + size * sum(number * count for number, count in rows))
-
-
-def keys_read(config: Config, num_layers: int, context: int) -> list[int]:
-    """Return how many tokens of the context each layer attends to: 0 in layers of another kind than attention."""
-    text = text_config(config)
-    keys = attended({**text, "num_hidden_layers": num_layers}, context)
-    kinds = text.get("layer_types") or ["full_attention"] * len(keys)
-    return [number if kind in CACHED_TYPES else 0 for number, kind in zip(keys, kinds, strict=True)]
 
 
 def experts_chosen(config: Config, widths: Widths | None) -> float:

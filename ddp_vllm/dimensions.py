@@ -206,22 +206,24 @@ def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]
     return {block: (len(sizes.layers_of(block)), *units[block]) for block in sizes.blocks}
 
 
-def attended(config: Config, context: int) -> list[int]:
+def attended(config: Config, context: int, num_layers: int | None = None) -> list[int]:
     """Return how many tokens each layer attends to: `context`, or its sliding window if that is
-    shorter."""
-    num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if not window:
-        return [context] * num_layers
-    if kinds is None:
+    shorter; 0 in layers of another kind than attention. num_layers: by default as the config states."""
+    text = text_config(config)
+    kinds = text.get("layer_types")
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    if window and kinds is None:
         from transformers import CONFIG_MAPPING
 
-        model_type = dense_type(config)
+        model_type = dense_type(text)
         # in older config files only the class knows which layers have windows
         if model_type in CONFIG_MAPPING:
             with reading("config.json", CheckpointError, "download the model again"):
-                stock = CONFIG_MAPPING[model_type].from_dict({**config, "model_type": model_type})
+                stock = CONFIG_MAPPING[model_type].from_dict({**text, "model_type": model_type})
                 kinds = getattr(stock, "layer_types", None)
     if not isinstance(kinds, list):
-        kinds = ["sliding_attention"] * num_layers
-    return [min(window, context) if kind == "sliding_attention" else context for kind in kinds]
+        kinds = ["sliding_attention"] * (num_layers or text["num_hidden_layers"])
+    reach = dict.fromkeys(CACHED_TYPES, context)
+    if window:
+        reach["sliding_attention"] = min(window, context)
+    return [reach.get(kind, 0) for kind in kinds]
