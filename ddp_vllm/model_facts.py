@@ -76,15 +76,14 @@ def describe_model(model: str) -> ModelFacts:
     if is_pruned(folder):
         checkpoint = read_checkpoint(folder)
         widths, parameters = checkpoint.widths, checkpoint.num_parameters or None
-    elif opened := _opened(config):
-        warn(
-            f"{model}: another tool pruned it; vLLM with ddp-vllm opens it as it is, for transformers convert it first"
-        )
-        config, widths = opened, Widths.of(opened)
-        parameters = _num_parameters(files, config, widths)
     else:
-        warn_of_foreign_code(model, config)
-        parameters = _num_parameters(files, config, None)
+        if opened := _opened(config):
+            how = "vLLM with ddp-vllm opens it as it is, for transformers convert it first"
+            warn(f"{model}: another tool pruned it; {how}")
+            config, widths = opened, Widths.of(opened)
+        else:
+            warn_of_foreign_code(model, config)
+        parameters = _num_parameters(files, config, widths)
     return ModelFacts(
         model=identify(model),
         name=name,

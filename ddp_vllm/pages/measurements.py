@@ -155,14 +155,14 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
     origins = [Provenance.of(local_provenance(folder / MASKS_FILE)).dense_model for folder in folders]
-    facts = describe_model(dense) if dense else None
-    dense = dense or _common_dense(origins)
-    nearby = [*folders]
+    facts, nearby, notes = None, [*folders], Notes()
+    if dense:
+        facts = describe_model(dense)
+    elif dense := _common_dense(origins):
+        facts = _facts_of(dense)
     if dense:
         nearby.append(Path(dense) if Path(dense).is_dir() else default_output(dense))
     files = _read_files(nearby, results)
-    notes: Notes = []
-    facts = facts or (_facts_of(dense) if dense else None)
     pruned = tuple(
         _as_compared(_pruned_model(folder, history, files, facts, notes), origin, facts, notes)
         for folder, history, origin in zip(folders, histories, origins, strict=True)
