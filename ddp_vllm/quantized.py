@@ -28,6 +28,7 @@ _SIDE = re.compile(  # the last part of a side tensor's name
     r"|(.*_)?scales|pre_quant_scale|qzeros|g_idx|(nested_)?(absmax|quant_map)|bitsandbytes__\w+|SCB|weight_format"
 )
 _MASK = re.compile(r"bias|causal_mask")  # of attention, which GPT-NeoX, GPT-J and CodeGen store as bytes
+_INTEGERS = ("U8", "U16", "I16", "U32", "I32")  # I8 is a weight as it is, those of 64 bits are no weights at all
 _STATE = ".quant_state.bitsandbytes__"
 _BITS_OF_BYTES = {"bitnet": 2, **dict.fromkeys(("compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"), 4)}
 _BITS_OF_BYTES |= dict.fromkeys(("modelopt_fp4", "fp_quant", "quark", ""), 4)  # the last without a config: NVFP4
@@ -62,7 +63,7 @@ def unpacked(tensors: Iterable[Tensor], config: Config, widths: Widths | None = 
             plain[known] = required
         elif name in with_state:
             plain[name] = [shape[0] * BITS[dtype] // 4, *shape[1:]]
-        elif _PACKED.fullmatch(kind) or (_is_integer(shape, dtype) and not _MASK.fullmatch(kind)):
+        elif _PACKED.fullmatch(kind) or (len(shape) > 1 and dtype in _INTEGERS and not _MASK.fullmatch(kind)):
             plain[known] = _unpacked(name, shape, dtype, quantization)
         else:
             plain[name] = [*shape]
@@ -77,11 +78,6 @@ def _by_widths(name: str, widths: Widths | None) -> list[int] | None:
     if not place or not place.length:
         return None
     return [place.length, widths.hidden_size] if place.axis == 0 else [widths.hidden_size, place.length]
-
-
-def _is_integer(shape: Sequence[int], dtype: str) -> bool:
-    """Tell whether a matrix holds integers that are no weights of 8 bits; those of 64 are no weights at all."""
-    return len(shape) > 1 and dtype in ("U8", "U16", "I16", "U32", "I32")
 
 
 def _unpacked(name: str, shape: Sequence[int], dtype: str, quantization: Mapping[str, Any]) -> list[int]:

@@ -46,10 +46,6 @@ class _Tensor(NamedTuple):
     shape: tuple[int, ...]
     type: gguf.GGMLQuantizationType
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(gguf.quant_shape_to_byte_shape(self.shape, self.type))
-
 
 def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = False) -> list[str]:
     """Write a pruned or dense model as a GGUF file; return notes about it for the user.
@@ -84,7 +80,8 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
                 notes = add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
             for tensor in tensors:
                 as_given = np.dtype(np.float32)  # of the arrays below; the type is that on disk
-                writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, tensor.num_bytes, tensor.type)
+                num_bytes = math.prod(gguf.quant_shape_to_byte_shape(tensor.shape, tensor.type))
+                writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, num_bytes, tensor.type)
             writer.write_header_to_file(temporary)
             with reading(f"the tokenizer of {folder}", ModelError, AGAIN, but=(OSError,)):
                 writer.write_kv_data_to_file()  # half a character is no text

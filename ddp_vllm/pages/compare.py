@@ -9,6 +9,7 @@ from ddp_vllm.evaluations import (
     Text,
     bits_ratio,
     in_points,
+    mean_accuracy,
     perplexity_ratio,
     points,
     score_rows,
@@ -164,7 +165,8 @@ def draw(comparison: Comparison) -> Iterator[Picture]:
 
 def _percent(model: Model) -> Interval | None:
     """Return the mean accuracy in percent, with its 95 % interval."""
-    if not (mean := model.accuracy):
+    mean = mean_accuracy(model.evaluation.results) if model.evaluation else None
+    if not mean:
         return None
     percent, reach = 100 * mean["value"], 196 * mean["stderr"]
     return percent, percent - reach, percent + reach

@@ -22,7 +22,6 @@ from ddp_vllm.evaluations import (
     Fidelity,
     Text,
     default_output,
-    mean_accuracy,
     mean_difference,
     perplexity_ratio,
 )
@@ -106,11 +105,6 @@ class Model:
     def loss(self) -> Loss | None:
         """The largest of these."""
         return max(self.losses, key=lambda loss: loss.ratio[0], default=None)
-
-    @property
-    def accuracy(self) -> dict[str, Any] | None:
-        """Mean accuracy as `mean_accuracy` returns it."""
-        return mean_accuracy(self.evaluation.results) if self.evaluation else None
 
     @property
     def speed(self) -> Speed | None:
