@@ -13,7 +13,7 @@ __all__ = api.__all__
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is used, so that importing the package stays light."""
-    return api.__getattr__(name)
+    return getattr(api, name)
 
 
 def __dir__() -> list[str]:

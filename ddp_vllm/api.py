@@ -16,23 +16,24 @@ package, and the first call imports torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ddp_vllm.errors import (
+    CheckpointError,
+    DdpError,
+    LimitError,
+    ModelError,
+    OutputError,
+    ServingError,
+    SettingError,
+    TextError,
+    TrainingError,
+)
+
 if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_benchmarks.verbs import bench, bench_steps, evaluate, profile
     from ddp_prune.recipe import Recipe
     from ddp_prune.verbs import apply, evaluate_text, plan, prune, prune_sizes, quantize, recover, trim
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.conversion.verb import convert
-    from ddp_vllm.errors import (
-        CheckpointError,
-        DdpError,
-        LimitError,
-        ModelError,
-        OutputError,
-        ServingError,
-        SettingError,
-        TextError,
-        TrainingError,
-    )
     from ddp_vllm.pages.verbs import compare, export, inspect, push, read, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
@@ -49,10 +50,6 @@ FUNCTIONS = {  # module -> the public names it defines
     "ddp_vllm.conversion.verb": ("convert",),
     "ddp_prune.recipe": ("Recipe",),
     "ddp_vllm.checkpoint": ("Checkpoint",),
-    "ddp_vllm.errors": (
-        *("DdpError", "SettingError", "ModelError", "TextError", "OutputError", "TrainingError"),
-        *("CheckpointError", "ServingError", "LimitError"),
-    ),
 }
 
 COMMANDS = {  # command -> (module that defines it, line in the list of commands)

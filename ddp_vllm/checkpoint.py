@@ -14,13 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.costs import TABLE
-from ddp_vllm.dimensions import is_copied_head, widths_of
+from ddp_vllm.dimensions import TABLE, is_copied_head, quantization_of, widths_of
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
-from ddp_vllm.quantized import quantization_of, unpacked
+from ddp_vllm.quantized import unpacked
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
+from ddp_vllm.remote_code.tensors import Config, Shapes
 from ddp_vllm.remote_code.widths import HEAD, METHOD, LayerWidths, Widths, stated_widths, states_widths
 
 _FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # their bytes in numpy, which has no bfloat16
@@ -31,14 +31,14 @@ class Checkpoint:
     """A pruned checkpoint on disk, checked."""
 
     folder: Path
-    config: Mapping[str, Any]
+    config: Config
     """`config.json`; stock fields hold the dense values, except the number of experts where whole
     ones were removed."""
     layers: tuple[LayerWidths, ...]
     """The kept widths of each decoder layer."""
     widths: Widths
     """The widths with the names of the tensors."""
-    shapes: Mapping[str, list[int]]
+    shapes: Shapes
     """Shape of every weight on disk, of tied embeddings once; of a quantized weight the shape before
     quantization, without its scales."""
     provenance: Mapping[str, Any]
@@ -68,7 +68,7 @@ class Checkpoint:
         return Provenance.of(self.provenance)
 
     @cached_property
-    def dense_shapes(self) -> Mapping[str, list[int]]:
+    def dense_shapes(self) -> Shapes:
         """Shape of every weight before pruning."""
         return dense_shapes(self.widths, self.shapes)
 
@@ -83,16 +83,6 @@ class Checkpoint:
         return (
             f"Checkpoint({str(self.folder)!r}, {self.num_parameters:,} parameters, {self.removed:.1%} removed{ratio})"
         )
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether routed experts were pruned."""
-        return any(layer.expert_intermediate_sizes is not None for layer in self.layers)
-
-    @property
-    def times_chosen(self) -> dict[int, list[float]]:
-        """How often each expert was chosen on the training text, by layer; {} if unknown."""
-        return {int(layer): counts for layer, counts in self.history.routing.chosen.items()}
 
 
 def read_json(path: Path) -> Any:
@@ -112,7 +102,7 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read ({error}); download it or run ddp-vllm apply again") from error
 
 
-def is_pruned_config(config: Mapping[str, Any]) -> bool:
+def is_pruned_config(config: Config) -> bool:
     """Tell whether ddp-vllm wrote a config with the widths of a pruned model. Raises: WidthsError."""
     return "ddp_layers" in config or stated_widths(config) is not None
 
@@ -141,9 +131,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the config of a model. Raises: ModelError if it is missing, not a JSON object, or as
     `check_links`."""
     try:
-        check_whole(folder)
-        config = read_json(folder / "config.json")
-        check_links(folder)
+        config = _config_of(folder)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict):
@@ -164,15 +152,19 @@ def read_stock_config(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in read_config(folder).items() if key != METHOD}
 
 
-def check_whole(folder: Path) -> None:
-    """Refuse a LoRA adapter, alone or with the weights of its model: transformers adds it to them
-    when it loads them, vLLM does not. Raises: CheckpointError."""
+def _config_of(folder: Path) -> Any:
+    """Return the content of config.json. Raises: CheckpointError, also as `check_links`, and for a LoRA
+    adapter, alone or with the weights of its model: transformers adds it to them when it loads them,
+    vLLM does not."""
     if (folder / "adapter_config.json").exists():
         what = "has the weights of a model and of" if (folder / "config.json").exists() else "is"
         raise CheckpointError(
             f"{folder} {what} a LoRA adapter; merge it into its model by merge_and_unload of peft first, or move "
             "adapter_config.json away"
         )
+    config = read_json(folder / "config.json")
+    check_links(folder)
+    return config
 
 
 def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
@@ -184,9 +176,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         require, if its index names other files, or as `check_links`; ModelError for a dense model
         of an unsupported family.
     """
-    check_whole(folder)
-    config = read_json(folder / "config.json")
-    check_links(folder)
+    config = _config_of(folder)
     provenance = read_provenance(folder / MASKS_FILE)
     try:
         if not isinstance(config, dict) or not is_pruned_config(config):
@@ -204,7 +194,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         widths, tensors = widths_of(config), checked_tensors(folder)
         widths.on_disk.check(tensors)
         check_head(config, files.weight_files(folder))
-        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config, widths)
+        shapes = unpacked(tensors, config, widths)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _check_routing(Provenance.of(provenance).routing.chosen, widths, folder / MASKS_FILE)
@@ -218,7 +208,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     )
 
 
-def check_head(config: Mapping[str, Any], paths: Sequence[Path]) -> None:
+def check_head(config: Config, paths: Sequence[Path]) -> None:
     """Refuse a model whose config ties the output head to the embedding, but that stores another head: pruning and
     export would drop it, while transformers and vLLM use it.
 
@@ -266,7 +256,7 @@ def _pieces(path: Path, name: str) -> Iterator[Any]:
             yield numbers
 
 
-def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_dense(folder: Path, config: Config) -> None:
     """Refuse a dense config that no verb can use, or that states the widths of a pruned model.
     Raises: ModelError."""
     # a pruned checkpoint is read without these
@@ -281,7 +271,7 @@ def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
     warn_of_foreign_code(folder, config)
 
 
-def dense_shapes(widths: Widths, shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+def dense_shapes(widths: Widths, shapes: Shapes) -> dict[str, list[int]]:
     """Return the shapes of all tensors before pruning; those of a removed block, expert or router
     row are as in other layers."""
     dense = replace(widths, layers=widths.dense_layers, is_renumbered=False)

@@ -156,11 +156,8 @@ def _parameter(name: str, annotation: Any, default: Any, option: Option) -> clic
         return _Option(names, is_flag=True, flag_value=not default, default=default, **known)
     if part or option.join:
         join = option.join or tuple
-        if is_required or not default:
-            default = None
-        else:
-            values = default if part else [default]
-            default = [",".join("none" if value is None else str(value) for value in values)]
+        values = default if part else [default]
+        default = None if is_required or not default else [",".join(map(str, values))]
         known |= {"multiple": True, "callback": lambda _context, _option, lists: join([*itertools.chain(*lists)])}
         of = Several(option.of or part or kind)
     is_none = default in ("", MISSING, inspect.Parameter.empty) or (type(default) is float and not default)

@@ -6,14 +6,13 @@ widths: embeddings, norms, routers, shared experts. The totals of a whole model 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from ddp_vllm.dimensions import (
-    CACHED_TYPES,
+    TABLE,
     attended,
     completed,
     count_chosen_experts,
@@ -24,10 +23,9 @@ from ddp_vllm.dimensions import (
 )
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.files import WidthsError
-from ddp_vllm.remote_code.tensors import BLOCK_OF
+from ddp_vllm.remote_code.tensors import BLOCK_OF, Config, Shapes
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
 
-TABLE = re.compile(r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|word_embeddings|lm_head|embed_out)\.(weight|bias)")
 LARGE_TABLE = 0.15  # of the weights that a decode step reads: trimming it is worth a sentence
 
 KV_ELEMENT_BYTES = 2
@@ -54,7 +52,7 @@ class Prices:
         )
 
 
-def prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], context: int) -> list[Prices]:
+def prices(budget: str, config: Config, shapes: Shapes, context: int) -> list[Prices]:
     """Return the prices of every layer of a dense config.
 
     The table of the widths states how many rows or columns of each projection belong to a unit.
@@ -90,9 +88,9 @@ def prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
 
 def whole_model(
     budget: str,
-    config: Mapping[str, Any],
+    config: Config,
     layers: Sequence[LayerWidths],
-    shapes: Mapping[str, Sequence[int]],
+    shapes: Shapes,
     context: int,
 ) -> float:
     """Return the total cost of a model with these widths and tensors, including embeddings.
@@ -110,7 +108,7 @@ def whole_model(
         return sum(price.of(layer) for price, layer in priced)
     weights, _ = numbers_read(config, shapes, layers)
     attention = 0.0
-    for index, number in enumerate(keys_read(config, len(layers), context)):
+    for index, number in enumerate(attended(config, context, len(layers))):
         own = of_layer(text, index)
         queries = int(own.get("num_attention_heads") or 0)
         size = 2 * int(own.get("head_dim") or (own.get("hidden_size") or 0) // max(queries, 1))
@@ -120,15 +118,7 @@ def whole_model(
     return 2.0 * (weights + attention)
 
 
-def keys_read(config: Mapping[str, Any], num_layers: int, context: int) -> list[int]:
-    """Return how many tokens of the context each layer attends to: 0 in layers of another kind than attention."""
-    text = text_config(completed(config))
-    keys = attended({**text, "num_hidden_layers": num_layers}, context)
-    kinds = text.get("layer_types") or ["full_attention"] * len(keys)
-    return [number if kind in CACHED_TYPES else 0 for number, kind in zip(keys, kinds, strict=True)]
-
-
-def experts_chosen(config: Mapping[str, Any], widths: Widths | None) -> float:
+def experts_chosen(config: Config, widths: Widths | None) -> float:
     """Return the share of the routed experts of a layer that a token is sent to; 0 without any."""
     text = text_config(config)
     number = (widths and widths.on_disk.num_experts) or count_experts(text)
@@ -136,8 +126,8 @@ def experts_chosen(config: Mapping[str, Any], widths: Widths | None) -> float:
 
 
 def numbers_read(
-    config: Mapping[str, Any],
-    shapes: Mapping[str, Sequence[int]],
+    config: Config,
+    shapes: Shapes,
     layers: Sequence[LayerWidths] | None = None,
     *,
     batch: int = 1,
@@ -168,7 +158,7 @@ def experts_read(chosen: float, batch: int) -> float:
     return 1.0 - (1.0 - chosen) ** batch
 
 
-def table_note(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> str:
+def table_note(config: Config, shapes: Shapes) -> str:
     """Return a sentence on the table of tokens, if a decode step reads much of it; "" if it does not."""
     read, of_table = numbers_read(config, shapes)
     if of_table < LARGE_TABLE * read or not read:

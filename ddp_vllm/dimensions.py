@@ -6,14 +6,14 @@ a few mixtures of experts `widths_of` derives the description from the stock con
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, reading
 from ddp_vllm.remote_code.files import WidthsError
-from ddp_vllm.remote_code.tensors import TABLES, TensorTable, dense_type
+from ddp_vllm.remote_code.tensors import TABLES, Config, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     HEAD,
     LayerWidths,
@@ -38,10 +38,12 @@ WHOLE_EXPERT = "expert"
 # mixtures of experts that `widths_of` knows
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", DEEPSEEK, "deepseek_v2")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+TABLE = re.compile(r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|word_embeddings|lm_head|embed_out)\.(weight|bias)")
+"""The names of the embedding, of the output head and of the embeddings of layers, in any model."""
 CACHED_TYPES = {*LAYER_TYPES, "chunked_attention", "indexed_attention"}  # of Llama 4; of DeepSeek V3.2
 
 
-def widths_of(config: Mapping[str, Any]) -> Widths:
+def widths_of(config: Config) -> Widths:
     """Return the widths that a config states, dense or pruned; those of the routed experts of
     `MIXTURES` follow from its fields. Raises: WidthsError."""
     if config.get("model_type") not in MIXTURES or stated_widths(config) is not None:
@@ -58,7 +60,7 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     return Widths(table=table, dense=dense, layers=tuple(layers), is_family=False)
 
 
-def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def completed(config: Config) -> Config:
     """Return a config with the fields of its language model that a stock class without a table derives, such as
     `layer_types`; as it is if transformers cannot read it."""
     model_type, text = str(config.get("model_type")), text_config(config)
@@ -79,13 +81,19 @@ def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def of_layer(config: Mapping[str, Any], index: int) -> dict[str, Any]:
+def quantization_of(config: Config) -> Any:
+    """Return how a model is quantized, as its config or that of its language model states, as of Kimi K2.5; None if
+    it is not."""
+    return config.get("quantization_config") or text_config(config).get("quantization_config")
+
+
+def of_layer(config: Config, index: int) -> Config:
     """Return the fields of a layer, some of which may differ from the whole model's, as in Gemma 4."""
     layers = config.get("per_layer_config") or {}
     return {**config, **next((own for key, own in layers.items() if int(key) == index), {})}  # a key may be "05"
 
 
-def is_copied_head(config: Mapping[str, Any], name: str) -> bool:
+def is_copied_head(config: Config, name: str) -> bool:
     """Return whether a tensor is the output head of a model whose head is its embedding, which some programs store
     twice."""
     table = TABLES.get(dense_type(config))
@@ -96,7 +104,7 @@ def is_copied_head(config: Mapping[str, Any], name: str) -> bool:
 STRETCHING = ("linear", "dynamic", "yarn")
 
 
-def longest_context(config: Mapping[str, Any]) -> int | None:
+def longest_context(config: Config) -> int | None:
     """Return the longest context in tokens; None if the config does not state it, or stretches it."""
     text = text_config(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -105,26 +113,31 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     return longest if isinstance(longest, int) and longest > 0 and not is_stretched else None
 
 
-def check_length(name: str, length: int, model: str, config: Mapping[str, Any]) -> None:
+def check_length(name: str, length: int, model: str, config: Config) -> None:
     """Refuse sequences that are longer than a model states. name: of the setting. Raises:
     SettingError."""
     if (longest := longest_context(config)) and longest < length:
         raise SettingError(name, f"is {length}, but {model} takes {longest:,}; lower --{name.replace('_', '-')}")
 
 
-def count_experts(config: Mapping[str, Any]) -> int:
+def count_experts(config: Config) -> int:
     """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
-    number = next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)  # a list has one per modality
-    return int(max(number) if isinstance(number, list | tuple) else number)
+    return _largest(config, EXPERT_COUNT_KEYS, 0)
 
 
-def count_chosen_experts(config: Mapping[str, Any]) -> int:
+def count_chosen_experts(config: Config) -> int:
     """Return to how many routed experts a layer sends each token, from a config's fields; 1 if they do not state it."""
-    number = next((config[key] for key in CHOSEN_EXPERTS_KEYS if config.get(key)), 1)  # a list has one per layer
+    return _largest(config, CHOSEN_EXPERTS_KEYS, 1)
+
+
+def _largest(config: Config, keys: Sequence[str], default: int) -> int:
+    """Return the first of these fields that is stated, of a list, which has one number per modality or layer, the
+    largest."""
+    number = next((config[key] for key in keys if config.get(key)), default)
     return int(max(number) if isinstance(number, list | tuple) else number)
 
 
-def is_routed(config: Mapping[str, Any], index: int) -> bool:
+def is_routed(config: Config, index: int) -> bool:
     """Return whether layer `index` has routed experts; each family uses some of these keys."""
     return (
         count_experts(config) > 0
@@ -166,7 +179,7 @@ class Dimensions:
         return {"attn": every, "mlp": self.mlp_layers, "experts": self.routed_layers}[block]
 
 
-def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
+def dimensions_of(config: Config) -> Dimensions:
     """Read the sizes that pruning requires, of a family or from a description of MLPs and experts.
     Raises: ModelError for missing or contradictory sizes."""
     text = text_config(config)
@@ -209,22 +222,24 @@ def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]
     return {block: (len(sizes.layers_of(block)), *units[block]) for block in sizes.blocks}
 
 
-def attended(config: Mapping[str, Any], context: int) -> list[int]:
+def attended(config: Config, context: int, num_layers: int | None = None) -> list[int]:
     """Return how many tokens each layer attends to: `context`, or its sliding window if that is
-    shorter."""
-    num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if not window:
-        return [context] * num_layers
-    if kinds is None:
+    shorter; 0 in layers of another kind than attention. num_layers: by default as the config states."""
+    text = text_config(completed(config))
+    kinds = text.get("layer_types")
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    if window and kinds is None:
         from transformers import CONFIG_MAPPING
 
-        model_type = dense_type(config)
+        model_type = dense_type(text)
         # in older config files only the class knows which layers have windows
         if model_type in CONFIG_MAPPING:
             with reading("config.json", CheckpointError, "download the model again"):
-                stock = CONFIG_MAPPING[model_type].from_dict({**config, "model_type": model_type})
+                stock = CONFIG_MAPPING[model_type].from_dict({**text, "model_type": model_type})
                 kinds = getattr(stock, "layer_types", None)
     if not isinstance(kinds, list):
-        kinds = ["sliding_attention"] * num_layers
-    return [min(window, context) if kind == "sliding_attention" else context for kind in kinds]
+        kinds = ["sliding_attention"] * (num_layers or text["num_hidden_layers"])
+    reach = dict.fromkeys(CACHED_TYPES, context)
+    if window:
+        reach["sliding_attention"] = min(window, context)
+    return [reach.get(kind, 0) for kind in kinds]

@@ -149,11 +149,6 @@ class LimitError(DdpError):
     exit_code = 9
 
 
-def is_of_a_library(error: BaseException) -> bool:
-    """Tell whether a library raised this; a panic of a Rust library is not an Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
 @contextmanager
 def reading(
     place: object, kind: type[DdpError], remedy: str, *, how: str = "", but: tuple[type[Exception], ...] = ()
@@ -167,7 +162,9 @@ def reading(
     try:
         yield
     except BaseException as error:
-        if isinstance(error, (DdpError, ModuleNotFoundError, *but)) or not is_of_a_library(error):
+        # a panic of a Rust library is not an Exception
+        is_of_a_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, (DdpError, ModuleNotFoundError, *but)) or not is_of_a_library:
             raise
         message = " ".join(str(error.__cause__ or error).split())
         reason = message if " " in message else f"{type(error).__name__}: {message}"

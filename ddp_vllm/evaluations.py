@@ -2,19 +2,19 @@
 reads."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import exp, inf, isfinite, isnan, log, nan
+from math import isfinite, isnan, log, nan
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
 from ddp_vllm.errors import LimitError, SettingError
-from ddp_vllm.intervals import mean_loss, t_quantile
+from ddp_vllm.intervals import Interval, mean_interval, ratio_of
 from ddp_vllm.machine import Measured
 from ddp_vllm.masks import Quality
 from ddp_vllm.model_facts import ModelFacts
-from ddp_vllm.schema import AtLeastZero, Count, Finite, SchemaError, Share
+from ddp_vllm.schema import AboveZero, AtLeastZero, Count, Finite, SchemaError, Share
 
 Score = tuple[float, float | None]
 """A value and its standard error."""
@@ -146,7 +146,7 @@ class Bits(TypedDict):
     sha256: NotRequired[str]
     bits_per_byte: dict[str, AtLeastZero]
     tokens_per_byte: dict[str, AtLeastZero]
-    excerpt_bits: dict[str, list[Annotated[float, msgspec.Meta(gt=0)]]]
+    excerpt_bits: dict[str, list[AboveZero]]
     excerpt_bytes: list[Count]
 
 
@@ -190,11 +190,12 @@ class Fidelity(Measured, kw_only=True):
     def by_text(self) -> "dict[Text, Quality | Bits]":
         """Return the result of each text."""
         length = self.settings.max_length
-        qualities = {Text(name, one.sha256, one.tokens, length): one for name, one in self.texts.items()}
-        bits = {
-            Text(name, one.get("sha256", ""), sum(one["excerpt_bytes"]), length): one for name, one in self.bits.items()
-        }
-        return {**qualities, **bits}
+        results = dict[Text, Quality | Bits]()
+        for name, quality in self.texts.items():
+            results[Text(name, quality.sha256, quality.tokens, length)] = quality
+        for name, bits in self.bits.items():
+            results[Text(name, bits.get("sha256", ""), sum(bits["excerpt_bytes"]), length)] = bits
+        return results
 
 
 def default_output(model: str) -> Path:
@@ -274,55 +275,43 @@ def in_points(difference: float, half_width: float) -> str:
     return f"cannot tell: between {100 * worse:.1f} points worse and {100 * better:.1f} better; use more rows"
 
 
-def perplexity_ratio(quality: Quality) -> tuple[float, float, float] | None:
-    """Return the last model's perplexity over the dense one's, as `ratio_of_losses`; None if the
-    losses of their blocks are unknown."""
-    losses = quality.block_losses or {}
-    if "dense" not in losses or quality.last not in losses:
-        return None
-    return ratio_of_losses(losses["dense"], losses[quality.last], quality.block_tokens)
+def perplexity_ratio(result: Quality | Bits) -> Interval | None:
+    """Return the last model's perplexity over the dense one's, both per token of the dense model, as
+    `ratio_of_losses`; None if the losses of their blocks are unknown."""
+    if isinstance(result, Quality):
+        losses = result.block_losses or {}
+        if "dense" not in losses or result.last not in losses:
+            return None
+        return ratio_of_losses(losses["dense"], losses[result.last], result.block_tokens)
+    sizes, nats_of_bit = result["excerpt_bytes"], log(2.0) / result["tokens_per_byte"]["dense"]
+    dense, pruned = (
+        [nats_of_bit * bits / size for bits, size in zip(result["excerpt_bits"][model], sizes, strict=True)]
+        for model in ("dense", "pruned")
+    )
+    return ratio_of_losses(dense, pruned, sizes)
 
 
-def ratio_of_losses(
-    dense: Sequence[float], pruned: Sequence[float], block_tokens: Sequence[int] | None
-) -> tuple[float, float, float]:
+def ratio_of_losses(dense: Sequence[float], pruned: Sequence[float], block_tokens: Sequence[int] | None) -> Interval:
     """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of text.
 
     dense, pruned: nats per token of each block. Both models read the same blocks, so `mean_loss` is
     taken of the blocks' differences.
     """
-    middle, error = mean_loss([after - before for before, after in zip(dense, pruned, strict=True)], block_tokens)
-    reach = inf if error is None else t_quantile(len(dense) - 1) * error
-    ratio, low, high = (
-        exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle, middle - reach, middle + reach)
-    )
+    differences = [after - before for before, after in zip(dense, pruned, strict=True)]
+    ratio, low, high = map(ratio_of, mean_interval(differences, block_tokens))
     return ratio, low, high
 
 
-def bits_ratio(bits: Bits) -> tuple[float, float, float]:
+def bits_ratio(bits: Bits) -> Interval:
     """Return bits per byte over the dense model's, with a 95 % interval by Student t over excerpts.
 
     Both models read the same excerpts. The ratio of their sums is the mean of the excerpts' ratios,
     weighted by the dense model's bits.
     """
     dense, pruned = bits["excerpt_bits"]["dense"], bits["excerpt_bits"]["pruned"]
-    middle, error = mean_loss([after / before for before, after in zip(dense, pruned, strict=True)], dense)
-    reach = inf if error is None else t_quantile(len(dense) - 1) * error
-    return middle, max(0.0, middle - reach), middle + reach
-
-
-def perplexity_ratio_of_bits(bits: Bits) -> tuple[float, float, float]:
-    """Return perplexity over the dense model's, both per token of the dense model, with a 95 % interval
-    by Student t over excerpts.
-
-    It is what `perplexity_ratio` is where tokens are the same, so one limit serves both.
-    """
-    sizes, nats_of_bit = bits["excerpt_bytes"], log(2.0) / bits["tokens_per_byte"]["dense"]
-    dense, pruned = (
-        [nats_of_bit * of_excerpt / size for of_excerpt, size in zip(bits["excerpt_bits"][model], sizes, strict=True)]
-        for model in ("dense", "pruned")
-    )
-    return ratio_of_losses(dense, pruned, sizes)
+    ratios = [after / before for before, after in zip(dense, pruned, strict=True)]
+    ratio, low, high = mean_interval(ratios, dense)
+    return ratio, max(0.0, low), high
 
 
 def retained(evaluation: Evaluation, dense: Evaluation) -> dict[str, float]:

@@ -17,12 +17,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.dimensions import DEEPSEEK, EXPERT_COUNT_KEYS, LAYER_TYPES, MIXTURES, count_experts, dimensions_of
+from ddp_vllm.dimensions import (
+    DEEPSEEK,
+    EXPERT_COUNT_KEYS,
+    LAYER_TYPES,
+    MIXTURES,
+    count_experts,
+    dimensions_of,
+    quantization_of,
+)
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.quantized import quantization_of
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.remote_code.tensors import FAMILIES as FAMILIES
-from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, dense_type
+from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, Config, dense_type
 from ddp_vllm.remote_code.widths import METHOD, Widths, states_widths
 
 KNOWN = (*FAMILIES, *MIXTURES)
@@ -43,7 +50,7 @@ FEATURES = {
 REFUSED = {"gpt_oss": "its experts have biases, and their gate and up rows alternate"}
 
 
-def check_dense(config: Mapping[str, Any]) -> None:
+def check_dense(config: Config) -> None:
     """Refuse a config that is not of a dense, unquantized model. Raises: ModelError."""
     model_type = str(config.get("model_type"))
     if model_type.startswith(MODEL_TYPE_PREFIX) or states_widths(config):
@@ -58,7 +65,7 @@ def check_dense(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_supported(config: Mapping[str, Any]) -> None:
+def check_supported(config: Config) -> None:
     """Refuse a config that is not of a dense model of a family or mixture in this file, or lacks its
     sizes. Raises: ModelError."""
     check_dense(config)
@@ -75,7 +82,7 @@ def check_supported(config: Mapping[str, Any]) -> None:
     dimensions_of(config)
 
 
-def foreign_code(config: Mapping[str, Any]) -> str:
+def foreign_code(config: Config) -> str:
     """Return a sentence on the code that a dense config brings along; "" if it names none, or for
     another family.
 
@@ -92,7 +99,7 @@ def foreign_code(config: Mapping[str, Any]) -> str:
     )
 
 
-def warn_of_foreign_code(model: object, config: Mapping[str, Any]) -> None:
+def warn_of_foreign_code(model: object, config: Config) -> None:
     """Print the sentence of `foreign_code` on a model to stderr, once per process."""
     if code := foreign_code(config):
         warn(f"{model}: {code}")
@@ -106,7 +113,7 @@ def warn(line: str) -> None:
         logging.getLogger("ddp_vllm").warning("%s", line)
 
 
-def pruned_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
+def pruned_config(config: Config, widths: Widths) -> dict[str, Any]:
     """Return the config of the pruned model: the dense config with widths, and the code that builds
     them.
 
@@ -135,14 +142,14 @@ def pruned_config(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
     return head | rest | {"ddp_layers": widths.to_json()}
 
 
-def config_of_copy(config: Mapping[str, Any], widths: Widths) -> dict[str, Any]:
+def config_of_copy(config: Config, widths: Widths) -> dict[str, Any]:
     """Return the config of a checkpoint for a new copy of it; the only code that it names is ours."""
     if not widths.is_family:
         return dict(config)
     return pruned_config({**config, "model_type": dense_type(config)}, widths)
 
 
-def code_of(config: Mapping[str, Any]) -> list[Path]:
+def code_of(config: Config) -> list[Path]:
     """Return the files of `remote_code/` that a checkpoint with this config contains."""
     names: tuple[str, ...] = FAMILY_CODE if "ddp_layers" in config else STOCK_CODE if states_widths(config) else ()
     if names == STOCK_CODE and config.get("model_type") == DEEPSEEK:
@@ -150,7 +157,7 @@ def code_of(config: Mapping[str, Any]) -> list[Path]:
     return [Path(__file__).with_name("remote_code") / f"{name}.py" for name in names]
 
 
-def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
+def fewer_experts(config: Config, kept: int) -> dict[str, Any]:
     """Return the fields of a config that differ in the same stock model with `kept` routed experts
     per layer. Raises: SettingError."""
     chosen, num_experts = config["num_experts_per_tok"], count_experts(config)
@@ -165,7 +172,7 @@ def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
     return {key: kept for key in EXPERT_COUNT_KEYS if config.get(key)}
 
 
-def check_present(folder: Path, config: Mapping[str, Any], widths: Widths, stored: Iterable[str]) -> None:
+def check_present(folder: Path, config: Config, widths: Widths, stored: Iterable[str]) -> None:
     """Refuse a checkpoint of a stock class that lacks a tensor, as transformers does when it loads
     it; no weight is read.
 
@@ -183,7 +190,7 @@ def check_present(folder: Path, config: Mapping[str, Any], widths: Widths, store
         code.check_present(kinds[0].from_config(stock, trust_remote_code=False), widths, stored)
 
 
-def register_pruned(config: Mapping[str, Any]) -> None:
+def register_pruned(config: Config) -> None:
     """Register the installed classes for a pruned config with transformers, so that no code of its
     folder runs; of DeepSeekMoE v1 also for a dense config."""
     if config.get("model_type") == DEEPSEEK:

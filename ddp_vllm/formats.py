@@ -22,6 +22,7 @@ from ddp_vllm.dimensions import attended, widths_of
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import FAMILIES, check_supported, pruned_config
 from ddp_vllm.remote_code.files import WEIGHTS, short
+from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads, head_dim
 from ddp_vllm.schema import checked
 
@@ -65,14 +66,14 @@ def block_files(folder: Path) -> list[Path]:
     return [] if any(folder.glob(WEIGHTS)) else sorted((folder / SUBBLOCKS).glob("*.safetensors"))
 
 
-def base_type(config: Mapping[str, Any]) -> str:
+def base_type(config: Config) -> str:
     """Return the model type of the dense model that a tool pruned."""
     base = str(config.get("base_architecture") or "").removesuffix("ForCausalLM")
     model_type = next((kind for kind, name in FAMILIES.items() if name == base), str(config.get("model_type")))
     return "llama" if model_type == NEMOTRON_NAS else model_type
 
 
-def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def dense_config(config: Config) -> dict[str, Any]:
     """Return a supported family's config of the model that a tool pruned, without the tool's own
     keys.
 
@@ -87,7 +88,7 @@ def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return dense
 
 
-def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[LayerWidths] | None:
+def stated_layers(config: Config, dense: Config) -> list[LayerWidths] | None:
     """Return the widths that config.json states for each layer; None if it states none. Raises:
     ModelError."""
     number, dropped = dense["num_hidden_layers"], dict[int, set[str]]()
@@ -110,7 +111,7 @@ def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[L
     return None
 
 
-def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _fields(block: Mapping[str, Any], dense: Config, index: int) -> dict[str, Any]:
     """Return an entry of `block_configs` in the fields of `per_layer_config`.
     Raises: ModelError."""
     parts = [(kind, block[kind]) for kind in ("attention", "ffn") if block.get(kind)]
@@ -150,7 +151,7 @@ def _is_set(value: Any) -> bool:
     return value is not None and value is not False and value not in ([], "")
 
 
-def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dropped: set[str]) -> LayerWidths:
+def _widths(index: int, fields: Mapping[str, Any], dense: Config, dropped: set[str]) -> LayerWidths:
     """Return the widths of a layer from its own fields of config.json; dropped: removed blocks.
     Raises: ModelError."""
     checked(fields, _Layer, f"config.json: layer {index}")
@@ -162,15 +163,16 @@ def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dro
             f"config.json: layer {index} has {short(min(others))} of its own; supported are heads, MLP channels, and "
             "blocks that are left out"
         )
-    heads, kv_heads = stated.get(HEADS, dense[HEADS]), stated.get(KV_HEADS, len(dense_heads(dense)))
+    sizes = {HEADS: dense[HEADS], KV_HEADS: len(dense_heads(dense)), WIDTH: dense[WIDTH]} | stated
+    heads, kv_heads = sizes[HEADS], sizes[KV_HEADS]
     has_heads = heads and kv_heads and "attn" not in skipped
     return LayerWidths(
         query_heads_per_kv_head=groups(heads, kv_heads, f"config.json: layer {index}") if has_heads else (),
-        intermediate_size=0 if "mlp" in skipped else stated.get(WIDTH, dense[WIDTH]),
+        intermediate_size=0 if "mlp" in skipped else sizes[WIDTH],
     )
 
 
-def _dense_value(dense: Mapping[str, Any], key: str) -> Any:
+def _dense_value(dense: Config, key: str) -> Any:
     """Return the value that a field has in layers that do not state it."""
     if key == "hidden_act":
         return dense.get("hidden_activation") or dense.get("hidden_act") or "silu"
@@ -188,7 +190,7 @@ def groups(heads: int, kv_heads: int, where: str) -> tuple[int, ...]:
     )
 
 
-def enclosing(dense: Mapping[str, Any], layers: Sequence[LayerWidths]) -> dict[str, Any]:
+def enclosing(dense: Config, layers: Sequence[LayerWidths]) -> dict[str, Any]:
     """Return the config with sizes that no layer exceeds: some tools write those of one pruned
     layer into it."""
     # before the number of heads, from which it may be derived, changes
@@ -204,7 +206,7 @@ def enclosing(dense: Mapping[str, Any], layers: Sequence[LayerWidths]) -> dict[s
     return config | {HEADS: heads, KV_HEADS: kv_heads, WIDTH: width}
 
 
-def grown(dense: Mapping[str, Any], enclosed: Mapping[str, Any]) -> Iterator[str]:
+def grown(dense: Config, enclosed: Config) -> Iterator[str]:
     """Yield a phrase for each size that `enclosing` raised from a stated one."""
     for key in (HEADS, KV_HEADS, WIDTH):
         if dense.get(key) not in (None, 1, enclosed.get(key)):
@@ -212,7 +214,7 @@ def grown(dense: Mapping[str, Any], enclosed: Mapping[str, Any]) -> Iterator[str
             yield f"{key} is {dense[key]} in config.json, but a layer has more: {size}, taken as the dense size"
 
 
-def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def opened_in_place(config: Config) -> dict[str, Any] | None:
     """Return the config of a pruned model for another tool's config that states the widths of its
     layers.
 
@@ -234,7 +236,7 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if pruned.layers == widths.layers else pruned_config(enclosed, pruned) | quantized | {IN_PLACE: True}
 
 
-def check_drops_nothing(config: Mapping[str, Any]) -> None:
+def check_drops_nothing(config: Config) -> None:
     """Refuse the config of a stock class that states removed blocks. Raises: ModelError."""
     skip = "skip" if "skip" in str(config.get("per_layer_config")) else None
     if key := next((key for key in DROPPED if config.get(key)), skip):
@@ -247,7 +249,7 @@ def is_leftover(widths: Widths, name: str, shape: Sequence[int]) -> bool:
     return 0 in shape or widths.is_removed(name)
 
 
-def check_states_no_widths(config: Mapping[str, Any]) -> None:
+def check_states_no_widths(config: Config) -> None:
     """Refuse the config of a model that another tool pruned, in a verb for dense models. Raises:
     ModelError."""
     if opened_in_place(config) is not None:

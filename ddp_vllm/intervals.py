@@ -13,6 +13,8 @@ from statistics import fmean, stdev
 
 from ddp_vllm.schema import AtLeastZero, Positive
 
+Interval = tuple[float, float, float]
+"""A value and the ends of its interval."""
 ENOUGH_PAIRS = 5
 LEVEL = 0.05  # an interval within this distance of 1 is reported as no measurable difference
 _T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
@@ -67,9 +69,7 @@ def judge(dense: Sequence[float], pruned: Sequence[float], unit: str = "pair") -
         sentence = f"{exp(middle):.2f}× in one {unit}, which does not show the spread; measure {ENOUGH_PAIRS} {unit}s"
         return Verdict(ratios=ratios, ratio=exp(middle), low=None, high=None, sentence=sentence)
     reach = t_quantile(pairs - 1) * stdev(logs) / sqrt(pairs)
-    low, ratio, high = (
-        exp(log_ratio) if log_ratio < 700 else inf for log_ratio in (middle - reach, middle, middle + reach)
-    )
+    low, ratio, high = map(ratio_of, (middle - reach, middle, middle + reach))
     value, few = with_interval(ratio, low, high), f" (only {pairs} {unit}s)" if pairs < ENOUGH_PAIRS else ""
     sentence = f"cannot tell: {value}; measure more {unit}s"
     if low > 1:
@@ -79,6 +79,11 @@ def judge(dense: Sequence[float], pruned: Sequence[float], unit: str = "pair") -
     elif low >= 1 - LEVEL and high <= 1 + LEVEL:
         sentence = f"no measurable difference ({value}){few}"
     return Verdict(ratios=ratios, ratio=ratio, low=low, high=high, sentence=sentence)
+
+
+def ratio_of(log_ratio: float) -> float:
+    """Return the ratio of a log ratio; infinity where a float cannot hold it."""
+    return exp(log_ratio) if log_ratio < 700 else inf
 
 
 def with_interval(ratio: float, low: float | None, high: float | None) -> str:
@@ -109,3 +114,10 @@ def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[float] | Non
     if blocks < 2:
         return mean, None
     return mean, sqrt(blocks / (blocks - 1) * sum((n * (loss - mean)) ** 2 for n, loss in pairs)) / total
+
+
+def mean_interval(values: Sequence[float], weights: Sequence[float] | None) -> Interval:
+    """Return `mean_loss` and the ends of its 95 % interval by Student t, which are infinite for a single block."""
+    mean, error = mean_loss(values, weights)
+    reach = inf if error is None else t_quantile(len(values) - 1) * error
+    return mean, mean - reach, mean + reach

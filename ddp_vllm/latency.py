@@ -34,10 +34,10 @@ from ddp_vllm.errors import SettingError, reading
 from ddp_vllm.machine import Hardware, Workload, hardware, versions
 from ddp_vllm.output import make_folder
 from ddp_vllm.remote_code.files import read_json
-from ddp_vllm.remote_code.tensors import dense_type
+from ddp_vllm.remote_code.tensors import Config, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.schema import SchemaError, checked
-from ddp_vllm.tensor_parallel import CPU_CHANNEL_BLOCK, EXPERT_BLOCK
+from ddp_vllm.tensor_parallel import CPU_CHANNEL_BLOCK, EXPERT_BLOCK, round_up
 
 FORMAT = "ddp-vllm profile 2"
 NOTICEABLE = 1e-3  # of a step; what layers that differ cost below it is noise
@@ -118,7 +118,7 @@ class StepTimes:
 
     def of_layer(self, widths: LayerWidths) -> float:
         """Return the seconds that the prunable blocks of a layer add."""
-        packed = [-(-width // EXPERT_BLOCK) * EXPERT_BLOCK for width in widths.expert_intermediate_sizes or (0,)]
+        packed = [round_up(width, EXPERT_BLOCK) for width in widths.expert_intermediate_sizes or (0,)]
         numbers = {
             "attention": widths.num_query_heads / self.sizes.queries_per_kv,
             "mlp": widths.intermediate_size,
@@ -144,7 +144,7 @@ def further_widths(layers: Sequence[LayerWidths]) -> int:
     return min(1, len(experts) - 1) if experts else max(0, len(heads) - 1)
 
 
-def shapes_of(config: Mapping[str, Any], multiple: int | None = None) -> dict[str, list[LayerWidths]]:
+def shapes_of(config: Config, multiple: int | None = None) -> dict[str, list[LayerWidths]]:
     """Return the widths of every model to time alongside the dense one, by name.
 
     multiple: of all timed MLP widths; by default CPU_CHANNEL_BLOCK, or 1 for a model of few channels.
@@ -158,43 +158,37 @@ def shapes_of(config: Mapping[str, Any], multiple: int | None = None) -> dict[st
     if sizes.num_experts:
         full = sizes.expert_intermediate_size
         for width in (0, *(_part(full, part, EXPERT_BLOCK) for part in FRACTIONS), full):
+            experts = (width,) * sizes.num_experts
             shapes[f"experts {width}"] = [
-                replace(layer, expert_intermediate_sizes=(width,) * sizes.num_experts)
-                if index in sizes.routed_layers
-                else layer
-                for index, layer in enumerate(dense)
+                replace(layer, expert_intermediate_sizes=layer.expert_intermediate_sizes and experts) for layer in dense
             ]
-        return _with_mixed(config, shapes)
-    for part in (0.0, *FRACTIONS):
-        width = _part(sizes.intermediate_size, part, multiple)
-        shapes[f"mlp {width}"] = [replace(layer, intermediate_size=width) for layer in dense]
-    half = -(-sizes.num_kv_heads // 2)
-    for heads in (half, 0) if sizes.num_kv_heads > 1 else (0,):
-        groups = (sizes.queries_per_kv,) * heads
-        layers = [replace(layer, query_heads_per_kv_head=groups) for layer in dense]
-        # vLLM requires one layer with a KV cache
-        shapes[f"attention {heads}"] = layers if heads else [dense[0], *layers[1:]]
-    return _with_mixed(config, shapes) if sizes.num_kv_heads > 1 else shapes
-
-
-def _with_mixed(config: Mapping[str, Any], shapes: dict[str, list[LayerWidths]]) -> dict[str, list[LayerWidths]]:
-    """Return the shapes and the mixed one, unless its layers cannot differ, as in a model of one layer."""
-    mixed = _mixed(config, shapes)
+    else:
+        for part in (0.0, *FRACTIONS):
+            width = _part(sizes.intermediate_size, part, multiple)
+            shapes[f"mlp {width}"] = [replace(layer, intermediate_size=width) for layer in dense]
+        half = -(-sizes.num_kv_heads // 2)
+        for heads in (half, 0) if sizes.num_kv_heads > 1 else (0,):
+            groups = (sizes.queries_per_kv,) * heads
+            layers = [replace(layer, query_heads_per_kv_head=groups) for layer in dense]
+            # vLLM requires one layer with a KV cache
+            shapes[f"attention {heads}"] = layers if heads else [dense[0], *layers[1:]]
+    mixed = _mixed(config, shapes)  # its layers cannot differ in a model of one layer or one KV head
     return shapes | {"mixed": mixed} if further_widths(mixed) else shapes
 
 
-def _mixed(config: Mapping[str, Any], names: Iterable[str]) -> list[LayerWidths]:
+def _mixed(config: Config, names: Iterable[str]) -> list[LayerWidths]:
     """Return layers, or experts, that take turns with the widths that are timed alone, as a search
     leaves them. names: of the shapes that are."""
     sizes, dense = dimensions_of(config), widths_of(config).dense_layers
     timed = [name.split() for name in names if " " in name]
     of_kind = {kind: sorted({int(width) for other, width in timed if other == kind} - {0}) for kind, _ in timed}
     if sizes.num_experts:
-        widths, experts = of_kind["experts"], range(sizes.num_experts)
+        turns = of_kind["experts"] * (sizes.num_layers + sizes.num_experts)  # long enough to begin at any layer
         return [
-            replace(layer, expert_intermediate_sizes=tuple(widths[(at + expert) % len(widths)] for expert in experts))
-            if at in sizes.routed_layers
-            else layer
+            replace(
+                layer,
+                expert_intermediate_sizes=layer.expert_intermediate_sizes and tuple(turns[at : at + sizes.num_experts]),
+            )
             for at, layer in enumerate(dense)
         ]
     heads, channels = sorted({1, *of_kind["attention"], sizes.num_kv_heads}), of_kind["mlp"]
@@ -256,7 +250,7 @@ class Profile(msgspec.Struct, kw_only=True, rename={"runs": "times"}):
         if rounds.keys() != {*self.shapes} or len({*rounds.values()}) > 1:
             raise SchemaError(f"it has {dict(rounds)} rounds, not as many of each of {', '.join(self.shapes)}")
 
-    def check_fits(self, config: Mapping[str, Any], hardware: Mapping[str, Any]) -> None:
+    def check_fits(self, config: Config, hardware: Mapping[str, Any]) -> None:
         """Refuse a profile of a model with other dimensions, or of other hardware. Raises:
         SettingError."""
         stated = {**dimensions_in(self.config), **self.hardware}
@@ -342,7 +336,7 @@ def read_profile(path: Path) -> Profile:
         return profile
 
 
-def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
+def dimensions_in(config: Config) -> dict[str, Any]:
     """Return the entries of a config that decide the latency of its model, as plain data."""
     return {"model_type": dense_type(config)} | {name: config[name] for name in DIMENSIONS if config.get(name)}
 
@@ -372,7 +366,7 @@ Measure = Callable[..., Profile]
 
 
 def find_profile(
-    path: str, model: Path, config: Mapping[str, Any], workload: Workload, measure: Measure, *, other_machine: bool
+    path: str, model: Path, config: Config, workload: Workload, measure: Measure, *, other_machine: bool
 ) -> Profile:
     """Return the latency profile of a model on this machine, checked.
 

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct, field
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.machine import Measured, Workload
 from ddp_vllm.remote_code.files import parse_json
-from ddp_vllm.schema import AtLeastZero, Count, Positive, SchemaError, Share, checked
+from ddp_vllm.schema import AboveZero, AtLeastOne, AtLeastZero, Count, Positive, SchemaError, Share, checked
 
 MASKS_FILE = "ddp_masks.safetensors"
 METRICS_FILE, RECOVERY_FILE = "ddp_metrics.jsonl", "ddp_recovery.jsonl"
@@ -46,7 +46,7 @@ class Quality(Struct, kw_only=True):
     """Of the text's file; "" of a hub dataset."""
     block_losses: dict[str, list[Annotated[float, Meta(ge=-700, le=700)]]] | None = None
     """Model -> nats per token of each block; a float holds exp of these."""
-    block_tokens: list[Annotated[int, Meta(ge=1)]] | None = None
+    block_tokens: list[AtLeastOne] | None = None
     agreement: dict[str, Agreement] = {}
     """By model."""
 
@@ -140,13 +140,20 @@ class _Proof(Struct):
     fault: str | None = None
     """"" if the folder repeats the measured model; None if it was not compared."""
 
-
-_AboveZero = Annotated[float, Meta(gt=0)]
+    @property
+    def statement(self) -> str:
+        """What the proof of the folder showed, in words."""
+        if self.fault is None:
+            return "not compared with the measured model in a fresh process (--no-proof)"
+        if self.fault:
+            return f"FAILED: {self.fault}"
+        logits = "logits finite" if self.logits is None else f"logits within {self.logits:.0e}".replace("e-0", "e-")
+        return logits if self.tokens is None else f"{self.tokens:,} tokens the same, {logits}"
 
 
 class _TrimmedText(Struct):
-    tokens: tuple[_AboveZero, _AboveZero]
-    bits: tuple[_AboveZero, _AboveZero]
+    tokens: tuple[AboveZero, AboveZero]
+    bits: tuple[AboveZero, AboveZero]
 
 
 class Trimmed(Struct):
@@ -155,7 +162,7 @@ class Trimmed(Struct):
     name: str
     """Of the model that was trimmed."""
     tokens: tuple[Count, Count]
-    read: tuple[Annotated[int, Meta(ge=1)], Count]
+    read: tuple[AtLeastOne, Count]
     """Numbers that a decode step reads."""
     texts: dict[str, _TrimmedText]
     """Tokens and bits per byte of held-out text."""

@@ -6,7 +6,7 @@ A model is given by its folder or by its name on the Hugging Face hub.
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.checkpoint import is_pruned_config, read_checkpoint, read_config
-from ddp_vllm.dimensions import CACHED_TYPES, completed, is_copied_head, of_layer
+from ddp_vllm.dimensions import CACHED_TYPES, completed, of_layer
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, base_type, block_files, is_leftover, opened_in_place
 from ddp_vllm.model_files import TOKENIZERS, has_tokenizer
 from ddp_vllm.quantized import UnknownFormatError, unpacked
 from ddp_vllm.remote_code.files import LARGEST_JSON, WidthsError, file_tensors, read_bytes, read_json, weight_files
-from ddp_vllm.remote_code.tensors import dense_type
+from ddp_vllm.remote_code.tensors import Config, dense_type
 from ddp_vllm.remote_code.widths import Widths, head_dim, text_config
 from ddp_vllm.schema import Count
 
@@ -76,15 +76,14 @@ def describe_model(model: str) -> ModelFacts:
     if is_pruned(folder):
         checkpoint = read_checkpoint(folder)
         widths, parameters = checkpoint.widths, checkpoint.num_parameters or None
-    elif opened := _opened(config):
-        warn(
-            f"{model}: another tool pruned it; vLLM with ddp-vllm opens it as it is, for transformers convert it first"
-        )
-        config, widths = opened, Widths.of(opened)
-        parameters = _num_parameters(files, config, widths)
     else:
-        warn_of_foreign_code(model, config)
-        parameters = _num_parameters(files, config, None)
+        if opened := _opened(config):
+            how = "vLLM with ddp-vllm opens it as it is, for transformers convert it first"
+            warn(f"{model}: another tool pruned it; {how}")
+            config, widths = opened, Widths.of(opened)
+        else:
+            warn_of_foreign_code(model, config)
+        parameters = _num_parameters(files, config, widths)
     return ModelFacts(
         model=identify(model),
         name=name,
@@ -106,7 +105,7 @@ def dense_kv_bytes(folder: Path, *, value_bytes: int) -> int | None:
     return _kv_bytes(folder, _opened(config) or config, None, size=value_bytes, is_limit=True)
 
 
-def _opened(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _opened(config: Config) -> dict[str, Any] | None:
     """Return `opened_in_place`, or None where vLLM's plugin does not open the model either."""
     with suppress(ModelError):
         return opened_in_place(config)
@@ -255,10 +254,10 @@ def known_folder(model: str) -> Path | None:
         return None
 
 
-def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Widths | None) -> int | None:
+def _num_parameters(files: Sequence[Path], config: Config, widths: Widths | None) -> int | None:
     try:
         tensors = (tensor for path in files for tensor in file_tensors(path))
-        shapes = unpacked((tensor for tensor in tensors if not is_copied_head(config, tensor[0])), config, widths)
+        shapes = unpacked(tensors, config, widths)
         kept = (prod(shape) for name, shape in shapes.items() if not (widths and is_leftover(widths, name, shape)))
         return sum(kept) or None
     except UnknownFormatError as error:
@@ -268,9 +267,7 @@ def _num_parameters(files: Sequence[Path], config: Mapping[str, Any], widths: Wi
         raise ModelError(str(error)) from error
 
 
-def _kv_bytes(
-    folder: Path, config: Mapping[str, Any], widths: Widths | None, *, size: int, is_limit: bool = False
-) -> int | None:
+def _kv_bytes(folder: Path, config: Config, widths: Widths | None, *, size: int, is_limit: bool = False) -> int | None:
     """Return the bytes per token of the KV cache of all layers, None if the config does not state
     them; widths: None for those of a dense model. is_limit: count layers of other kinds than attention
     too, whose cache does not grow with the context. Raises: ModelError."""
@@ -281,7 +278,7 @@ def _kv_bytes(
         layers = int(config.get("num_hidden_layers") or 0)
         if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector per layer
             return layers * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
-        if widths:
+        if widths and widths.is_family:
             return 2 * size * head_dim(config) * sum(layer.num_kv_heads for layer in widths.layers) or None
         total = 0
         for index in range(layers - int(config.get("num_kv_shared_layers") or 0)):

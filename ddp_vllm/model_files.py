@@ -14,6 +14,7 @@ from typing import Any
 
 from ddp_vllm.families import code_of
 from ddp_vllm.remote_code.files import INDEX_FILE, weight_files
+from ddp_vllm.remote_code.tensors import Config
 
 MAX_SHARD_BYTES = 4_000_000_000
 LARGEST = 200_000_000  # bytes of a file that is copied along; tokenizers take up to 40 MB
@@ -33,12 +34,14 @@ def tokenizer_and_config_files(folder: Path) -> list[Path]:
     """Return the files that are copied along with a model's weights: tokenizer, processors of
     pictures, templates, licenses, and whatever else is small. `check_links` must have checked the
     folder."""
-    files = (file for pattern in ("*", "*/*") for file in sorted(folder.glob(pattern)) if file.is_file())
-    return [file for file in files if _is_copied(file.relative_to(folder).as_posix(), file.stat().st_size)]
-
-
-def _is_copied(name: str, size: int) -> bool:
-    return size <= LARGEST and not any(fnmatchcase(name, pattern) for pattern in (*NOT_COPIED, *WEIGHT_PATTERNS))
+    files = [file for pattern in ("*", "*/*") for file in sorted(folder.glob(pattern)) if file.is_file()]
+    skipped = {
+        file
+        for pattern in (*NOT_COPIED, *WEIGHT_PATTERNS)
+        for file in files
+        if fnmatchcase(file.relative_to(folder).as_posix(), pattern)
+    }
+    return [file for file in files if file not in skipped and file.stat().st_size <= LARGEST]
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -46,7 +49,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in TOKENIZERS)
 
 
-def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> None:
+def write_model_files(folder: Path, source: Path, config: Config) -> None:
     """Write the config, and copy the tokenizer and other data files of `source`. A pruned model
     also gets its code."""
     for file in tokenizer_and_config_files(source):
@@ -90,7 +93,7 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
                 yield name, file.get_tensor(name)
 
 
-def write_model(folder: Path, source: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Any]]) -> None:
+def write_model(folder: Path, source: Path, config: Config, tensors: Iterable[tuple[str, Any]]) -> None:
     """Write weights and config, and copy the tokenizer and other data files of `source`. A pruned
     model also gets the code that loads it."""
     write_model_files(folder, source, config)

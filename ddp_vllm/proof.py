@@ -27,7 +27,6 @@ from typing import Annotated, Any
 
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.families import code_of
-from ddp_vllm.masks import Provenance
 from ddp_vllm.remote_code.files import short
 from ddp_vllm.settings import Option
 
@@ -154,14 +153,3 @@ def read_back(folder: Path, texts: Sequence[str], tokens: Sequence[int]) -> tupl
         with safe_open(result, framework="numpy") as file:
             logits = file.get_tensor("logits") if "logits" in file.keys() else None  # noqa: SIM118 (no mapping)
             return json.loads((file.metadata() or {})["read"]), logits
-
-
-def statement(provenance: Provenance) -> str:
-    """Return what the proof of a folder showed, in words."""
-    proof = provenance.proof
-    if proof.fault is None:
-        return "not compared with the measured model in a fresh process (--no-proof)"
-    if proof.fault:
-        return f"FAILED: {proof.fault}"
-    logits = "logits finite" if proof.logits is None else f"logits within {proof.logits:.0e}".replace("e-0", "e-")
-    return logits if proof.tokens is None else f"{proof.tokens:,} tokens the same, {logits}"

@@ -17,8 +17,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ddp_vllm.dimensions import is_copied_head, quantization_of
 from ddp_vllm.remote_code.files import BITS, WidthsError, short
-from ddp_vllm.remote_code.widths import Widths, states_widths, text_config
+from ddp_vllm.remote_code.tensors import Config
+from ddp_vllm.remote_code.widths import Widths, states_widths
 
 _PACKED = re.compile(r"weight_packed|qweight|.*_blocks")
 _SIDE = re.compile(  # the last part of a side tensor's name
@@ -26,6 +28,7 @@ _SIDE = re.compile(  # the last part of a side tensor's name
     r"|(.*_)?scales|pre_quant_scale|qzeros|g_idx|(nested_)?(absmax|quant_map)|bitsandbytes__\w+|SCB|weight_format"
 )
 _MASK = re.compile(r"bias|causal_mask")  # of attention, which GPT-NeoX, GPT-J and CodeGen store as bytes
+_INTEGERS = ("U8", "U16", "I16", "U32", "I32")  # I8 is a weight as it is, those of 64 bits are no weights at all
 _STATE = ".quant_state.bitsandbytes__"
 _BITS_OF_BYTES = {"bitnet": 2, **dict.fromkeys(("compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"), 4)}
 _BITS_OF_BYTES |= dict.fromkeys(("modelopt_fp4", "fp_quant", "quark", ""), 4)  # the last without a config: NVFP4
@@ -38,21 +41,15 @@ class UnknownFormatError(WidthsError):
     """A quantized tensor whose bits per weight are not known."""
 
 
-def quantization_of(config: Mapping[str, Any]) -> Any:
-    """Return how a model is quantized, as its config or that of its language model states, as of Kimi K2.5; None if
-    it is not."""
-    return config.get("quantization_config") or text_config(config).get("quantization_config")
-
-
-def unpacked(
-    tensors: Iterable[Tensor], config: Mapping[str, Any], widths: Widths | None = None
-) -> dict[str, list[int]]:
-    """Return the shapes of weights before they were quantized, without side tensors.
+def unpacked(tensors: Iterable[Tensor], config: Config, widths: Widths | None = None) -> dict[str, list[int]]:
+    """Return the shapes of weights before they were quantized, without side tensors and without the
+    copy of the embedding that some programs store as the output head.
 
     widths: of a pruned model, which state the shapes of a family's projections in any format.
     Raises: UnknownFormatError for a packed tensor whose bits per weight are not known.
     """
-    tensors, stated = [*tensors], quantization_of(config)
+    tensors = [tensor for tensor in tensors if not is_copied_head(config, tensor[0])]
+    stated = quantization_of(config)
     if states_widths(config) or not (stated or any(BITS.get(dtype, 8) <= 8 for *_, dtype in tensors)):
         return {name: [*shape] for name, shape, _ in tensors}
     quantization, plain = stated if isinstance(stated, Mapping) else {}, dict[str, list[int]]()
@@ -66,7 +63,7 @@ def unpacked(
             plain[known] = required
         elif name in with_state:
             plain[name] = [shape[0] * BITS[dtype] // 4, *shape[1:]]
-        elif _PACKED.fullmatch(kind) or (_is_integer(shape, dtype) and not _MASK.fullmatch(kind)):
+        elif _PACKED.fullmatch(kind) or (len(shape) > 1 and dtype in _INTEGERS and not _MASK.fullmatch(kind)):
             plain[known] = _unpacked(name, shape, dtype, quantization)
         else:
             plain[name] = [*shape]
@@ -75,15 +72,12 @@ def unpacked(
 
 def _by_widths(name: str, widths: Widths | None) -> list[int] | None:
     """Return the shape of a family's projection; None for any other tensor."""
-    place = widths.find(name) if widths and widths.hidden_size and name.endswith(".weight") else None
-    if not (place and place.length and widths and widths.hidden_size):
+    if not widths or not widths.hidden_size or not name.endswith(".weight"):
+        return None
+    place = widths.find(name)
+    if not place or not place.length:
         return None
     return [place.length, widths.hidden_size] if place.axis == 0 else [widths.hidden_size, place.length]
-
-
-def _is_integer(shape: Sequence[int], dtype: str) -> bool:
-    """Tell whether a matrix holds integers that are no weights of 8 bits; those of 64 are no weights at all."""
-    return len(shape) > 1 and dtype in ("U8", "U16", "I16", "U32", "I32")
 
 
 def _unpacked(name: str, shape: Sequence[int], dtype: str, quantization: Mapping[str, Any]) -> list[int]:

@@ -10,6 +10,8 @@ Kind = TypeVar("Kind")
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Finite = Annotated[float, Meta(ge=-1e18, le=1e18)]
 Positive = Annotated[float, Meta(ge=1e-18, le=1e18)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+AboveZero = Annotated[float, Meta(gt=0)]
 AtLeastZero = Annotated[float, Meta(ge=0)]
 """May be infinite, but is a number."""
 Share = Annotated[float, Meta(ge=0, le=1)]

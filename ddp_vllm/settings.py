@@ -23,6 +23,8 @@ from ddp_vllm.errors import SettingError, is_utf8
 Function = TypeVar("Function", bound=Callable[..., Any])
 HEADINGS = ("Basic", "Budget", "Shape", "Text", "Run", "Rarely needed")
 """The headings under which help texts and pages list settings, in order."""
+Values = Mapping[str, Any]
+"""All parameters of a command, by name."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 USUAL = "Run"  # heading of a setting that has none
 
@@ -66,9 +68,14 @@ def option_of(field: "dataclasses.Field[Any]") -> Option:
 
 def kind_of(annotation: Any) -> Any:
     """Return the type of a setting, the first of several that a function takes."""
-    if get_origin(annotation) is Annotated or isinstance(annotation, UnionType):
-        return kind_of(get_args(annotation)[0])
-    return annotation
+    return kinds_of(annotation)[0]
+
+
+def kinds_of(annotation: Any) -> list[Any]:
+    """Return the types of an annotation, which may be a union of several."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return [*get_args(annotation)] if isinstance(annotation, UnionType) else [annotation]
 
 
 def part_of(kind: Any) -> Any:
@@ -115,7 +122,7 @@ def _as_declared(name: str, annotation: Any, option: Option, value: Any) -> Any:
     name, option: of the setting or argument. Raises: SettingError for a value of another type, or
     outside of the limits of the option.
     """
-    kinds = _alternatives(annotation)
+    kinds = kinds_of(annotation)
     singles = tuple(kind for kind in kinds if not part_of(kind))
     parts = [part for kind in kinds if (part := part_of(kind))]
     if float in singles and type(value) is int and value.bit_length() <= 1000:  # a larger one overflows
@@ -130,13 +137,6 @@ def _as_declared(name: str, annotation: Any, option: Option, value: Any) -> Any:
         return tuple(_as_declared(name, parts[0], option, member) for member in several)
     known = dict.fromkeys(kind.__name__ for kind in singles if kind is not NoneType)
     raise SettingError(name, f"is {value!r}, a {type(value).__name__}; it must be a {' or '.join(known)}")
-
-
-def _alternatives(annotation: Any) -> list[Any]:
-    """Return the types of an annotation, which may be a union of several."""
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return [*get_args(annotation)] if isinstance(annotation, UnionType) else [annotation]
 
 
 def _check_limits(name: str, option: Option, value: Any) -> None:
@@ -188,9 +188,9 @@ class Verb:
     function: Callable[..., Any]
     settings: type[Settings] | None = None
     """The fields of its last parameter, `**settings`."""
-    show: Callable[[Any, Mapping[str, Any]], None]
+    show: Callable[[Any, Values], None]
     """Prints what the function returned, given all values; it may raise a `LimitError`."""
-    as_json: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    as_json: Callable[[Any, Values], Any] | None = None
     """Returns what the option --json prints, plain data or a line, of the same arguments."""
     json_is_last_line: bool = False
     """With --json, other lines go to stdout too, instead of stderr."""

@@ -1,12 +1,12 @@
 """The tensor-parallel sizes of a model, and the widths that devices can share: one rule, and one
 error message that names the valid sizes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ddp_vllm.dimensions import dimensions_of
 from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import LayerWidths
 
 # the plugin packs experts in blocks of this many channels: the smallest tile of a tensor core, and 32
@@ -20,9 +20,7 @@ Layers = Sequence[LayerWidths] | Callable[[int], Sequence[LayerWidths]]
 devices."""
 
 
-def tensor_parallel_sizes(
-    config: Mapping[str, Any], layers: Layers = (), *, expert_parallel: bool = False
-) -> list[int]:
+def tensor_parallel_sizes(config: Config, layers: Layers = (), *, expert_parallel: bool = False) -> list[int]:
     """Return the tensor-parallel sizes at which vLLM accepts the model and none of `layers` needs
     padding.
 
@@ -37,7 +35,7 @@ def tensor_parallel_sizes(
 
 def check_tensor_parallel(
     num_ranks: int,
-    config: Mapping[str, Any],
+    config: Config,
     layers: Layers = (),
     *,
     expert_parallel: bool = False,
@@ -56,7 +54,7 @@ def check_tensor_parallel(
         raise SettingError(f"tensor-parallel size {num_ranks} {reason}; valid sizes: {valid}; {remedy}")
 
 
-def _reason(num_ranks: int, config: Mapping[str, Any], layers: Layers, expert_parallel: bool) -> str | None:
+def _reason(num_ranks: int, config: Config, layers: Layers, expert_parallel: bool) -> str | None:
     """Return why the size is invalid, as the predicate of a sentence; None if the model splits."""
     sizes = dimensions_of(config)
     heads, experts = sizes.num_query_heads, sizes.num_experts

@@ -19,7 +19,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ddp_vllm.evaluations import Answers, mean_difference, perplexity_ratio_of_bits, points, ratio_of_losses
+from ddp_vllm.evaluations import Answers, mean_difference, perplexity_ratio, points, ratio_of_losses
 from ddp_vllm.intervals import t_quantile, with_interval
 from ddp_vllm.pages.pictures import STYLE
 
@@ -138,7 +138,9 @@ def perplexity(text: str, with_ratio: bool, _: str, results: Sequence[Result]) -
     """Return perplexity on a text, with its ratio to the dense model's where no other column has one; the ratio alone
     where the tokens are not the dense model's."""
     if "bits" in results[0]:
-        return "{:.2f}×".format(perplexity_ratio_of_bits(results[0]["bits"][text])[0])
+        by_bits = perplexity_ratio(results[0]["bits"][text])
+        assert by_bits, "their excerpts are always stored"
+        return f"{by_bits[0]:.2f}×"
     of_text = [each["texts"][text] for each in results]
     ratio = statistics.fmean(quality["pruned"] / quality["dense"] for quality in of_text)
     return spread([quality["pruned"] for quality in of_text], ".2f") + (f" ({ratio:.2f}×)" if with_ratio else "")

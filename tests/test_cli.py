@@ -336,7 +336,7 @@ def test_every_function_takes_the_forms_that_it_states(
         for wrong in (object(), {"steps": 4}, 3 + 4j):
             with pytest.raises(SettingError, match=f"^{key} is "):
                 function(**required | {key: wrong})
-        kinds = settings._alternatives(part.annotation)
+        kinds = settings.kinds_of(part.annotation)
         for kind in kinds:
             for value in FORMS.get(get_origin(kind) or kind, []):
                 with pytest.raises(DdpError):  # there is no such model; not a TypeError or an AttributeError

@@ -25,6 +25,7 @@ from ddp_vllm.latency import FORMAT, read_profile, shapes_of
 from ddp_vllm.machine import Workload
 from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
+from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.results import BEGINS, new_results, write_results
 from ddp_vllm.settings import Settings, setting
@@ -100,7 +101,7 @@ def _rounds(name: str, engines: Mapping[str, StepEngine], settings: ProfileSetti
 
 
 def _resumed(
-    settings: ProfileSettings, config: Mapping[str, Any], shapes: Mapping[str, Sequence[LayerWidths]], output: Path,
+    settings: ProfileSettings, config: Config, shapes: Mapping[str, Sequence[LayerWidths]], output: Path,
     *, overwrite: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Return an unfinished profile of the same settings on this machine, or a new one. Raises:
@@ -120,7 +121,7 @@ def _resumed(
     return dict(new)
 
 
-def _without_weights(dense: Path, config: Mapping[str, Any], widths: Sequence[LayerWidths] | None, folder: Path) -> str:
+def _without_weights(dense: Path, config: Config, widths: Sequence[LayerWidths] | None, folder: Path) -> str:
     """Write a folder without weights from which vLLM can build a model of these widths."""
     folder.mkdir(exist_ok=True)
     content = pruned_config(config, replace(widths_of(config), layers=tuple(widths))) if widths else config

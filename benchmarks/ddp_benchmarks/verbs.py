@@ -17,6 +17,7 @@ from ddp_vllm import evaluate_text
 from ddp_vllm.errors import LimitError, SettingError, echo, line_printer
 from ddp_vllm.evaluations import (
     UNDEFINED,
+    Bits,
     Evaluation,
     against_output,
     bits_ratio,
@@ -24,7 +25,6 @@ from ddp_vllm.evaluations import (
     default_output,
     judge_retained,
     perplexity_ratio,
-    perplexity_ratio_of_bits,
 )
 from ddp_vllm.intervals import with_interval
 from ddp_vllm.latency import Profile, read_profile
@@ -34,7 +34,7 @@ from ddp_vllm.model_facts import is_pruned, known_folder
 from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import MIN_AGREEMENT, agrees, fidelity, lowest_agreement
 from ddp_vllm.results import BEGINS, write_results
-from ddp_vllm.settings import Option, command, typed
+from ddp_vllm.settings import Option, Values, command, typed
 
 UNITS = ("tokens", "characters")
 Dense = Annotated[str | Path, Option("The model before pruning: a folder or a Hub name.", metavar="MODEL")]
@@ -42,7 +42,7 @@ Pruned = Annotated[str | Path | Iterable[str | Path], Option("Pruned checkpoints
 Overwrite = Annotated[bool, Option("Replace the output file.")]
 
 
-def _describe(_: Profile, values: Mapping[str, Any]) -> None:
+def _describe(_: Profile, values: Values) -> None:
     for line in [*describe(values["output"]), f"{values['output']} has every measurement"]:
         echo(line)
 
@@ -77,7 +77,7 @@ def profile(
     return read_profile(file)
 
 
-def _without_runs(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+def _without_runs(results: Mapping[str, Any], _: Values) -> dict[str, Any]:
     return {name: value for name, value in results.items() if name != "runs"}
 
 
@@ -111,7 +111,7 @@ def bench(
     return run_benchmark(chosen, file, verbose=verbose)
 
 
-def _print_verdicts(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _print_verdicts(results: Mapping[str, Any], values: Values) -> None:
     echo(f"{Workload(**results['settings']['workload'])}:")
     for verdict in results["verdicts"]:
         name = f"{Path(verdict['pruned']).name}: " if len(results["verdicts"]) > 1 else ""
@@ -211,11 +211,11 @@ def _evaluate(models: Sequence[EvalSettings], verbose: bool) -> list[dict[str, A
         return [evaluate_tasks(settings, print_line=line_printer(verbose)) for settings in models]
 
 
-def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _print_quality(results: Mapping[str, Any], values: Values) -> None:
     """Raises: LimitError if the model misses --max-ratio or --min-retained."""
     from ddp_benchmarks.tables import print_quality
 
-    missed = [*_print_perplexities(results["text"], values), *_print_bits(results["text"], values)]
+    missed = [*_print_texts(results["text"], values)]
     echo(f"results are in {values['output'] or default_output(values['model'])}")
     typed = [convert(one, Evaluation) for one in results["tasks"]]
     if typed:
@@ -226,43 +226,38 @@ def _print_quality(results: Mapping[str, Any], values: Mapping[str, Any]) -> Non
         judge_retained(typed[-1], typed[0], values["min_retained"])
 
 
-def _print_perplexities(results: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+def _print_texts(results: Mapping[str, Any], values: Values) -> Iterator[str]:
     """Print a line for each text; yield the limits that were missed."""
     limit, least = values["max_ratio"], lowest_agreement(values["max_ratio"], values["min_agreement"])
-    for name, quality in convert(results.get("texts", {}), dict[str, Quality]).items():
-        ratio = perplexity_ratio(quality)
+    measured: dict[str, Quality | Bits] = convert(results.get("texts", {}), dict[str, Quality])
+    bits = convert(results.get("bits", {}), dict[str, Bits])
+    for name, result in (measured | bits).items():
+        ratio = perplexity_ratio(result)
         assert ratio
         if limit is not None and not ratio[0] <= limit:
             yield f"perplexity on {name} is {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
-        near = quality.last_agreement
-        if near and not agrees(quality, least):
-            yield f"top-1 agreement on {name} is {near.top1:.1%}, below --min-agreement {least:g}"
-        echo(
-            f"{name}: perplexity {quality.dense:.2f} → {quality.pruned:.2f}, {with_interval(*ratio)} the dense "
-            f"model's; {fidelity(quality)} ({quality.tokens:,} tokens)"
-        )
-
-
-def _print_bits(results: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """Print a line for each text of models with different tokens; yield the limits that were missed."""
-    limit, texts = values["max_ratio"], results.get("bits", {})
-    for name, bits in texts.items():
-        ratio = perplexity_ratio_of_bits(bits)
-        if limit is not None and not ratio[0] <= limit:
-            yield f"perplexity on {name} is {ratio[0]:.3g} times the dense model's, above --max-ratio {limit:g}"
-        per_byte = {key: bits[f"{key}_per_byte"] for key in ("bits", "tokens")}
-        changes = {key: f"{key} per byte {of['dense']:.4f} → {of['pruned']:.4f}" for key, of in per_byte.items()}
-        echo(
-            f"{name}: {changes['bits']}, {with_interval(*bits_ratio(bits))} the dense model's; {changes['tokens']}; "
-            f"perplexity per token of the dense model, {with_interval(*ratio)}"
-        )
-    if texts:
+        if isinstance(result, Quality):
+            near = result.last_agreement
+            if near and not agrees(result, least):
+                yield f"top-1 agreement on {name} is {near.top1:.1%}, below --min-agreement {least:g}"
+            echo(
+                f"{name}: perplexity {result.dense:.2f} → {result.pruned:.2f}, {with_interval(*ratio)} the dense "
+                f"model's; {fidelity(result)} ({result.tokens:,} tokens)"
+            )
+        else:
+            per_byte = {"bits": result["bits_per_byte"], "tokens": result["tokens_per_byte"]}
+            changes = {key: f"{key} per byte {of['dense']:.4f} → {of['pruned']:.4f}" for key, of in per_byte.items()}
+            echo(
+                f"{name}: {changes['bits']}, {with_interval(*bits_ratio(result))} the dense model's; "
+                f"{changes['tokens']}; perplexity per token of the dense model, {with_interval(*ratio)}"
+            )
+    if bits:
         echo(UNDEFINED)
-    if texts and values["min_agreement"] is not None:
+    if bits and values["min_agreement"] is not None:
         yield "top-1 agreement is not defined (omit --min-agreement)"
 
 
-def _as_json(results: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(results: Mapping[str, Any], _: Values) -> dict[str, Any]:
     evaluated = results["tasks"] or [{}]
     return results["text"] | evaluated[-1] | ({"dense": evaluated[0]} if len(evaluated) > 1 else {})
 

@@ -5,7 +5,7 @@ without tensors is a removed one. Biases that only the pruner added are kept; a 
 bias on all projections of a block or on none, so the others get zeros.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,9 @@ from ddp_vllm.dimensions import widths_of
 from ddp_vllm.errors import ModelError
 from ddp_vllm.formats import enclosing, groups
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable
+from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Config, Projection, Shapes, TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, head_dim, split
 
-Shapes = Mapping[str, list[int]]
-"""Of tensors by name; of a layer by module and kind, such as `mlp.down_proj.weight`."""
 _BIASED = {"attn": ("attention_bias", ("llama", "granite", "smollm3", "gemma2", "gemma3_text")),
            "mlp": ("mlp_bias", ("llama", "granite", "smollm3"))}  # fmt: skip
 """Block -> the flag that gives all its projections a bias, and the families that have it in
@@ -26,7 +24,7 @@ AGAIN = "copy the whole folder again, or write it again with the tool that made 
 
 
 def read_layers(
-    dense: Mapping[str, Any], shapes: Shapes, *, sizes_known: bool = False
+    dense: Config, shapes: Shapes, *, sizes_known: bool = False
 ) -> tuple[dict[str, Any], Widths, dict[str, str]]:
     """Return the dense config with sizes that no layer exceeds and the flags of biases on disk, the
     widths, and each bias of zeros to add with the weight that it belongs to.
@@ -55,7 +53,7 @@ def read_layers(
     return _with_biases(enclosing({**dense, "head_dim": size}, widths), layers, widths)
 
 
-def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Shapes]) -> int:
+def _head_size(dense: Config, table: TensorTable, layers: Sequence[Shapes]) -> int:
     """Return the size of a head where config.json has only a number of heads, which may be that of
     a pruned layer. Raises: ModelError unless every layer has that number."""
     for layer in layers:

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.families import register_pruned
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.remote_code.tensors import LAYERS, Projection, TensorTable
-from ddp_vllm.remote_code.widths import LayerWidths, Widths, block_table
+from ddp_vllm.remote_code.tensors import LAYERS, Config, Projection, Shapes, TensorTable
+from ddp_vllm.remote_code.widths import UNITS, LayerWidths, Widths, block_table
 
-Shapes = Mapping[str, list[int]]
 WIDTH = "intermediate_size"
 DENSE = "pass the dense model's folder as --dense if config.json has pruned sizes"
 _PLACE = re.compile(r"(.+?)\.(\d+)\.(.+)\.weight")  # list of layers, layer, module
@@ -46,7 +45,7 @@ class Tensor:
 class Stock:
     """The tensors that transformers' class has by a `config.json`."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config) -> None:
         """Raises: ModelError if transformers has no such class, or cannot build it."""
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -121,7 +120,7 @@ def _in_layer(name: str) -> list[str]:
     return [*place.groups()[1:]] if place else [name]
 
 
-def _built(config: Mapping[str, Any], *, wider: bool) -> Any:
+def _built(config: Config, *, wider: bool) -> Any:
     """Return the model on the meta device; wider: with other widths than config.json states, so
     much larger that no class rounds both to the same. Raises: ModelError."""
     import torch
@@ -153,7 +152,8 @@ class Form(NamedTuple):
     inputs: tuple[str, ...]
     output: str
     fused: bool
-    is_expert: bool
+    block: str
+    """`mlp` or `experts`."""
 
 
 class Width(NamedTuple):
@@ -163,10 +163,10 @@ class Width(NamedTuple):
     dense: int
 
 
-Rows = Mapping[int, Mapping[int, Width]]  # layer -> expert, or 0 -> its width
+Rows = dict[int, dict[int, Width]]  # layer -> expert, or 0 -> its width
 
 
-def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], Widths]:
+def describe(config: Config, shapes: Shapes) -> tuple[dict[str, Any], Widths]:
     """Return the config with the class's name, and the widths of its MLPs and experts, of those
     kinds of which one is narrower.
 
@@ -201,12 +201,12 @@ def describe(config: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any],
 
 def _widths_on_disk(
     stock: Stock, shapes: Shapes, on_disk: Mapping[str, str]
-) -> tuple[dict[Form, dict[int, dict[int, Width]]], dict[str, list[int]]]:
+) -> tuple[dict[Form, Rows], dict[str, list[int]]]:
     """Return the widths of all MLPs and experts, and the shape that each tensor must have with
     them; an expert without tensors has width 0. Raises: ModelError for more channels than
     config.json has."""
     required = {name: tensor.shape for name, tensor in stock.tensors.items()}
-    rows: dict[Form, dict[int, dict[int, Width]]] = defaultdict(lambda: defaultdict(dict))
+    rows: dict[Form, Rows] = defaultdict(lambda: defaultdict(dict))
     removed: list[Module] = []
     forms: dict[str, tuple[Form, int]] = {}  # output in memory -> form and layer
     for module in stock.modules():
@@ -226,7 +226,8 @@ def _widths_on_disk(
         layers_module, layer = next((place[1], int(place[2])) for place in places if place)
         parts = [place[3] for place in places if place]
         *inputs, output = (_EXPERT.sub(".{}", part) if module.tensor.is_part else part for part in parts)
-        form = Form(layers_module, tuple(inputs), output, module.factor == 2, module.tensor.is_part)
+        block = "experts" if module.tensor.is_part else "mlp"
+        form = Form(layers_module, tuple(inputs), output, module.factor == 2, block)
         forms[module.tensor.loaded] = form, layer
         rows[form][layer][module.number] = Width(kept, dense)
     for module in removed:
@@ -245,12 +246,12 @@ def _described(stock: Stock, forms: Mapping[Form, Rows]) -> Widths:
     narrow = {form for form, _, width in widths if width.kept < width.dense}
     projections, dense = list[Projection](), LayerWidths()
     layers, modules = [LayerWidths() for _ in range(stock.num_layers)], set[str]()
-    for block, are_experts in (("mlp", False), ("experts", True)):
+    for block in UNITS:
         kinds = {
             (form, width.dense, len(row))
             for form, row, width in widths
             # all experts, because transformers stacks them in every layer or in none
-            if form in narrow and form.is_expert == are_experts and (are_experts or width.kept < width.dense)
+            if form in narrow and form.block == block and (block == "experts" or width.kept < width.dense)
         }
         if len(kinds) > 1:
             names = " and ".join(sorted(f"{form.output} of {width} channels" for form, width, _ in kinds))
@@ -258,10 +259,10 @@ def _described(stock: Stock, forms: Mapping[Form, Rows]) -> Widths:
         for form, width, number in kinds:
             projections += block_table(block, form.inputs, form.output, fused=form.fused)
             modules.add(form.layers_module)
-            dense = replace(dense, **_sizes(block, (width,) * number))
+            dense = _with_sizes(dense, block, [width] * number)
             for index, row in forms[form].items():
                 if row[0].dense == width:
-                    layers[index] = replace(layers[index], **_sizes(block, [row[part].kept for part in sorted(row)]))
+                    layers[index] = _with_sizes(layers[index], block, [row[part].kept for part in sorted(row)])
     if len(modules) > 1:
         raise ModelError(
             f"layers are in {short(' and '.join(sorted(modules)))}; only those of one list may be narrower"
@@ -270,6 +271,8 @@ def _described(stock: Stock, forms: Mapping[Form, Rows]) -> Widths:
     return Widths(table=table, layers=tuple(layers), dense=dense, layers_module=layers_module, is_family=False)
 
 
-def _sizes(block: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the field of `LayerWidths` with the sizes of a layer's experts or of its one MLP."""
-    return {"expert_intermediate_sizes": tuple(sizes)} if block == "experts" else {"intermediate_size": sizes[0]}
+def _with_sizes(layer: LayerWidths, block: str, sizes: Sequence[int]) -> LayerWidths:
+    """Return the widths of a layer with those of its experts, or of its one MLP."""
+    if block == "experts":
+        return replace(layer, expert_intermediate_sizes=tuple(sizes))
+    return replace(layer, intermediate_size=sizes[0])

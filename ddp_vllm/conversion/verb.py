@@ -34,7 +34,7 @@ from ddp_vllm.model_facts import known_folder
 from ddp_vllm.model_files import has_tokenizer, state_tokenizer, write_model_files, write_weights
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.proof import Proof, Reference, prove, read_back, statement
+from ddp_vllm.proof import Proof, Reference, prove, read_back
 from ddp_vllm.provenance import write_provenance
 from ddp_vllm.remote_code.files import (
     WEIGHTS,
@@ -44,8 +44,9 @@ from ddp_vllm.remote_code.files import (
     short,
     weight_files,
 )
+from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import Widths, head_dim
-from ddp_vllm.settings import Option, command
+from ddp_vllm.settings import Option, Values, command
 
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 SIZES = (  # how keys of sizes that pruning changes end
@@ -74,8 +75,8 @@ class Conversion(NamedTuple):
     notes: list[str]
 
 
-def _announce(made: Checkpoint, _: Mapping[str, Any]) -> None:
-    echo(f"read back: {statement(made.history)}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
+def _announce(made: Checkpoint, _: Values) -> None:
+    echo(f"read back: {made.history.proof.statement}\nwritten: {made.folder} ({made.num_parameters:,} parameters)")
 
 
 @command("convert", show=_announce)
@@ -193,7 +194,7 @@ def _kept(stored: Mapping[str, Stored], widths: Widths) -> dict[str, Stored]:
     return {name: tensor for name, tensor in stored.items() if not widths.is_removed(name)}
 
 
-def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def _dense_config(config: Config) -> dict[str, Any]:
     """Return the config of the model that a tool pruned, without the tool's keys. Raises:
     ModelError."""
     if base_type(config) in FAMILIES:
@@ -211,7 +212,7 @@ def _dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return dense
 
 
-def _with_dense_sizes(pruned: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _with_dense_sizes(pruned: Config, folder: Path) -> dict[str, Any]:
     """Return a pruned model's config with the sizes of the dense model's in `folder`. Raises:
     ModelError if they do not match."""
     dense, text = text_config(_dense_config(read_config(folder))), text_config(pruned)

@@ -27,7 +27,7 @@ from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import weight_files
-from ddp_vllm.remote_code.tensors import FAMILIES, LAYERS, dense_type
+from ddp_vllm.remote_code.tensors import FAMILIES, LAYERS, Config, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, states_widths
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
@@ -45,10 +45,6 @@ class _Tensor(NamedTuple):
     gguf_name: str
     shape: tuple[int, ...]
     type: gguf.GGMLQuantizationType
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(gguf.quant_shape_to_byte_shape(self.shape, self.type))
 
 
 def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = False) -> list[str]:
@@ -84,7 +80,8 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
                 notes = add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
             for tensor in tensors:
                 as_given = np.dtype(np.float32)  # of the arrays below; the type is that on disk
-                writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, tensor.num_bytes, tensor.type)
+                num_bytes = math.prod(gguf.quant_shape_to_byte_shape(tensor.shape, tensor.type))
+                writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, num_bytes, tensor.type)
             writer.write_header_to_file(temporary)
             with reading(f"the tokenizer of {folder}", ModelError, AGAIN, but=(OSError,)):
                 writer.write_kv_data_to_file()  # half a character is no text
@@ -94,7 +91,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     return notes + _notes(checkpoint.layers, widths.layers, tensors, kind)
 
 
-def _without_graph(config: Mapping[str, Any]) -> str | None:
+def _without_graph(config: Config) -> str | None:
     """Return why neither graph is of this architecture; None if one is."""
     model_type = dense_type(config)
     if states_widths(config):
@@ -123,7 +120,7 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     return lacks and f"its graph for layers of different widths has no place for {lacks}; serve the model with vLLM"
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(config: Config) -> dict[str, Any]:
     """Return the settings of rotary positions, as transformers 5 writes them or as older versions
     did."""
     old = {"rope_theta": config.get("rope_theta") or 10_000.0, **(config.get("rope_scaling") or {})}

@@ -1,20 +1,22 @@
 """What `compare` shows: one table of models, a sentence on each, two pictures, and how everything
 was measured."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ddp_vllm.evaluations import (
     Evaluation,
+    Text,
     bits_ratio,
     in_points,
+    mean_accuracy,
     perplexity_ratio,
-    perplexity_ratio_of_bits,
     points,
     score_rows,
 )
-from ddp_vllm.intervals import with_interval
-from ddp_vllm.pages.measurements import Comparison, Interval, Loss, Model, difference
+from ddp_vllm.intervals import Interval, with_interval
+from ddp_vllm.masks import Quality
+from ddp_vllm.pages.measurements import Comparison, Loss, Model, difference
 from ddp_vllm.pages.page import Page, Picture, Section, Table
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.pages.summary import agrees, lowest_agreement
@@ -98,12 +100,10 @@ def comparison_table(comparison: Comparison) -> Table:
         add(row.heading, str, row.cells())
     changes = (difference(model, dense) for model in models)
     add("points, same questions, 95 %", lambda change: points(*change), changes)
-    for text in dict.fromkeys(text for model in models for text in model.texts):
-        qualities = [model.texts.get(text) for model in pruned]
-        ratios = (quality and perplexity_ratio(quality) for quality in qualities)
-        add_ratios(f"perplexity on {text.name}, × dense", ratios)
+    unknown = ["–"] * bool(dense)
+    for text, qualities in _on_texts(pruned, Quality):
+        add_ratios(f"perplexity on {text.name}, × dense", (one and perplexity_ratio(one) for one in qualities))
         near = [quality and quality.last_agreement for quality in qualities]
-        unknown = ["–"] * bool(dense)
         add(f"KL on {text.name}, nats", lambda agreement: f"{agreement.kl:.3f}", near, *unknown)
         add(f"top-1 agreement on {text.name}", lambda agreement: f"{agreement.top1:.1%}", near, *unknown)
     _add_bits(comparison, add, add_ratios)
@@ -112,15 +112,23 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def _add_bits(comparison: Comparison, add: Callable[..., None], add_ratios: Callable[..., None]) -> None:
     """Add what is known of models whose tokens differ from the dense model's."""
-    for text in dict.fromkeys(text for model in comparison.pruned for text in model.bits):
-        bits = [model.bits.get(text) for model in comparison.pruned]
-        add_ratios(f"perplexity on {text.name}, × dense", (one and perplexity_ratio_of_bits(one) for one in bits))
+    for text, bits in _on_texts(comparison.pruned, dict):
+        add_ratios(f"perplexity on {text.name}, × dense", (one and perplexity_ratio(one) for one in bits))
         add_ratios(f"bits per byte of {text.name}, × dense", (one and bits_ratio(one) for one in bits))
-        for heading, key in (("bits", "bits_per_byte"), ("tokens", "tokens_per_byte")):
-            known: list[Any] = [one and one[key] for one in bits]  # type: ignore[literal-required]
-            values = [one and one["pruned"] for one in known]
-            of_dense = [next(one["dense"] for one in known if one)] * bool(comparison.dense)
-            add(f"{heading} per byte of {text.name}", "{:.4f}".format, [*of_dense, *values])
+        for key in ("bits", "tokens"):
+            values = [one and one[f"{key}_per_byte"] for one in bits]
+            of_dense = [next(value["dense"] for value in values if value)] * bool(comparison.dense)
+            of_pruned = [value and value["pruned"] for value in values]
+            add(f"{key} per byte of {text.name}", "{:.4f}".format, [*of_dense, *of_pruned])
+
+
+def _on_texts(models: Sequence[Model], kind: type[Any]) -> Iterator[tuple[Text, list[Any]]]:
+    """Yield each text on which a model has a result of this kind, and those of all models."""
+    for text in dict.fromkeys(text for model in models for text in model.texts):
+        results = [model.texts.get(text) for model in models]
+        of_kind = [result if isinstance(result, kind) else None for result in results]
+        if any(of_kind):
+            yield text, of_kind
 
 
 def _predicted(model: Model) -> str:
@@ -157,7 +165,8 @@ def draw(comparison: Comparison) -> Iterator[Picture]:
 
 def _percent(model: Model) -> Interval | None:
     """Return the mean accuracy in percent, with its 95 % interval."""
-    if not (mean := model.accuracy):
+    mean = mean_accuracy(model.evaluation.results) if model.evaluation else None
+    if not mean:
         return None
     percent, reach = 100 * mean["value"], 196 * mean["stderr"]
     return percent, percent - reach, percent + reach

@@ -22,12 +22,10 @@ from ddp_vllm.evaluations import (
     Fidelity,
     Text,
     default_output,
-    mean_accuracy,
     mean_difference,
     perplexity_ratio,
-    perplexity_ratio_of_bits,
 )
-from ddp_vllm.intervals import with_interval
+from ddp_vllm.intervals import Interval, with_interval
 from ddp_vllm.masks import MASKS_FILE, Latency, Provenance, Quality
 from ddp_vllm.model_facts import (
     ModelFacts,
@@ -45,8 +43,6 @@ from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import FORMAT, Bench, LoadVerdict, undamaged
 from ddp_vllm.schema import Kind
 
-Interval = tuple[float, float, float]
-"""A value and the ends of its interval."""
 Results = Bench | Evaluation | Fidelity
 Notes = list[str]
 """A sentence on each missing or incomparable result."""
@@ -90,10 +86,8 @@ class Model:
     predicted: Latency | None = None
     """Predicted speedup of a budget in measured time, with its conditions."""
     evaluation: Evaluation | None = None
-    texts: dict[Text, Quality] = field(default_factory=dict)
-    """The results of `eval --text`, by text."""
-    bits: dict[Text, Bits] = field(default_factory=dict)
-    """The results of `eval --text`, by text, if its tokens differ from the dense model's."""
+    texts: dict[Text, Quality | Bits] = field(default_factory=dict)
+    """The results of `eval --text`, by text; `Bits` if its tokens differ from the dense model's."""
     speeds: tuple[Speed, ...] = ()
 
     @property
@@ -111,21 +105,15 @@ class Model:
     def losses(self) -> list[Loss]:
         """What limits judge: the loss on held-out text, and on each text of `eval --text`."""
         losses = [Loss(HELD_OUT, self.heldout, self.quality)] if self.heldout else []
-        losses += [Loss(text.name, perplexity_ratio_of_bits(bits)) for text, bits in self.bits.items()]
-        for text, quality in self.texts.items():
-            if ratio := perplexity_ratio(quality):
-                losses.append(Loss(text.name, ratio, quality))
+        for text, result in self.texts.items():
+            if ratio := perplexity_ratio(result):
+                losses.append(Loss(text.name, ratio, result if isinstance(result, Quality) else None))
         return losses
 
     @property
     def loss(self) -> Loss | None:
         """The largest of these."""
         return max(self.losses, key=lambda loss: loss.ratio[0], default=None)
-
-    @property
-    def accuracy(self) -> dict[str, Any] | None:
-        """Mean accuracy as `mean_accuracy` returns it."""
-        return mean_accuracy(self.evaluation.results) if self.evaluation else None
 
     @property
     def speed(self) -> Speed | None:
@@ -170,16 +158,16 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
     origins = [Provenance.of(local_provenance(folder / MASKS_FILE)).dense_model for folder in folders]
-    facts = describe_model(dense) if dense else None
-    if dense and Path(dense).is_dir() and not all_weight_files(Path(dense)):
-        raise ModelError(f"{dense} has no weights, by which its results are matched to it; pass the whole folder")
-    dense = dense or _common_dense(origins)
-    nearby = [*folders]
+    facts, nearby, notes = None, [*folders], Notes()
+    if dense:
+        facts = describe_model(dense)
+        if Path(dense).is_dir() and not all_weight_files(Path(dense)):
+            raise ModelError(f"{dense} has no weights, by which its results are matched to it; pass the whole folder")
+    elif dense := _common_dense(origins):
+        facts = _facts_of(dense)
     if dense:
         nearby.append(Path(dense) if Path(dense).is_dir() else default_output(dense))
     files = _read_files(nearby, results)
-    notes: Notes = []
-    facts = facts or (_facts_of(dense) if dense else None)
     pruned = tuple(
         _as_compared(_pruned_model(folder, history, files, facts, notes), origin, facts, notes)
         for folder, history, origin in zip(folders, histories, origins, strict=True)
@@ -267,8 +255,6 @@ def _pruned_model(
                 notes.append(f"{facts.name} was compared on text with {fidelity.against.model}, not {dense.model}")
                 continue
             by_file |= {(text.name, text.sha256): (text, one) for text, one in fidelity.by_text().items()}
-    texts = {text: one for text, one in by_file.values() if isinstance(one, Quality)}
-    bits = {text: one for text, one in by_file.values() if not isinstance(one, Quality)}
     if evaluation is None:
         what = "evaluated on tasks" if by_file else "evaluated"
         notes.append(f"{facts.name} was not {what}; ddp-vllm eval does that")
@@ -277,8 +263,7 @@ def _pruned_model(
         quality=history.perplexity,
         predicted=latency,
         evaluation=evaluation,
-        texts=texts,
-        bits=bits,
+        texts=dict(by_file.values()),
         speeds=tuple(latest.values()),
     )
 
@@ -295,24 +280,24 @@ def _as_compared(model: Model, origin: str, dense: ModelFacts | None, notes: Not
     if model.facts.pruned and read_checkpoint(Path(model.facts.model)).widths.is_quantized:
         notes.append(f"the figures of {model.name}'s own pages were measured before quantization and are left out")
         model = replace(model, quality=None, predicted=None)
-    differing = f"{model.name} was evaluated as having other tokens" * bool(model.bits)
+    has_bits = not all(isinstance(result, Quality) for result in model.texts.values())
+    differing = f"{model.name} was evaluated as having other tokens" * has_bits
     with suppress(ModelError):  # a folder of another machine
         if dense and known_folder(dense.model):
             differing = tokens_differ(dense.model, model.facts.model)
-    if not differing:
-        return replace(model, bits={})
-    missing = (
-        "" if model.bits else f"; ddp-vllm eval {model.name} --against {dense and dense.model} --text FILE does that"
-    )
-    notes.append(f"{differing}, so {model.name} is compared by bits per byte{missing}")
-    return replace(model, texts={})
+    if differing:
+        remedy = f"; ddp-vllm eval {model.name} --against {dense and dense.model} --text FILE does that"
+        notes.append(f"{differing}, so {model.name} is compared by bits per byte{'' if has_bits else remedy}")
+    comparable = {text: one for text, one in model.texts.items() if isinstance(one, Quality) != bool(differing)}
+    return replace(model, texts=comparable)
 
 
 def _told_apart(models: Sequence[Model], notes: Notes) -> tuple[Model, ...]:
     """Return models whose texts of one name say how they were read, where they were read in different
     ways."""
-    kinds = ({text for model in models for text in model.texts}, {text for model in models for text in model.bits})
-    ambiguous = {name for kind in kinds for name, count in Counter(text.name for text in kind).items() if count > 1}
+    texts = {(text, type(result)) for model in models for text, result in model.texts.items()}
+    readings = Counter((text.name, kind) for text, kind in texts)
+    ambiguous = {name for (name, _), count in readings.items() if count > 1}
 
     def renamed(text: Text) -> Text:
         file = f" of file {text.sha256[:8]}" * bool(text.sha256)
@@ -321,12 +306,7 @@ def _told_apart(models: Sequence[Model], notes: Notes) -> tuple[Model, ...]:
 
     notes += [f"results on {name} are of different text and have rows of their own" for name in sorted(ambiguous)]
     return tuple(
-        replace(
-            model,
-            texts={renamed(text): one for text, one in model.texts.items()},
-            bits={renamed(text): one for text, one in model.bits.items()},
-        )
-        for model in models
+        replace(model, texts={renamed(text): result for text, result in model.texts.items()}) for model in models
     )
 
 
@@ -389,7 +369,7 @@ def _dense_model(
     questions = [model.evaluation.conditions for model in pruned if model.evaluation]
     same = [one for one in _of(Evaluation, files) if not questions or one.conditions == questions[0]]
     evaluation = _best_evaluation(same, facts, notes)
-    if evaluation is None and (questions or not any(model.texts or model.bits for model in pruned)):
+    if evaluation is None and (questions or not any(model.texts for model in pruned)):
         notes.append("the dense model was not evaluated on the same rows; ddp-vllm eval --against MODEL does that")
     if any(others != questions[0] for others in questions[1:]):
         notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from ddp_vllm.intervals import Interval
 from ddp_vllm.pages.page import Picture
 
 WIDTH, HEIGHT = 4.3, 2.5  # inches: 9 pt text is then 11 px on a screen of 390 px
@@ -132,9 +133,9 @@ class Point(NamedTuple):
 
     name: str
     is_dense: bool
-    ratio: tuple[float, float, float]
+    ratio: Interval
     """How many times faster than the dense model, and the ends of the 95 % interval."""
-    quality: tuple[float, float, float]
+    quality: Interval
     """In the picture's unit, and the ends of the 95 % interval."""
 
 

@@ -86,7 +86,7 @@ def draw(checkpoint: Checkpoint) -> Iterator[Picture]:
             },
             dense=dense.intermediate_size,
         )  # fmt: skip
-    if checkpoint.has_experts:
+    if "experts" in widths.blocks:
         none = [np.nan] * widths.num_experts
         widths_LE = np.array([layer.expert_intermediate_sizes or none for layer in widths.layers], np.float64)
         blank = "layers without experts, and " if np.isnan(widths_LE).any() else ""

@@ -14,7 +14,6 @@ from ddp_vllm.intervals import mean_loss, with_interval
 from ddp_vllm.masks import Provenance, Quality, Training, Trimmed
 from ddp_vllm.names import bare_name
 from ddp_vllm.pages.page import Section, Table
-from ddp_vllm.proof import statement
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.settings import Option
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
@@ -161,7 +160,7 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     """Yield further statements: where the widths are from, how the model can be served, and notes
     on its quality."""
     provenance = checkpoint.history
-    yield "read back", statement(provenance)
+    yield "read back", provenance.proof.statement
     if trimmed := provenance.trimmed:
         yield from ((f"trimmed: {topic}", text) for topic, text in trimming(trimmed))
     if converted := provenance.converted:
@@ -265,8 +264,8 @@ def width_table(checkpoint: Checkpoint) -> Table:
 
 def routing_notes(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a sentence on experts that no token of the text was sent to; none for a dense model."""
-    counts = checkpoint.times_chosen
-    idle = [f"{index} ({row.count(0)} of {len(row)})" for index, row in counts.items() if 0 in row]
+    chosen = checkpoint.history.routing.chosen
+    idle = [f"{index} ({row.count(0)} of {len(row)})" for index, row in chosen.items() if 0 in row]
     if idle:
         yield (
             f"experts that no token of the text was sent to, in layers {', '.join(idle)}; they were given an average "

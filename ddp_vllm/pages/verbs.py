@@ -3,7 +3,7 @@
 Libraries that draw, and the package gguf, are imported when they are called.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ from ddp_vllm.pages.page import REPORT_FILE
 from ddp_vllm.pages.summary import MIN_AGREEMENT
 from ddp_vllm.remote_code.files import WidthsError, weight_files
 from ddp_vllm.remote_code.widths import states_widths
-from ddp_vllm.settings import Option, command, typed
+from ddp_vllm.settings import Option, Values, command, typed
 
 if TYPE_CHECKING:
     from ddp_vllm.pages.measurements import Comparison
@@ -35,7 +35,7 @@ def read(folder: str | Path) -> Checkpoint:
     return read_checkpoint(Path(folder))
 
 
-def _print_checkpoint(_: Any, values: Mapping[str, Any]) -> None:
+def _print_checkpoint(_: Any, values: Values) -> None:
     from ddp_vllm.pages.terminal import SafeConsole, print_checkpoint
 
     if not values["as_json"]:
@@ -74,7 +74,7 @@ def report(
     return write_report(read(folder), Path(output or folder))
 
 
-def _print_comparison(comparison: "Comparison", values: Mapping[str, Any]) -> None:
+def _print_comparison(comparison: "Comparison", values: Values) -> None:
     """Raises: LimitError if no model is within the tolerance."""
     from ddp_vllm.pages.compare import choice, comparison_table
     from ddp_vllm.pages.terminal import SafeConsole, print_table
@@ -92,7 +92,7 @@ def _print_comparison(comparison: "Comparison", values: Mapping[str, Any]) -> No
             raise LimitError(sentence)
 
 
-def _records(comparison: "Comparison", values: Mapping[str, Any]) -> dict[str, Any]:
+def _records(comparison: "Comparison", values: Values) -> dict[str, Any]:
     """Return the facts of each model, its two ratios with intervals, and the choice."""
     from ddp_vllm.pages.compare import choice
 

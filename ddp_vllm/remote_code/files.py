@@ -118,7 +118,7 @@ def _check_depth(found: Any) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a checkpoint: those of its index, and all others whose names are
     of weights. Raises: WidthsError."""
-    return sorted({*folder.glob(WEIGHTS), *(folder / name for name in index_map(folder / INDEX_FILE).values())})
+    return sorted({*folder.glob(WEIGHTS), *(folder / name for name in index_map(folder).values())})
 
 
 def file_tensors(path: Path) -> Iterator[tuple[str, list[int], str]]:
@@ -190,7 +190,7 @@ def checked_tensors(folder: Path) -> Sequence[tuple[str, list[int], str]]:
             found[name], file_of[name] = (name, shape, dtype), path.name
     if not file_of:
         raise WidthsError(f"{folder} has no {WEIGHTS}; only safetensors weights are supported")
-    index = index_map(folder / INDEX_FILE)
+    index = index_map(folder)
     if index and (wrong := index.items() ^ file_of.items()):
         name, file = min(wrong)
         fault = f"{INDEX_FILE} and the files contradict each other: tensor {short(name)} in {short(file)}"
@@ -198,9 +198,10 @@ def checked_tensors(folder: Path) -> Sequence[tuple[str, list[int], str]]:
     return list(found.values())
 
 
-def index_map(path: Path) -> dict[str, str]:
-    """Read an index: tensor -> its file in the same folder; {} if there is none.
-    Raises: WidthsError."""
+def index_map(folder: Path) -> dict[str, str]:
+    """Read the index of a folder: tensor -> its file there; {} if there is none. Raises:
+    WidthsError."""
+    path = folder / INDEX_FILE
     if not os.path.lexists(path):
         return {}
     try:

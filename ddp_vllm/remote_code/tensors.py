@@ -8,10 +8,14 @@ are removed, its norms are removed too.
 This file is part of every checkpoint and imports only the standard library.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+Config = Mapping[str, Any]
+"""The fields of a `config.json`."""
+Shapes = Mapping[str, list[int]]
+"""The shapes of tensors by their names."""
 LAYERS = "model.layers"
 """Module with the decoder layers of every family, on disk and in transformers."""
 MODEL_TYPE_PREFIX = "ddp_"
@@ -135,19 +139,6 @@ FAMILIES = {  # the same -> the family's name in class names
 }
 
 
-def dense_type(config: Mapping[str, Any]) -> str:
+def dense_type(config: Config) -> str:
     """Return the model type of the dense family, from a dense or a pruned config."""
     return str(config.get("model_type")).removeprefix(MODEL_TYPE_PREFIX)
-
-
-def layer_modules(table: TensorTable, blocks: Mapping[str, int]) -> Iterator[str]:
-    """Yield the modules that a layer must have, relative to it.
-
-    blocks: number of kept units of each block.
-    """
-    yield from table.untouched
-    for projection in table.projections:
-        if blocks[projection.block]:
-            yield projection.name
-    for block, norms in table.norms.items():
-        yield from norms if blocks[block] else ()

@@ -33,10 +33,11 @@ This file is part of every checkpoint and imports only the standard library, `te
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from .files import WidthsError, short
-from .tensors import LAYERS, QUERY_KEY_NORMS, TABLES, Projection, TensorTable, dense_type, layer_modules
+from .tensors import LAYERS, QUERY_KEY_NORMS, TABLES, Config, Projection, TensorTable, dense_type
 
 METHOD = "ddp_widths"
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -87,13 +88,8 @@ class LayerWidths:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of `ddp_layers`; with routed experts, that of a report."""
-        entry: dict[str, Any] = {
-            "query_heads_per_kv_head": list(self.query_heads_per_kv_head),
-            "intermediate_size": self.intermediate_size,
-        }
-        if self.expert_intermediate_sizes is not None:
-            entry["expert_intermediate_sizes"] = list(self.expert_intermediate_sizes)
-        return entry
+        stated = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in stated.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,21 +106,21 @@ class Place:
     """Its length; 0 of a removed block or expert, None if pruning leaves the tensor as it is."""
 
 
-def dense_heads(config: Mapping[str, Any]) -> tuple[int, ...]:
+def dense_heads(config: Config) -> tuple[int, ...]:
     """Return the query heads of each KV head of a dense layer."""
     heads = int(config.get("num_attention_heads") or 1)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     return (heads // kv_heads,) * kv_heads
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Config) -> Config:
     """Return the config of the language model: that inside a multimodal model's config, or the
     config itself."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
-def head_dim(config: Mapping[str, Any]) -> int:
+def head_dim(config: Config) -> int:
     """Return the size of one attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
@@ -176,7 +172,7 @@ class Widths:
     method checks."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Widths":
+    def of(cls, config: Config) -> "Widths":
         """Read the fields of a `config.json`, pruned or of a dense model of a family.
         Raises: WidthsError, naming the key, its value and its limit."""
         if (stated := stated_widths(config)) is not None:
@@ -214,10 +210,14 @@ class Widths:
         blocks = dict[str, dict[str, Any]]()
         for block in self.blocks:
             inputs = self.table.inputs(block)
-            blocks[block] = {"inputs": [part.name for part in inputs], "output": self.table.output(block).name}
-            blocks[block] |= {"intermediate_size": self.dense.num_units(UNITS[block])}
-            blocks[block] |= {"num_experts": self.num_experts} if block == "experts" else {}
-            blocks[block] |= {"fused": "halves"} if len(inputs[0].units) > 1 else {}
+            described: dict[str, Any] = {"inputs": [part.name for part in inputs]}
+            described["output"] = self.table.output(block).name
+            described["intermediate_size"] = self.dense.num_units(UNITS[block])
+            if block == "experts":
+                described["num_experts"] = self.num_experts
+            if len(inputs[0].units) > 1:
+                described["fused"] = "halves"
+            blocks[block] = described
         return {"quant_method": METHOD, "layers_module": self.layers_module, **blocks, "layers": entries}
 
     @property
@@ -347,7 +347,7 @@ class Widths:
             required = required or []
             is_exact = len(shape) == len(required) or self.is_quantized or not required
             wrong = [] if is_exact else [f"{len(required)} axes"]
-            pairs = enumerate(zip(required, [*shape, *[None] * len(required)], strict=False))
+            pairs = enumerate(zip_longest(required, shape))
             wrong += [f"{number} along axis {axis}" for axis, (number, size) in pairs if number not in (None, size)]
             if wrong:
                 raise WidthsError(
@@ -382,11 +382,15 @@ class Widths:
     def modules(self, index: int) -> Iterator[str]:
         """Yield the modules of the table that a layer must have, relative to it."""
         layer = self.layers[index]
-        blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size, "experts": 0}
-        yield from layer_modules(self.table, blocks)
-        experts = [part.name for part in self.table.projections if part.block == "experts"]
-        for expert, width in enumerate(layer.expert_intermediate_sizes or ()):
-            yield from (name.format(expert) for name in experts if width)
+        sizes, removed = layer.expert_intermediate_sizes or (), layer.removed_blocks
+        yield from self.table.untouched
+        for part in self.table.projections:
+            if part.block == "experts":
+                yield from (part.name.format(expert) for expert, size in enumerate(sizes) if size)
+            elif part.block not in removed:
+                yield part.name
+        for block, norms in self.table.norms.items():
+            yield from () if block in removed else norms
 
     def check_complete(self, names: Iterable[str]) -> None:
         """Refuse a checkpoint in which a layer lacks a module of the table, or in a family a module
@@ -429,7 +433,7 @@ class Widths:
         return tuple(f"{name}." for name in names)
 
 
-def stated_widths(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def stated_widths(config: Config) -> Mapping[str, Any] | None:
     """Return the description of the blocks in a `config.json`; None if it has none. Raises:
     WidthsError if its copy differs."""
     copied = config["quantization_config"] if states_widths(config) else None
@@ -440,13 +444,13 @@ def stated_widths(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return stated
 
 
-def states_widths(config: Mapping[str, Any]) -> bool:
+def states_widths(config: Config) -> bool:
     """Return whether a `config.json` describes blocks that code must build narrower."""
     stated = config.get("quantization_config")
     return isinstance(stated, Mapping) and stated.get("quant_method") == METHOD
 
 
-def check_sizes(config: Mapping[str, Any]) -> None:
+def check_sizes(config: Config) -> None:
     """Refuse a config without the sizes that widths are compared with, or with impossible ones.
     Raises: WidthsError."""
     needed = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
@@ -457,7 +461,7 @@ def check_sizes(config: Mapping[str, Any]) -> None:
         raise _fault("num_attention_heads", heads, f"not a multiple of num_key_value_heads {kv_heads}")
 
 
-def _described(stated: Mapping[str, Any], config: Mapping[str, Any]) -> Widths:
+def _described(stated: Mapping[str, Any], config: Config) -> Widths:
     """Read the description of a model's blocks. Raises: WidthsError."""
     text = text_config(config)
     dense = LayerWidths(query_heads_per_kv_head=dense_heads(text))

@@ -31,6 +31,7 @@ from ddp_plugins.padding import channel_block
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.masks import MASK
 from ddp_vllm.remote_code.files import WEIGHTS, checked_tensors
+from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import METHOD, Widths
 from ddp_vllm.tensor_parallel import round_up
 
@@ -165,7 +166,7 @@ class WidthsConfig(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "WidthsConfig":
+    def from_config(cls, config: Config) -> "WidthsConfig":
         """config: the value of `quantization_config`. Raises: WidthsError."""
         return cls(Widths.of({"quantization_config": config}))
 

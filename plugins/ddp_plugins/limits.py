@@ -4,7 +4,7 @@ vLLM calls `Limits` for our dense architectures while it builds its configuratio
 starts or weights are read. `check_adapters` is for every pruned model.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__, __version_tuple__
 
 from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import LayerWidths, Widths, dense_heads
 from ddp_vllm.tensor_parallel import check_tensor_parallel, padded_widths
 
@@ -91,7 +92,7 @@ def check_stages(num_stages: int, layers: Sequence[LayerWidths]) -> None:
             )
 
 
-def check_head_scales(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
+def check_head_scales(config: Config, layers: Sequence[LayerWidths]) -> None:
     """Refuse KV-cache scales per head where a layer lacks heads, because vLLM divides them by the
     dense head counts.
 
@@ -153,7 +154,7 @@ def check_connectors(transfer: Any, num_kv_heads: int, layers: Iterable[LayerWid
         )
 
 
-def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
+def warn_of_padded_cache(config: Config, layers: Sequence[LayerWidths]) -> None:
     """Warn where vLLM pads the KV cache of narrower layers to the widest, and name the flag that
     avoids it.
 

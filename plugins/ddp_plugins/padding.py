@@ -9,12 +9,12 @@ heads are aligned already. Routed experts use our own storage and kernel, so ran
 shares of them.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.tensors import Config
 from ddp_vllm.remote_code.widths import LayerWidths, Widths
 from ddp_vllm.tensor_parallel import CPU_CHANNEL_BLOCK, padded_widths
 
@@ -23,7 +23,7 @@ CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
 MIN_WIDTH = 1024
 
 
-def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool, on_cpu: bool) -> int:
+def channel_block(config: Config, num_ranks: int, *, can_pad: bool, on_cpu: bool) -> int:
     """Choose the block size: each rank's MLP channels are padded to a multiple of it, and 1
     disables padding.
 

@@ -36,7 +36,8 @@ from ddp_prune.resolve import (
 )
 from ddp_prune.run import steps_of
 from ddp_prune.run_folder import find_record
-from ddp_vllm.costs import experts_chosen, experts_read, keys_read, numbers_read, prices, table_note, whole_model
+from ddp_vllm.costs import experts_chosen, experts_read, numbers_read, prices, table_note, whole_model
+from ddp_vllm.dimensions import attended
 from ddp_vllm.errors import Printer, SettingError
 from ddp_vllm.latency import Profile
 from ddp_vllm.model_facts import dense_kv_bytes
@@ -196,7 +197,7 @@ def _decode_bound(recipe: Recipe, source: Source, pools: Sequence[Pool], on: str
                 continue
         saved += number * share * (1.0 - ratio)
     per_layer = (dense_kv_bytes(source.folder, value_bytes=2) or 0) / len(layers)
-    cache = per_layer * sum(keys_read(config, len(layers), workload.context)) * workload.batch
+    cache = per_layer * sum(attended(config, workload.context, len(layers))) * workload.batch
     kept_cache = cache * (keep_ratios.get("attn", 1.0) if pools[0].queries_per_kv == 1 else 1.0)
     dense, pruned = 2 * read + cache, 2 * (read - saved) + kept_cache  # weights have two bytes
     shared = ", if all kinds of units lose equal shares" * (len(pools[0].shapes) > 1)

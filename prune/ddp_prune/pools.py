@@ -26,6 +26,7 @@ from ddp_vllm.dimensions import (
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import KNOWN, fewer_experts
 from ddp_vllm.latency import Measure, Profile, find_profile
+from ddp_vllm.remote_code.tensors import Shapes
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import EXPERT_BLOCK, check_tensor_parallel
 
@@ -61,7 +62,7 @@ def head_unit_of(recipe: Recipe, source: Source) -> str:
 
 def make_pools(
     config: Mapping[str, Any],
-    shapes: Mapping[str, Sequence[int]],
+    shapes: Shapes,
     sizes: Dimensions,
     head_unit: str,
     recipe: Recipe,
@@ -118,7 +119,7 @@ def _unit_pool(make: type[Pool], kind: str, kept: int, layout: dict[str, Any]) -
 
 def _priced_pool(
     config: Mapping[str, Any],
-    shapes: Mapping[str, Sequence[int]],
+    shapes: Shapes,
     sizes: Dimensions,
     recipe: Recipe,
     layout: dict[str, Any],

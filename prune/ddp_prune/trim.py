@@ -41,8 +41,8 @@ from ddp_prune.text.vocabulary import (
 )
 from ddp_vllm import read_back as reading
 from ddp_vllm.checkpoint import read_config
-from ddp_vllm.costs import TABLE, numbers_read
-from ddp_vllm.dimensions import is_copied_head, text_config
+from ddp_vllm.costs import numbers_read
+from ddp_vllm.dimensions import TABLE, is_copied_head, text_config
 from ddp_vllm.errors import ModelError, Printer, SettingError
 from ddp_vllm.families import check_dense
 from ddp_vllm.masks import MASKS_FILE, Trimmed
@@ -112,8 +112,6 @@ def trim(
     config = _checked(folder)
     tokenizer, document = load_document(model, folder)
     source, ids = open_source(model), ids_of(document)
-    if source.structure:
-        load_model(source, "auto", torch.device("cpu"))  # refuses an unknown output head before text is read
     of_class = json.loads(stock_config(folder).to_json_string(use_diff=False))
     config = _with_defaults(config, of_class, {*ids.values()})
     table, num_rows = table_of(source, config), text_config(config)["vocab_size"]
@@ -201,8 +199,10 @@ def _row_counts(config: Json) -> dict[str, int]:
 
 def table_of(source: Source, config: Json) -> list[str]:
     """Return the names of tensors whose first axis is the vocabulary. Raises: ModelError if a tensor
-    of another name is as long."""
+    of another name is as long, or the output head is not known."""
     sizes, names = {*_row_counts(config).values()}, list[str]()
+    if source.structure:
+        load_model(source, "auto", torch.device("cpu"))  # refuses an output head that it does not know
     if not sizes:
         raise ModelError(f"{source.folder}/config.json has no vocab_size; download the model again")
     for name, shape in source.shapes.items():

@@ -27,7 +27,7 @@ from ddp_vllm.masks import MASKS_FILE, Provenance, read_provenance
 from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.summary import summary, trained_together
-from ddp_vllm.proof import Proof, statement
+from ddp_vllm.proof import Proof
 from ddp_vllm.provenance import local_provenance, provenance_of
 from ddp_vllm.settings import Option, command, documents, typed
 
@@ -244,7 +244,7 @@ def _warn_of_weights(applied: Checkpoint, values: Mapping[str, Any]) -> None:
 
 
 def _announce(folder: Path) -> None:
-    echo(f"read back: {statement(Provenance.of(provenance_of(folder)))}\nwritten: {folder}")
+    echo(f"read back: {Provenance.of(provenance_of(folder)).proof.statement}\nwritten: {folder}")
 
 
 @command("apply", show=_warn_of_weights)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from serving import PROMPTS
 
 from ddp_vllm.checkpoint import read_checkpoint, read_config
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
 
 WIDE = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
@@ -169,6 +170,8 @@ def test_roles_are_those_of_the_class(case: str, dense: Callable[[str], Path], t
     ]
     assert stated == [{key: value for key, value in entry.items() if value} for entry in expected]
     assert 0 < read_checkpoint(tmp_path / "out").removed < 1
+    cached = [describe_model(str(place)).kv_bytes_per_token for place in (tmp_path / "out", dense(family))]
+    assert cached[0] == cached[1]
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     assert_refused(invoke("export", tmp_path / "out", "-o", tmp_path / "x.gguf"), 3, f"no graph of {model_type} with")
     assert_refused(invoke("export", folder, "-o", tmp_path / "x.gguf"), 3, f"it is a stock {model_type} checkpoint")

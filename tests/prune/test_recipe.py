@@ -16,7 +16,8 @@ from latency_profiles import written
 from runs import prune
 from seams import AlmSettings, Recipe, RecoveryRecipe, Run, load_recipe, load_recipes, open_source, plan, verbs
 
-from ddp_vllm.costs import keys_read, numbers_read, table_note, whole_model
+from ddp_vllm.costs import numbers_read, table_note, whole_model
+from ddp_vllm.dimensions import attended
 from ddp_vllm.errors import SettingError
 from ddp_vllm.model_facts import dense_kv_bytes
 
@@ -295,7 +296,7 @@ def test_a_step_reads_the_cache_of_windows_and_of_text_alone(tmp_path: Path) -> 
     config = json.loads((folder / "config.json").read_text())
     text = config["text_config"]
     assert dense_kv_bytes(folder, value_bytes=2) == 4 * text["num_hidden_layers"] * text["num_key_value_heads"] * 256
-    keys = keys_read(config, text["num_hidden_layers"], 32768)
+    keys = attended(config, 32768)
     assert {*keys} == {text["sliding_window"], 32768} and keys.count(32768) == text["num_hidden_layers"] // 6
     gemma = open_source(str(write_headers("Gemma4TextConfig", tmp_path / "gemma4")))
     model = gemma.config, gemma.widths.dense_layers, gemma.shapes

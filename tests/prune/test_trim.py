@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from ddp_vllm.api import read
-from ddp_vllm.evaluations import bits_ratio, perplexity_ratio_of_bits
+from ddp_vllm.evaluations import bits_ratio, perplexity_ratio
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.pages.compare import choice, comparison_table
 from ddp_vllm.pages.measurements import collect
@@ -172,7 +172,7 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
     nats = {who: math.log(2.0) * sum(bits["excerpt_bits"][who]) for who in ("dense", "pruned")}
     tokens = bits["tokens_per_byte"]["dense"] * sum(bits["excerpt_bytes"])
     perplexity = math.exp((nats["pruned"] - nats["dense"]) / tokens)
-    found, low, high = perplexity_ratio_of_bits(bits)
+    found, low, high = perplexity_ratio(bits)
     assert found == pytest.approx(perplexity) and low < found < high
     missed = invoke(*words, "--max-ratio", perplexity - 0.001, "-o", tmp_path / "new")
     assert_refused(missed, 9, "perplexity on text.jsonl", "above --max-ratio")
