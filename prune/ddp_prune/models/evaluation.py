@@ -15,7 +15,6 @@ from transformers import GenerationConfig
 from ddp_prune.core.decoder import checkpoint_layers, lent
 from ddp_prune.core.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 from ddp_prune.text.templates import ChatTemplate, Rendered, leading_bos
-from ddp_prune.text.tokens import token_ids
 from ddp_vllm.errors import Printer
 from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.proof import MOST_TOKENS, ODD, PROSE, Reference, positions_in
@@ -180,7 +179,7 @@ def bits_of(model: Any, tokenizer: Any, texts: Sequence[str], max_length: int | 
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     head, bits, num_tokens = OutputHead.of(model), list[float](), 0
     for text in texts:
-        ids, nats = token_ids(tokenizer, text), 0.0
+        ids, nats = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 0.0
         for start in range(0, len(ids), width):
             tokens = torch.tensor([[first or 0, *ids[start : start + width]]], device=head.weight.device)
             nats += negative_log_likelihood(final_hidden(model, tokens), head, tokens[0, 1:])
