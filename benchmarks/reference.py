@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,11 +56,14 @@ class Cell(NamedTuple):
     model: str
     row: str
     seed: int
-    commands: list[str]
+    commands: Sequence[str] = ()
     """Templates, as protocol.toml describes them; none for a row that evaluates another dense
     model."""
     evaluates: str = ""
     """Name of that model."""
+    after: str = ""
+    """Name of the row whose model the commands start from, and with which the result is compared: it has the same
+    tokens."""
 
     @property
     def name(self) -> str:
@@ -74,6 +77,10 @@ class Cell(NamedTuple):
     def folder(self, work: Path) -> Path:
         """Return the folder of its models."""
         return work / self.table / self.name
+
+    def against(self, model: str, work: Path) -> str:
+        """Return the model that the result is compared with. model: the dense one."""
+        return str(self._replace(row=self.after).folder(work) / "0") if self.after else model
 
     def outputs(self, work: Path) -> list[Path]:
         """Return the folder that each command writes; the last one is the model to evaluate."""
@@ -157,7 +164,8 @@ def cells(name: str, table: dict[str, Any], models: list[str], num_seeds: int) -
         for model in models:
             for row in table["rows"]:
                 if seed < row.get("seeds", num_seeds):
-                    yield Cell(name, model, row["name"], seed, row.get("commands", []), row.get("evaluates", ""))
+                    more = {part: row[part] for part in ("commands", "evaluates", "after") if part in row}
+                    yield Cell(name, model, row["name"], seed, **more)
 
 
 def run(cell: Cell, models: Mapping[str, str], ddp_vllm: Command, work: Path, table: dict[str, Any]) -> None:
@@ -202,7 +210,7 @@ def run(cell: Cell, models: Mapping[str, str], ddp_vllm: Command, work: Path, ta
         "weights_mb": round(sum(path.stat().st_size for path in evaluated.glob("model*.safetensors")) / 1e6, 1),
         "kv_bytes_per_token": describe_model(str(evaluated)).kv_bytes_per_token,
         **(training_facts(evaluated) if (evaluated / MASKS_FILE).exists() else {}),
-        **evaluate(evaluated, model, ddp_vllm, work / "eval" / cell.name, table),
+        **evaluate(evaluated, cell.against(model, work), ddp_vllm, work / "eval" / cell.name, table),
     }
     write_result(result, cell.file)
     if "speed" not in table:

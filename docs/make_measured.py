@@ -98,7 +98,9 @@ def table(name: str, model: str) -> Iterator[str]:
     """Yield the lines of a table, a line per row over its seeds."""
     rows = read(name, model)
     texts = TABLES[name]["texts"]
-    first = next((results for results in rows.values() if "texts" in results[0]), None)
+    # rows that are compared with another row than the dense model
+    bases = {row["name"]: rows[row["after"]][0] for row in TABLES[name]["rows"] if row.get("after") in rows}
+    first = next((results for row, results in rows.items() if "texts" in results[0] and row not in bases), None)
     speeds = read_speeds(name, model)
     shares = {} if speeds else recovered(rows)  # with other units, `masks` is no measure
     columns: dict[str, Callable[[str, Sequence[Result]], str]] = {}
@@ -109,7 +111,7 @@ def table(name: str, model: str) -> Iterator[str]:
             by_text = {row: verdict | verdict.get("characters", {}) for row, verdict in speeds.items()}
             columns["characters"] = lambda row, _: interval(by_text[row]) if row in by_text else ""
         columns["prefill"] = lambda row, _: interval(speeds[row]["prefill"]) if row in speeds else ""
-    columns |= {TEXTS[text]: partial(perplexity, text, BASE not in rows) for text in texts}
+    columns |= {TEXTS[text]: partial(perplexity, text, BASE not in rows, bases) for text in texts}
     if answers := read_answers(name, model):
         columns["accuracy"] = lambda row, _: gained(answers[row], answers["dense"]) if row in answers else ""
     if BASE in rows:
@@ -134,16 +136,22 @@ def table(name: str, model: str) -> Iterator[str]:
         yield f"| {' | '.join(cell(row, results) for cell in columns.values())} |"
 
 
-def perplexity(text: str, with_ratio: bool, _: str, results: Sequence[Result]) -> str:
+def perplexity(text: str, with_ratio: bool, bases: Mapping[str, Result], row: str, results: Sequence[Result]) -> str:
     """Return perplexity on a text, with its ratio to the dense model's where no other column has one; the ratio alone
-    where the tokens are not the dense model's."""
+    where the tokens are not the dense model's: of bits, or over a model with the same tokens, times that model's."""
     if "bits" in results[0]:
-        by_bits = perplexity_ratio(results[0]["bits"][text])
-        assert by_bits, "their excerpts are always stored"
-        return f"{by_bits[0]:.2f}×"
+        return f"{ratio_of_bits(results[0], text):.2f}×"
     of_text = [each["texts"][text] for each in results]
     ratio = statistics.fmean(quality["pruned"] / quality["dense"] for quality in of_text)
+    if row in bases:
+        return f"{ratio * ratio_of_bits(bases[row], text):.2f}×"
     return spread([quality["pruned"] for quality in of_text], ".2f") + (f" ({ratio:.2f}×)" if with_ratio else "")
+
+
+def ratio_of_bits(result: Result, text: str) -> float:
+    by_bits = perplexity_ratio(result["bits"][text])
+    assert by_bits, "their excerpts are always stored"
+    return by_bits[0]
 
 
 def gained(answers: Answers, dense: Answers) -> str:
@@ -182,7 +190,7 @@ def over_base(base: Sequence[Result], row: str, results: Sequence[Result]) -> st
 
 
 def top_1(_: str, results: Sequence[Result]) -> str:
-    """Return the agreement with the dense model on the likeliest next token, the mean over all texts."""
+    """Return the agreement with the model of comparison on the likeliest next token, the mean over all texts."""
     if "bits" in results[0]:
         return ""  # not defined
     of_texts = [[text["agreement"]["pruned"]["top1"] for text in each["texts"].values()] for each in results]
@@ -203,7 +211,7 @@ def curve(name: str, model: str) -> Iterator[str]:
     yield f"| tokens | {' | '.join(TEXTS[text] for text in texts)} | mean | top-1 | hours on one core |"
     yield "|---" * (len(texts) + 4) + "|"
     for tokens, results in runs.items():
-        cells = [perplexity(text, True, "", results) for text in texts]
+        cells = [perplexity(text, True, {}, "", results) for text in texts]
         cells += [f"{perplexity_over_dense(results):.2f}×", top_1("", results)]
         hours = option(results[0], "--steps") * statistics.fmean(result["step_seconds"] for result in results) / 3600
         yield f"| {tokens:,} | {' | '.join(cells)} | {hours:.1f} |"
