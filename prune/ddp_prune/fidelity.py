@@ -3,7 +3,6 @@ agreement, or bits per byte if the models have different tokens."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +151,14 @@ def open_model(model: str, dense: Source, *, same_tokens: bool = True) -> Source
 
 
 def _load_excerpts(name: str, settings: FidelitySettings, tokenizer: Any, print_line: Printer) -> list[str]:
-    """Return excerpts of a text, each of about `max_length` characters; of conversations all turns.
-    Raises: TextError."""
-    notes = Notes()
-    count = max(MIN_BLOCKS, CHARACTERS_PER_TOKEN * settings.tokens // settings.max_length)
-    chosen = [*islice(read_excerpts(name, tokenizer, settings.max_length, notes), count)]
+    """Return excerpts of a text, each of about `max_length` tokens, or shorter documents: in short contexts a pruned
+    model loses less. Of conversations all turns. Raises: TextError."""
+    notes, chosen, left = Notes(), list[str](), CHARACTERS_PER_TOKEN * settings.tokens
+    for excerpt in read_excerpts(name, tokenizer, CHARACTERS_PER_TOKEN * settings.max_length, notes):
+        chosen.append(excerpt)
+        left -= len(excerpt)
+        if left <= 0 and len(chosen) >= MIN_BLOCKS:
+            break
     for note in notes.lines(name):
         print_line(note)
     return chosen

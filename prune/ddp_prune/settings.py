@@ -196,7 +196,7 @@ class FidelitySettings(Settings):
     against: str = ""
     """The model to compare with; "": the dense model that a pruned folder was made from."""
     max_length: int = setting(2048, least=16)
-    """Tokens per block, which is the longest context; characters per excerpt if the models have
+    """Tokens per block, which is the longest context; of about as many are excerpts if the models have
     different tokens."""
     tokens: int = 16_384
     """Tokens of each text, of which `texts` may evaluate only some."""

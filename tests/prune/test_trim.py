@@ -361,6 +361,22 @@ def test_blank_text_is_no_text(dense: Path, tmp_path: Path) -> None:
     assert sorted([*texts.counted, *texts.held_out[str(blank)]]) == sorted(SENTENCES[:2])
 
 
+def test_excerpts_give_as_much_context_as_blocks(
+    trimmed: tuple[Path, str], dense: Path, text: Path, tmp_path: Path
+) -> None:
+    """A pruned model loses less in short contexts, so short excerpts would flatter it."""
+    book = tmp_path / "book.txt"
+    book.write_text(" ".join(json.loads(line)["text"] for line in text.read_text().splitlines()))
+    words = ("eval", trimmed[0], "--against", dense, "--text", book, "--max-length", 32, "--tokens", 320)
+    passed(invoke(*words, "-o", tmp_path / "out"))
+    (file,) = (tmp_path / "out").glob("text_*.json")
+    bits = json.loads(file.read_text())["bits"]["book.txt"]
+    num_bytes = sum(bits["excerpt_bytes"])
+    num_tokens = bits["tokens_per_byte"]["dense"] * num_bytes
+    assert num_bytes / len(bits["excerpt_bytes"]) == pytest.approx(4 * 32, rel=0.1)
+    assert 8 * 16 < num_tokens < 2 * 320
+
+
 def test_a_source_of_one_excerpt_has_no_cost(dense: Path, text: Path, tmp_path: Path) -> None:
     (short := tmp_path / "short.txt").write_text("The quick brown fox")
     words = ("trim", dense, "--tokens", 400, "--data", f"{text},{short}", "-o", tmp_path / "new", "--no-proof")
