@@ -38,7 +38,9 @@ WHOLE_EXPERT = "expert"
 # mixtures of experts that `widths_of` knows
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", DEEPSEEK, "deepseek_v2")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-TABLE = re.compile(r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|word_embeddings|lm_head|embed_out)\.(weight|bias)")
+TABLE = re.compile(
+    r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|(word_)?embeddings|lm_head|embed_out)\.(weight|bias)"
+)
 """The names of the embedding, of the output head and of the embeddings of layers, in any model."""
 CACHED_TYPES = {*LAYER_TYPES, "chunked_attention", "indexed_attention"}  # of Llama 4; of DeepSeek V3.2
 
@@ -102,6 +104,7 @@ def is_copied_head(config: Config, name: str) -> bool:
 
 # kinds of rotary embeddings for which vLLM multiplies the context that the config states
 STRETCHING = ("linear", "dynamic", "yarn")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # of GPT-2; of MPT
 
 
 def longest_context(config: Config) -> int | None:
@@ -109,7 +112,7 @@ def longest_context(config: Config) -> int | None:
     text = text_config(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     is_stretched = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in STRETCHING
-    longest = text.get("max_position_embeddings")
+    longest = next((text[key] for key in CONTEXT_KEYS if key in text), None)
     return longest if isinstance(longest, int) and longest > 0 and not is_stretched else None
 
 
