@@ -78,6 +78,7 @@ def completed(config: Config) -> Config:
         plain = json.loads(re.sub(r'\{"__float__": "(\S+)"\}', r"\1", json.dumps(config)))
         usual = CONFIG_MAPPING[model_type].from_dict(plain).get_text_config()
         names = {name: getattr(usual, name, None) for name in ("layer_types", *usual.attribute_map)}  # by other names
+        names["layer_types"] = names["layer_types"] or getattr(usual, "layers_block_type", None)  # of RecurrentGemma
         known = {**usual.to_dict(), **{name: value for name, value in names.items() if value is not None}, **text}
         return {**config, "text_config": known} if text is not config else known
     return config
@@ -242,7 +243,8 @@ def attended(config: Config, context: int, num_layers: int | None = None) -> lis
                 kinds = getattr(stock, "layer_types", None)
     if not isinstance(kinds, list):
         kinds = ["sliding_attention"] * (num_layers or text["num_hidden_layers"])
-    reach = dict.fromkeys(CACHED_TYPES, context)
+    # of Falcon-H1 and Zamba, which attend and convolve; of Granite 4's files, and of RecurrentGemma in a window
+    reach = dict.fromkeys((*CACHED_TYPES, "hybrid", "attention", "hybrid_sliding"), context)
     if window:
-        reach["sliding_attention"] = min(window, context)
+        reach |= dict.fromkeys(("sliding_attention", "attention", "hybrid_sliding"), min(window, context))
     return [reach.get(kind, 0) for kind in kinds]
