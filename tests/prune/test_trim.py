@@ -519,9 +519,15 @@ def test_ids_in_settings_are_renumbered(dense: Path, text: Path, tmp_path: Path)
 
 def test_a_file_of_settings_that_is_a_list(dense: Path, text: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(dense, tmp_path / "model")
-    (folder / "stages_config.json").write_text('[{"eos_token_id": 512}]')
+    (folder / "stages_config.json").write_text(
+        '[{"eos_token_id": 512}, {"eos_token_id": 512.0}, {"eos_token_id": ["512", "<eos>"]}]'
+    )
     passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
-    assert json.loads((tmp_path / "new" / "stages_config.json").read_text()) == [{"eos_token_id": 382}]
+    assert json.loads((tmp_path / "new" / "stages_config.json").read_text()) == [
+        {"eos_token_id": 382},
+        {"eos_token_id": 382},
+        {"eos_token_id": [382, "<eos>"]},
+    ]
 
 
 def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, text: Path, tmp_path: Path) -> None:
@@ -605,6 +611,12 @@ def test_ids_that_the_config_leaves_to_its_class_are_written(dense: Path, text: 
             },
             ("single bytes",),
         ),
+        (
+            "tokenizer.json",
+            {"model": {"type": "BPE", "dropout": 0.1, "vocab": {"a": 0}, "merges": []}},
+            ("dropout 0.1",),
+        ),
+        ("generation_config.json", {"pad_token_id": "600"}, ("pad_token_id is 600", "no such token")),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, ("code of its own",)),
         ("config.json", {"pad_token_id": 600}, ("pad_token_id is 600", "no such token")),
         ("generation_config.json", {"forced_decoder_ids": [3]}, ("forced_decoder_ids is no list of pairs",)),
