@@ -31,6 +31,8 @@ LARGE_TABLE = 0.15  # of the weights that a decode step reads: trimming it is wo
 KV_ELEMENT_BYTES = 2
 # one tensor per expert on disk, stacked in memory
 _EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")
+# projections around the layers: of OPT-350m; of Gemma 3n and 4
+_AROUND = re.compile(r"(.*\.)?(project_in|project_out|per_layer_model_projection)\.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +144,17 @@ def numbers_read(
     with suppress(WidthsError):  # of a model that cannot be pruned here
         widths = widths_of(config) if layers is None else replace(widths_of(config), layers=tuple(layers))
         places = ((name, widths.split(name)) for name in shapes)
-        of_layers = [name for name, place in places if place and place[0] < len(widths.layers)]
+        number = len(widths.layers)
+        of_layers = [name for name, place in places if (place[0] < number if place else _AROUND.fullmatch(name))]
     table = [name for name, shape in shapes.items() if TABLE.fullmatch(name) and len(shape) > 1]
     heads = [name for name in table if "lm_head" in name or "embed_out" in name]
     of_table = sum(prod(shapes[name]) for name in heads or table if "per_layer" not in name)
-    read, share = float(of_table), experts_read(experts_chosen(config, widths), batch)
+    read, share = float(of_table), experts_read(experts_chosen(config, widths), batch) or 1.0
+    num_experts = count_experts(text_config(config))
     for name in of_layers:
-        if len(shapes[name]) > 1:
-            read += prod(shapes[name]) * (share if _EXPERT.search(name) else 1.0)
+        if 1 < len(shapes[name]) < 4:  # older files hold masks of attention, of four axes
+            is_stack = len(shapes[name]) == 3 and shapes[name][0] == num_experts  # as of Granite
+            read += prod(shapes[name]) * (share if is_stack or _EXPERT.search(name) else 1.0)
     return read, float(of_table)
 
 

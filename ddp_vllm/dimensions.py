@@ -38,7 +38,9 @@ WHOLE_EXPERT = "expert"
 # mixtures of experts that `widths_of` knows
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", DEEPSEEK, "deepseek_v2")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-TABLE = re.compile(r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|word_embeddings|lm_head|embed_out)\.(weight|bias)")
+TABLE = re.compile(
+    r"(.*\.)?(embed_tokens(_per_layer)?|embed_in|wte|(word_)?embeddings|lm_head|embed_out)\.(weight|bias)"
+)
 """The names of the embedding, of the output head and of the embeddings of layers, in any model."""
 CACHED_TYPES = {*LAYER_TYPES, "chunked_attention", "indexed_attention"}  # of Llama 4; of DeepSeek V3.2
 
@@ -76,6 +78,7 @@ def completed(config: Config) -> Config:
         plain = json.loads(re.sub(r'\{"__float__": "(\S+)"\}', r"\1", json.dumps(config)))
         usual = CONFIG_MAPPING[model_type].from_dict(plain).get_text_config()
         names = {name: getattr(usual, name, None) for name in ("layer_types", *usual.attribute_map)}  # by other names
+        names["layer_types"] = names["layer_types"] or getattr(usual, "layers_block_type", None)  # of RecurrentGemma
         known = {**usual.to_dict(), **{name: value for name, value in names.items() if value is not None}, **text}
         return {**config, "text_config": known} if text is not config else known
     return config
@@ -102,6 +105,7 @@ def is_copied_head(config: Config, name: str) -> bool:
 
 # kinds of rotary embeddings for which vLLM multiplies the context that the config states
 STRETCHING = ("linear", "dynamic", "yarn")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # of GPT-2; of MPT
 
 
 def longest_context(config: Config) -> int | None:
@@ -109,7 +113,7 @@ def longest_context(config: Config) -> int | None:
     text = text_config(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     is_stretched = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in STRETCHING
-    longest = text.get("max_position_embeddings")
+    longest = next((text[key] for key in CONTEXT_KEYS if key in text), None)
     return longest if isinstance(longest, int) and longest > 0 and not is_stretched else None
 
 
@@ -239,7 +243,8 @@ def attended(config: Config, context: int, num_layers: int | None = None) -> lis
                 kinds = getattr(stock, "layer_types", None)
     if not isinstance(kinds, list):
         kinds = ["sliding_attention"] * (num_layers or text["num_hidden_layers"])
-    reach = dict.fromkeys(CACHED_TYPES, context)
+    # of Falcon-H1 and Zamba, which attend and convolve; of Granite 4's files, and of RecurrentGemma in a window
+    reach = dict.fromkeys((*CACHED_TYPES, "hybrid", "attention", "hybrid_sliding"), context)
     if window:
-        reach["sliding_attention"] = min(window, context)
+        reach |= dict.fromkeys(("sliding_attention", "attention", "hybrid_sliding"), min(window, context))
     return [reach.get(kind, 0) for kind in kinds]

@@ -50,12 +50,13 @@ FEATURES = {
 REFUSED = {"gpt_oss": "its experts have biases, and their gate and up rows alternate"}
 
 
-def check_dense(config: Config) -> None:
-    """Refuse a config that is not of a dense, unquantized model. Raises: ModelError."""
+def check_dense(config: Config, *, to_prune: bool = True) -> None:
+    """Refuse a config that is not of a dense, unquantized model, `to_prune` also one that cannot be pruned. Raises:
+    ModelError."""
     model_type = str(config.get("model_type"))
     if model_type.startswith(MODEL_TYPE_PREFIX) or states_widths(config):
         raise ModelError(f"the model is pruned already ({model_type}); prune its dense model")
-    if why := REFUSED.get(model_type):
+    if to_prune and (why := REFUSED.get(model_type)):
         raise ModelError(f"{model_type} cannot be pruned: {why}")
     if quantization := quantization_of(config):
         method = quantization.get("quant_method", "?") if isinstance(quantization, Mapping) else quantization

@@ -105,6 +105,12 @@ def dense_kv_bytes(folder: Path, *, value_bytes: int) -> int | None:
     return _kv_bytes(folder, _opened(config) or config, None, size=value_bytes, is_limit=True)
 
 
+def dense_kv_of_layers(folder: Path, *, value_bytes: int) -> list[int]:
+    """Return the bytes per token of the KV cache that each layer of the dense model reads, those of another layer
+    too. Raises: ModelError."""
+    return _kv_of_layers(folder, text_config(completed(read_config(folder))), None, size=value_bytes)
+
+
 def _opened(config: Config) -> dict[str, Any] | None:
     """Return `opened_in_place`, or None where vLLM's plugin does not open the model either."""
     with suppress(ModelError):
@@ -272,21 +278,26 @@ def _kv_bytes(folder: Path, config: Config, widths: Widths | None, *, size: int,
     them; widths: None for those of a dense model. is_limit: count layers of other kinds than attention
     too, whose cache does not grow with the context. Raises: ModelError."""
     config = text_config(completed(config))
+    layers = _kv_of_layers(folder, config, widths, size=size)
     with reading(f"config.json of {folder}", ModelError, "download the model again"):
         if not is_limit and not {*(config.get("layer_types") or ())} <= CACHED_TYPES:
             return None
-        layers = int(config.get("num_hidden_layers") or 0)
+        return sum(layers[: len(layers) - int(config.get("num_kv_shared_layers") or 0)]) or None
+
+
+def _kv_of_layers(folder: Path, config: Config, widths: Widths | None, *, size: int) -> list[int]:
+    with reading(f"config.json of {folder}", ModelError, "download the model again"):
+        number, layers = int(config.get("num_hidden_layers") or 0), list[int]()
         if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector per layer
-            return layers * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
+            return [size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))] * number
         if widths and widths.is_family:
-            return 2 * size * head_dim(config) * sum(layer.num_kv_heads for layer in widths.layers) or None
-        total = 0
-        for index in range(layers - int(config.get("num_kv_shared_layers") or 0)):
+            return [2 * size * head_dim(config) * layer.num_kv_heads for layer in widths.layers]
+        for index in range(number):
             own = of_layer(config, index)
             heads = int(own.get("num_attention_heads") or 0)
             kv_heads = int(own.get("num_key_value_heads") or own.get("num_kv_heads") or heads)  # as of Falcon
             if own.get("multi_query") and not own.get("new_decoder_architecture"):
                 kv_heads = 1
             stated = own.get("head_dim") or (own.get("hidden_size") and heads)
-            total += head_dim(own) * kv_heads if kv_heads and stated else 0
-        return 2 * size * total or None
+            layers.append(2 * size * head_dim(own) * kv_heads if kv_heads and stated else 0)
+        return layers

@@ -187,6 +187,10 @@ def _common_dense(origins: Sequence[str]) -> str | None:
     """Return the model that all folders were made from, as the first one names it. Raises:
     SettingError."""
     parents = [*filter(None, origins)]
+    if len({*map(identify, parents)}) > 1:  # some may have been trimmed before they were pruned
+        files = [Path(parent) / MASKS_FILE for parent in parents]
+        before = [Provenance.of(local_provenance(file)).dense_model if file.is_file() else "" for file in files]
+        parents = [dense or parent for dense, parent in zip(before, parents, strict=True)]
     if len(different := sorted(set(map(identify, parents)))) > 1:
         raise SettingError(
             f"the folders were made from different models ({', '.join(different)}); compare those of one model, or "

@@ -43,7 +43,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, print_line: Pri
     Raises: SettingError if the model to compare with is unknown; ModelError, CheckpointError,
         TextError; TrainingError if a device runs out of memory.
     """
-    dense = open_source(settings.against or dense_of(settings.model))
+    dense = open_source(settings.against or dense_of(settings.model), to_prune=False)
     differing = tokens_differ(dense.tokenizer, settings.model)
     source = open_model(settings.model, dense, same_tokens=not differing)
     if not settings.against:
@@ -136,7 +136,7 @@ def open_model(model: str, dense: Source, *, same_tokens: bool = True) -> Source
     config = read_config(folder) if folder else {}
     quantization = config.get("quantization_config")
     if folder is None or not (quantization or is_pruned(folder)):
-        return open_source(model)
+        return open_source(model, to_prune=False)
     if is_pruned(folder):
         checkpoint = read_checkpoint(folder)
         if not quantization or states_widths(config):

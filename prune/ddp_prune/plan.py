@@ -3,6 +3,7 @@ Text is not read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from ddp_vllm.costs import experts_chosen, experts_read, numbers_read, prices, t
 from ddp_vllm.dimensions import attended
 from ddp_vllm.errors import Printer, SettingError
 from ddp_vllm.latency import Profile
-from ddp_vllm.model_facts import dense_kv_bytes
+from ddp_vllm.model_facts import dense_kv_of_layers
 
 TOO_SHORT = "time: not measured, because memory is short"
 
@@ -196,8 +197,8 @@ def _decode_bound(recipe: Recipe, source: Source, pools: Sequence[Pool], on: str
                 saved += number * (share - ratio * experts_read(chosen / ratio, workload.batch))
                 continue
         saved += number * share * (1.0 - ratio)
-    per_layer = (dense_kv_bytes(source.folder, value_bytes=2) or 0) / len(layers)
-    cache = per_layer * sum(attended(config, workload.context, len(layers))) * workload.batch
+    per_layer = dense_kv_of_layers(source.folder, value_bytes=2)
+    cache = workload.batch * sum(map(mul, per_layer, attended(config, workload.context, len(layers))))
     kept_cache = cache * (keep_ratios.get("attn", 1.0) if pools[0].queries_per_kv == 1 else 1.0)
     dense, pruned = 2 * read + cache, 2 * (read - saved) + kept_cache  # weights have two bytes
     shared = ", if all kinds of units lose equal shares" * (len(pools[0].shapes) > 1)

@@ -42,7 +42,7 @@ from ddp_prune.text.vocabulary import (
 from ddp_vllm import read_back as reading
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.costs import numbers_read
-from ddp_vllm.dimensions import TABLE, is_copied_head, text_config
+from ddp_vllm.dimensions import TABLE, is_copied_head, longest_context, text_config
 from ddp_vllm.errors import ModelError, Printer, SettingError
 from ddp_vllm.families import check_dense
 from ddp_vllm.masks import MASKS_FILE, Trimmed
@@ -111,7 +111,7 @@ def trim(
         raise ModelError(f"{model} is not on this machine; run: hf download {model}")
     config = _checked(folder)
     tokenizer, document = load_document(model, folder)
-    source, ids = open_source(model), ids_of(document)
+    source, ids = open_source(model, to_prune=False), ids_of(document)
     of_class = json.loads(stock_config(folder).to_json_string(use_diff=False))
     config = _with_defaults(config, of_class, {*ids.values()})
     table, num_rows = table_of(source, config), text_config(config)["vocab_size"]
@@ -149,7 +149,7 @@ def trim(
             print_line("comparing tokens and logits with the dense model's, in fresh processes")
         proved = _prove(writing, source, held_out, new_ids, rows) if proof else {}
         print_line("evaluating both models on held-out text")
-        costs = _costs((source, open_source(str(writing))), held_out)
+        costs = _costs((source, open_source(str(writing), to_prune=False)), held_out)
         name = folder.resolve().name if Path(model).is_dir() else model  # not the hash of a snapshot
         entry = {"name": name, "tokens": (len(ids), len(rows)), **costs}
         write_provenance(writing / MASKS_FILE, {"trimmed": entry, "applied_to": model, "proof": proved})
@@ -169,7 +169,7 @@ def _checked(folder: Path) -> Json:
         )
     if is_pruned(folder) or (folder / MASKS_FILE).exists():
         raise ModelError(f"{folder} is pruned or converted already; trim the dense model first, then prune the result")
-    check_dense(config)
+    check_dense(config, to_prune=False)
     if second := SECOND_VOCABULARY.search(json.dumps(config)):
         raise ModelError(
             f"{folder} has a second vocabulary ({second[1]}), which trim does not move; choose another model"
@@ -215,7 +215,7 @@ def table_of(source: Source, config: Json) -> list[str]:
         names += [name] * is_table
     if not names:
         raise ModelError(
-            f"{source.folder} has no embedding that trim knows (embed_tokens, wte, embed_in); prune it instead"
+            f"{source.folder} has no embedding that trim knows, such as embed_tokens or wte; prune it instead"
         )
     return names
 
@@ -287,7 +287,7 @@ def _prove(
     odd = ["".join(chr(chance.randint(*chance.choice(PLANES))) for _ in range(20)) for _ in range(RANDOM_TEXTS)]
     candidates = [*lines, PROSE, *map(tokenizer.decode, sample), ODD, *odd, *held_out]
     natural = itertools.chain(*reading.read_texts(tokenizer, [PROSE, ODD, *held_out[:READ]])["tokens"])
-    longest = getattr(stock_config(dense.folder).get_text_config(), "max_position_embeddings", None) or MOST_TOKENS
+    longest = longest_context(dense.config) or MOST_TOKENS
     have_row = {*rows}
     block = [number for number in natural if number in have_row][: min(longest, MOST_TOKENS)]
     before, logits = read_back(dense.folder, (), block)

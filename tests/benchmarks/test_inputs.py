@@ -12,6 +12,7 @@ from ddp_benchmarks.conversations import download_share_gpt, draw_sample, read_c
 from ddp_benchmarks.models import max_model_len
 from ddp_benchmarks.sharegpt import Requests
 from ddp_vllm.costs import experts_chosen
+from ddp_vllm.dimensions import attended
 from ddp_vllm.errors import TextError
 from ddp_vllm.model_facts import dense_kv_bytes, describe_model, local_folder, unrelated
 
@@ -211,6 +212,7 @@ BY_CLASS: dict[str, tuple[dict[str, Any], int | None]] = {  # fields that config
         {"model_type": "bamba", "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8,
          "time_step_limit": [0.0, {"__float__": "Infinity"}]}, None,
     ),
+    "recurrent layers": ({"model_type": "recurrent_gemma"}, None),
     "a head for all queries": ({"model_type": "falcon", "multi_query": True}, 4 * 8),
     "heads by the name of Falcon": ({"model_type": "falcon", "num_kv_heads": 2, "new_decoder_architecture": True}, 64),
     "sizes by the names of GPT-J": ({"model_type": "gptj", "n_layer": 3, "n_head": 2, "n_embd": 16}, 3 * 16),
@@ -233,6 +235,13 @@ def test_the_cache_is_that_of_the_layers_that_the_class_builds(case: str, tmp_pa
         standard = {name: ATTENTION[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
     (tmp_path / "config.json").write_text(json.dumps(standard | fields))
     assert describe_model(str(tmp_path)).kv_bytes_per_token == (2 * 2 * numbers if numbers else None)
+
+
+def test_which_layers_attend() -> None:
+    gemma = {"model_type": "recurrent_gemma", "num_hidden_layers": 6, "attention_window_size": 64}
+    assert attended(gemma, 100) == [0, 0, 64] * 2
+    assert attended({"model_type": "falcon_h1", "num_hidden_layers": 2}, 100) == [100, 100]
+    assert attended({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, 100) == [0, 100]
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,17 @@ def test_results_of_another_machine_are_known_by_id(dense: Path, tmp_path: Path)
     assert collect([pruned], results=[evaluation, bench]).notes == []
 
 
+def test_a_model_that_was_trimmed_before_it_was_pruned(tmp_path: Path) -> None:
+    """Its dense model is the one that was trimmed, with which all folders compare."""
+    dense, trimmed = write_dense(tmp_path / "dense"), write_dense(tmp_path / "trimmed")
+    entry = {"name": "dense", "tokens": (16, 8), "read": (2, 1), "texts": {}, "words": {}}
+    write_masks(trimmed, {}, {"trimmed": entry, "applied_to": str(dense)})
+    pruned, other = write_pruned(tmp_path / "a", trimmed), write_pruned(tmp_path / "b", dense)
+    for folders in ([trimmed, pruned], [pruned, other]):
+        assert getattr(collect(folders).dense, "name", "") == "dense (dense)"
+    assert getattr(collect([pruned]).dense, "name", "") == "trimmed (dense)"
+
+
 def test_models_with_different_parents_are_refused(tmp_path: Path) -> None:
     one, other = write_dense(tmp_path / "one"), write_dense(tmp_path / "other", 0.4)
     first, second = write_pruned(tmp_path / "a", one), write_pruned(tmp_path / "b", other)

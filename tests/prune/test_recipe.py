@@ -6,12 +6,13 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import pytest
 from any_models import write_headers
-from commands import assert_refused, invoke, passed
+from commands import assert_refused, edit_json, invoke, passed
 from latency_profiles import written
 from runs import prune
 from seams import AlmSettings, Recipe, RecoveryRecipe, Run, load_recipe, load_recipes, open_source, plan, verbs
@@ -304,6 +305,16 @@ def test_a_step_reads_the_cache_of_windows_and_of_text_alone(tmp_path: Path) -> 
     full, heads = gemma.config["layer_types"].count("full_attention"), gemma.config["num_attention_heads"]
     assert more - less == 2 * full * heads * 2 * 512  # numbers of a head, twice as many as in layers with windows
     assert dense_kv_bytes(gemma.folder, value_bytes=2) == 4 * 4 * (512 * full + 256 * (len(model[1]) - full))
+    edit_json(gemma.folder / "config.json", num_kv_shared_layers=6)  # a step reads what they share once per layer
+    (gemma.folder / "tokenizer.json").write_text("{}")
+    options = ["--sparsity", "0.2", "--on", "h100-80gb", "--context-length", "131072", "--concurrency", "1"]
+    printed = passed(
+        invoke("prune", gemma.folder, "--dry-run", "-o", tmp_path / "out", "--data", "none", *options)
+    ).stdout
+    stated = re.search(r"instead of ([\d.]+) GB", printed)
+    keys = attended(gemma.config, 131072)
+    cache = 16 * sum(map(mul, (512 if number == 131072 else 256 for number in keys), keys))
+    assert stated and float(stated[1]) * 1e9 == pytest.approx(2 * numbers_read(*model[::2])[0] + cache, rel=0.01)
     falcon = open_source(str(write_headers("FalconConfig", tmp_path / "falcon")))
     assert whole_model("flops", falcon.config, falcon.widths.dense_layers, falcon.shapes, 0) > 2 * 65024 * 4544
 

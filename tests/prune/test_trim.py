@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from seams import cut, leave_unquantized, open_source, trim_module, vocabulary_module
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -212,12 +213,40 @@ def small_gpt_neo(dense: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_short_context_is_proved(proving_here: None, dense: Path, text: Path, tmp_path: Path) -> None:
-    """The model has no more embeddings of positions."""
-    folder = small_gpt_neo(dense, tmp_path / "model")
-    printed = passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new")).stdout
-    assert "514 → 384 of model" in printed
-    assert read_provenance(tmp_path / "new" / MASKS_FILE)["proof"]["logits"] < 1e-5
+UNPRUNED: dict[str, dict[str, Any]] = {  # with 64 positions
+    "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},  # no linear layers
+    "opt": {"max_position_embeddings": 64, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    "mpt": {"max_seq_len": 64, "d_model": 32, "n_layers": 2, "n_heads": 4},  # its MLPs add the residual
+    "granitemoe": {  # stacked experts
+        "max_position_embeddings": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", UNPRUNED)
+def test_a_model_in_which_nothing_can_be_pruned(
+    proving_here: None, kind: str, dense: Path, text: Path, tmp_path: Path
+) -> None:
+    stated = json.loads((shutil.copytree(dense, tmp_path / "model") / "config.json").read_text())
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names = [*(sizes if "max_position_embeddings" in UNPRUNED[kind] else sizes[:1]), *(n for n in stated if "_id" in n)]
+    config = AutoConfig.for_model(kind, **{name: stated[name] for name in names} | UNPRUNED[kind])
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    passed(invoke("trim", tmp_path / "model", "--tokens", 400, "--data", text, "-o", tmp_path / "new"))
+    provenance = read_provenance(tmp_path / "new" / MASKS_FILE)
+    assert provenance["proof"]["logits"] < 1e-5
+    weights = {name: weight for name, weight in model.named_parameters() if weight.dim() > 1}
+    matrices = [weight for name, weight in weights.items() if "wpe" not in name and "pos" not in name]
+    read = sum(weight.numel() / (2 if weight.dim() == 3 else 1) for weight in matrices)  # of four experts, two
+    assert provenance["trimmed"]["read"][0] == read
+    words = ("eval", tmp_path / "new", "--text", text, "--tokens", 128, "--max-length")
+    assert "× [" in passed(invoke(*words, 64)).stdout
+    assert_refused(invoke(*words, 65), 2, "max-length", "takes 64")
+    assert_refused(invoke("prune", tmp_path / "new", "--sparsity", 0.2, "--dry-run"), 3)
 
 
 PAD = {"content": "<pad>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
@@ -506,9 +535,15 @@ def test_ids_in_settings_are_renumbered(dense: Path, text: Path, tmp_path: Path)
 
 def test_a_file_of_settings_that_is_a_list(dense: Path, text: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(dense, tmp_path / "model")
-    (folder / "stages_config.json").write_text('[{"eos_token_id": 512}]')
+    (folder / "stages_config.json").write_text(
+        '[{"eos_token_id": 512}, {"eos_token_id": 512.0}, {"eos_token_id": ["512", "<eos>"]}]'
+    )
     passed(invoke("trim", folder, "--tokens", 400, "--data", text, "-o", tmp_path / "new", "--no-proof"))
-    assert json.loads((tmp_path / "new" / "stages_config.json").read_text()) == [{"eos_token_id": 382}]
+    assert json.loads((tmp_path / "new" / "stages_config.json").read_text()) == [
+        {"eos_token_id": 382},
+        {"eos_token_id": 382},
+        {"eos_token_id": [382, "<eos>"]},
+    ]
 
 
 def test_a_number_of_tokens_that_the_config_leaves_to_its_class(dense: Path, text: Path, tmp_path: Path) -> None:
@@ -592,6 +627,12 @@ def test_ids_that_the_config_leaves_to_its_class_are_written(dense: Path, text: 
             },
             ("single bytes",),
         ),
+        (
+            "tokenizer.json",
+            {"model": {"type": "BPE", "dropout": 0.1, "vocab": {"a": 0}, "merges": []}},
+            ("dropout 0.1",),
+        ),
+        ("generation_config.json", {"pad_token_id": "600"}, ("pad_token_id is 600", "no such token")),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, ("code of its own",)),
         ("config.json", {"pad_token_id": 600}, ("pad_token_id is 600", "no such token")),
         ("generation_config.json", {"forced_decoder_ids": [3]}, ("forced_decoder_ids is no list of pairs",)),

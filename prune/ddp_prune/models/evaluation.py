@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from ddp_prune.core.decoder import checkpoint_layers, lent
 from ddp_prune.core.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 from ddp_prune.text.templates import ChatTemplate, Rendered, leading_bos
+from ddp_vllm.dimensions import longest_context
 from ddp_vllm.errors import Printer
 from ddp_vllm.intervals import mean_loss, t_quantile
 from ddp_vllm.proof import MOST_TOKENS, ODD, PROSE, Reference, positions_in
@@ -175,7 +176,7 @@ def bits_of(model: Any, tokenizer: Any, texts: Sequence[str], max_length: int | 
     max_length: tokens that the model reads at once, by default as many as its config states. Each
         further part of a longer text begins after BOS too.
     """
-    width = (max_length or getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - 1
+    width = (max_length or longest_context(model.config.get_text_config().to_dict()) or sys.maxsize) - 1
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     head, bits, num_tokens = OutputHead.of(model), list[float](), 0
     for text in texts:

@@ -117,10 +117,10 @@ class Source:
         return replace(self, sizes=replace(self.sizes, blocks=blocks)) if chosen else self
 
 
-def open_source(model: str, *, load: bool = True) -> Source:
+def open_source(model: str, *, load: bool = True, to_prune: bool = True) -> Source:
     """Find the dense model, check it as `read_source`, and turn off transformers' progress bars.
     Raises: ModelError."""
-    source = read_source(model, load=load)
+    source = read_source(model, load=load, to_prune=to_prune)
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -153,12 +153,12 @@ def check_model(model: str, *, with_tokenizer: bool = True) -> Source | None:
     return None
 
 
-def read_source(model: str, *, load: bool = True) -> Source:
+def read_source(model: str, *, load: bool = True, to_prune: bool = True) -> Source:
     """Find the dense model and check from its headers that it can be pruned, without torch for a
     local folder.
 
     load: whether the model will be loaded; otherwise only the headers of a hub model's weights are
-        downloaded.
+        downloaded. to_prune: whether a part of it must be one that can be pruned.
     Raises: ModelError if the folder is unknown, or its weights are unreadable, incomplete or of an
         unsupported family.
     """
@@ -170,7 +170,7 @@ def read_source(model: str, *, load: bool = True) -> Source:
         # a model that we pruned is refused by `check_dense`
         if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):
             check_states_no_widths(config)
-        check_dense(config)
+        check_dense(config, to_prune=to_prune)
         if is_family:
             check_supported(config)
         tensors = read_headers(folder) if is_local or load else _on_hub(model)
@@ -182,7 +182,8 @@ def read_source(model: str, *, load: bool = True) -> Source:
 
         register_pruned(config)  # of DeepSeekMoE v1, which transformers does not know
         with _naming(model):
-            structure = find_structure(folder, {name: shape for name, (shape, _) in tensors.items()})
+            shapes_on_disk = {name: shape for name, (shape, _) in tensors.items()}
+            structure = find_structure(folder, shapes_on_disk, to_prune=to_prune)
         config = structure.describe(config)
     sizes, shapes = dimensions_of(config), dict[str, list[int]]()
     if sizes.num_experts:  # MLPs of the first layers are a small part of a mixture

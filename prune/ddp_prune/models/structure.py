@@ -110,11 +110,11 @@ class Structure:
             yield name, tensor
 
 
-def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structure:
+def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]], *, to_prune: bool = True) -> Structure:
     """Return what can be pruned in the model of a folder.
 
-    shapes: of its tensors on disk. Raises: ModelError, which names a tensor that is missing, or the
-        modules that were not recognized.
+    shapes: of its tensors on disk. to_prune: whether there must be something. Raises: ModelError, which names a
+        tensor that is missing, or the modules that were not recognized.
     """
     from transformers import AutoConfig
 
@@ -131,7 +131,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
     experts = [_find_experts(layer) for layer in layers]
     routed = [_expert_modules(layer, hidden_size) for layer in layers]
     mlps, rest = _find_mlps(list(layers), hidden_size, routed)
-    if not any(experts) and not any(mlps):
+    if to_prune and not any(experts) and not any(mlps):
         modules = {
             f"{name} ({type(module).__name__})": module for part in layers for name, module in part.named_modules()
         }
@@ -146,7 +146,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
     mlp, experts_block = _most_common(mlps), _most_common(experts)
     projections: tuple[Projection, ...] = ()
     stacked: dict[str, tuple[str, ...]] = {}
-    where = ""
+    where = next((_split(name, 0)[0] for name, target in stored.items() if target.startswith(f"{prefix}.0.")), "")
     if mlp:
         where, projections = _mlp_on_disk(stored, prefix, mlps.index(mlp), mlp)
     if experts_block:
@@ -156,7 +156,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
             )
             projections += single
         except ModelError:  # the MLPs can be pruned all the same
-            if not mlp:
+            if to_prune and not mlp:
                 raise
             experts_block = None
     dense = LayerWidths(

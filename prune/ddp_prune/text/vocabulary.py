@@ -57,6 +57,11 @@ def load_document(model: str, folder: Path) -> tuple[Any, Json]:
     part = document["model"]
     if (kind := part["type"]) not in ("BPE", "Unigram"):
         raise ModelError(f"the tokenizer of {folder} is {kind}, but trim supports BPE and Unigram only; {remedy}")
+    if dropout := part.get("dropout"):
+        raise ModelError(
+            f"the tokenizer of {folder} cuts words at random (dropout {dropout}); set dropout to null in "
+            "tokenizer.json, as for serving"
+        )
     if affix := part.get("continuing_subword_prefix") or part.get("end_of_word_suffix"):
         raise ModelError(f"the tokenizer of {folder} marks parts of words by {affix!r}; {remedy}")
     has_bytes = part.get("byte_fallback") and ids_of(document).keys() >= {*BYTES}
@@ -117,14 +122,14 @@ def renumber(
 ) -> Any:
     """Return settings with new token ids.
 
-    place: names the setting in errors. names: of settings that hold ids. are_ids: the numbers in `content` are ids;
-    a negative one stands for none. Raises: ModelError for a setting of pairs that holds none.
+    place: names the setting in errors. names: of settings that hold ids. are_ids: the numbers in `content` are ids,
+    also 513.0 and "513"; a negative one stands for none. Raises: ModelError for a setting of pairs that holds none.
     """
     if isinstance(content, list):
         return [renumber(part, new_id, place, names, are_ids=are_ids) for part in content]
     if not isinstance(content, dict):
-        is_id = are_ids and type(content) is int and content >= 0
-        return new_id(content, place) if is_id else content
+        stated = str(content).removesuffix(".0") if are_ids and type(content) in (int, float, str) else ""
+        return new_id(int(stated), place) if re.fullmatch(r"[0-9]{1,18}", stated) else content
     settings = dict(content)
     for key, value in content.items():
         if key in PAIRS and value:
