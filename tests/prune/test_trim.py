@@ -195,6 +195,7 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
         0
     ].heldout is None
     assert collect([trimmed[0]]).dense == both.dense
+    assert f"; ddp-vllm eval {trimmed[0]} --against {dense} --text FILE does that" in " ".join(both.notes)
 
 
 WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0, "?": 1}, "unk_token": "?", "max_input_chars_per_word": 9} | {
