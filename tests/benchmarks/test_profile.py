@@ -212,6 +212,8 @@ def test_steps_of_models_with_different_tokens_are_compared_by_characters(
     command = ("bench", "steps", "--dense", tiny, "--pruned", other, *words, "--json")
     assert "pass --text FILE to compare characters" in (plain := passed(invoke(*command)).stdout)
     assert "characters" not in json.loads(plain.splitlines()[-1])["verdicts"][0]
+    same = passed(invoke(*(halved if word == other else word for word in command), "--text", talks)).stdout
+    assert "the models have the same tokens, so --text is not read" in same and "by characters" not in same
     printed = passed(invoke(*command, "--text", talks)).stdout
     (verdict,) = json.loads(printed.splitlines()[-1])["verdicts"]
     by_text, lengths = verdict["characters"], {}
