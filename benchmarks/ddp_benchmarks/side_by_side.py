@@ -249,6 +249,8 @@ def characters_per_token(settings: StepSettings, print_line: Printer) -> dict[st
     if differing:
         remedy = "characters per second compare them" if settings.text else "pass --text FILE to compare characters"
         print_line(f"note: {differing}, so a token is not the same text in both; {remedy}")
+    elif settings.text:
+        print_line("note: the models have the same tokens, so --text is not read")
     if not (differing and settings.text):
         return {}
     from ddp_prune.text.documents import read_excerpts

@@ -14,6 +14,8 @@ from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
 from ddp_benchmarks.sharegpt import BenchSettings, results_file, run_benchmark
 from ddp_benchmarks.side_by_side import StepSettings, compare_steps
 from ddp_vllm import evaluate_text
+from ddp_vllm.checkpoint import read_stock_config
+from ddp_vllm.dimensions import quantization_of
 from ddp_vllm.errors import LimitError, SettingError, echo, line_printer
 from ddp_vllm.evaluations import (
     UNDEFINED,
@@ -27,12 +29,13 @@ from ddp_vllm.evaluations import (
     perplexity_ratio,
 )
 from ddp_vllm.intervals import with_interval
-from ddp_vllm.latency import Profile, read_profile
+from ddp_vllm.latency import Profile, dimensions_in, read_profile
 from ddp_vllm.machine import Hardware, Workload
-from ddp_vllm.masks import MASKS_FILE, Provenance, Quality, read_provenance
+from ddp_vllm.masks import MASKS_FILE, Latency, Provenance, Quality, read_provenance
 from ddp_vllm.model_facts import is_pruned, known_folder
 from ddp_vllm.output import check_file, make_folder
 from ddp_vllm.pages.summary import MIN_AGREEMENT, agrees, fidelity, lowest_agreement
+from ddp_vllm.remote_code.widths import METHOD
 from ddp_vllm.results import BEGINS, write_results
 from ddp_vllm.settings import Option, Values, command, typed
 
@@ -127,6 +130,18 @@ def _print_verdicts(results: Mapping[str, Any], values: Values) -> None:
             echo(f"{name}prefill {verdict['prefill']['sentence']}")
 
 
+def _prediction(folder: Path | None, base: Path | None) -> Latency | None:
+    """Return the speedup that the budget predicted over a dense model of these sizes; None if it did so over
+    another one, as before tokens or whole experts were removed, or if a model was quantized since."""
+    if not folder or not is_pruned(folder):
+        return None
+    configs = [read_stock_config(model) for model in (folder, base) if model]
+    methods = {(quantization_of(config) or {"quant_method": METHOD}).get("quant_method") for config in configs}
+    if methods != {METHOD} or dimensions_in(configs[0]) != dimensions_in(configs[-1]):
+        return None
+    return Provenance.of(read_provenance(folder / MASKS_FILE)).latency
+
+
 @command(
     "bench steps", settings=StepSettings, show=_print_verdicts, as_json=lambda results, _: results,
     json_is_last_line=True,
@@ -160,9 +175,8 @@ def bench_steps(
     settings |= {"dense": dense, "pruned": pruned}
     chosen = StepSettings(**settings)
     # also of a folder without weights, for `-- --load-format dummy`
-    folders = [known_folder(name) for name in chosen.pruned]
-    provenances = [read_provenance(folder / MASKS_FILE) if folder and is_pruned(folder) else {} for folder in folders]
-    predictions = [Provenance.of(provenance).latency for provenance in provenances]
+    base = known_folder(chosen.dense)
+    predictions = [_prediction(folder, base) for folder in map(known_folder, chosen.pruned)]
 
     def save(results: dict[str, Any]) -> None:
         for prediction, verdict in zip(predictions, results["verdicts"], strict=True):

@@ -2,6 +2,7 @@
 was measured."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from shlex import quote
 from typing import Any
 
 from ddp_vllm.evaluations import (
@@ -192,7 +193,7 @@ def choice(comparison: Comparison, tolerance: float, min_agreement: float | None
     sentence = f"none has a known perplexity of at most {tolerance:g} times the dense model's{agreement}"
     remedy = "train for longer with ddp-vllm recover, or remove less"
     if unknown := [model.name for model in comparison.pruned if not model.loss]:
-        dense = comparison.dense.facts.model if comparison.dense else "DENSE"
+        dense = quote(comparison.dense.facts.model if comparison.dense else "DENSE")
         remedy = f"measure {', '.join(unknown)} with ddp-vllm eval FOLDER --against {dense} --text FILE"
     return None, f"{sentence}; {remedy}"
 

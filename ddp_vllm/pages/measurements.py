@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 from ddp_vllm.checkpoint import read_checkpoint
@@ -290,7 +291,8 @@ def _as_compared(model: Model, origin: str, dense: ModelFacts | None, notes: Not
         if dense and known_folder(dense.model):
             differing = tokens_differ(dense.model, model.facts.model)
     if differing:
-        remedy = f"; ddp-vllm eval {model.name} --against {dense and dense.model} --text FILE does that"
+        folder, against = quote(model.facts.model), quote(dense.model if dense else "DENSE")
+        remedy = f"; ddp-vllm eval {folder} --against {against} --text FILE does that"
         notes.append(f"{differing}, so {model.name} is compared by bits per byte{'' if has_bits else remedy}")
     comparable = {text: one for text, one in model.texts.items() if isinstance(one, Quality) != bool(differing)}
     return replace(model, texts=comparable)

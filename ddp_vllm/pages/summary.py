@@ -55,7 +55,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Names are those of the checkpoint's own files.
     """
-    made = {key: checkpoint.provenance.get(key) for key in ("recipe", "perplexity", "latency", "recovery")}
+    made = {key: checkpoint.provenance.get(key) for key in ("recipe", "trimmed", "perplexity", "latency", "recovery")}
     return {
         "name": checkpoint.folder.resolve().name,
         "model_type": checkpoint.config["model_type"],

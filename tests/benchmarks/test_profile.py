@@ -160,6 +160,25 @@ def test_a_prediction_for_another_place_says_so(
 
 
 @pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("key", ["vocab_size", "quantization_config"])
+@pytest.mark.parametrize("other", ["dense", "pruned"])
+def test_a_prediction_over_another_model_is_left_out(
+    key: str, other: str, tiny: Path, halved: Path, tmp_path: Path
+) -> None:
+    """As of a model that was trimmed before it was pruned, or quantized after, with the first model as dense."""
+    models = {name: Path(shutil.copytree(one, tmp_path / name)) for name, one in (("dense", tiny), ("pruned", halved))}
+    latency = {"speedup": 1.2, "low": 1.1, "high": 1.3, "workload": {"phase": "decode", "batch": 2, "context": 48}}
+    latency |= {"hardware": hardware(), "versions": {}, "engine_arguments": []}
+    write_masks(models["pruned"], {}, {"latency": latency})
+    sizes: dict[str, Any] = {"concurrency": 2, "context_length": 48, "rounds": 3, "steps": 24}
+    (before,) = ddp_vllm.bench_steps(models["dense"], [models["pruned"]], **sizes)["verdicts"]
+    change = {"vocab_size": 128, "quantization_config": {"quant_method": "compressed-tensors"}}[key]
+    edit_json(models[other] / "config.json", **{key: change})
+    (verdict,) = ddp_vllm.bench_steps(models["dense"], [models["pruned"]], **sizes)["verdicts"]
+    assert before["predicted"] == 1.2 and "predicted" not in verdict
+
+
+@pytest.mark.usefixtures("known")
 def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: Path, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"concurrency": 2, "context_length": 48, "rounds": 3, "steps": 24}
     results = ddp_vllm.bench_steps(tiny, [halved], output=str(tmp_path / "steps.json"), **sizes)
@@ -193,6 +212,8 @@ def test_steps_of_models_with_different_tokens_are_compared_by_characters(
     command = ("bench", "steps", "--dense", tiny, "--pruned", other, *words, "--json")
     assert "pass --text FILE to compare characters" in (plain := passed(invoke(*command)).stdout)
     assert "characters" not in json.loads(plain.splitlines()[-1])["verdicts"][0]
+    same = passed(invoke(*(halved if word == other else word for word in command), "--text", talks)).stdout
+    assert "the models have the same tokens, so --text is not read" in same and "by characters" not in same
     printed = passed(invoke(*command, "--text", talks)).stdout
     (verdict,) = json.loads(printed.splitlines()[-1])["verdicts"]
     by_text, lengths = verdict["characters"], {}

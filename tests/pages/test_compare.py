@@ -408,13 +408,13 @@ def test_damaged_results_are_one_line(pruned: Path, tmp_path: Path) -> None:
 
 def test_a_tolerance_judges_every_text(tmp_path: Path) -> None:
     """Text on which another model stood in for the dense one says nothing, and neither do figures of its own pages."""
-    dense, other = write_dense(tmp_path / "base"), write_dense(tmp_path / "other")
+    dense, other = write_dense(tmp_path / "the base"), write_dense(tmp_path / "other")
     edit_json(other / "config.json", rms_norm_eps=1e-3)  # so it is another model
     pruned = write_pruned(tmp_path / "half", dense)
     words = ["compare", pruned, "--dense", dense, "--tolerance", "1.1", "--overwrite", "-o", tmp_path / "page.md"]
     result = invoke(*words)
     assert result.exit_code == 9 and "none has a known perplexity of at most 1.1 times" in result.stderr
-    assert result.stderr.endswith(f"; measure half with ddp-vllm eval FOLDER --against {dense} --text FILE\n")
+    assert result.stderr.endswith(f"; measure half with ddp-vllm eval FOLDER --against '{dense}' --text FILE\n")
     assert (tmp_path / "page.html").exists() and (tmp_path / "page.md").exists()
     for text, loss, against in (("chats", 0.05, dense), ("prose", 0.08, dense), ("poems", 0.5, other)):
         write_text(pruned / f"{text}.json", pruned, against, texts={text: text_quality(loss)})

@@ -158,6 +158,7 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
     gates = {"attn": torch.tensor([[1.0, 0.0], [1.0, 1.0]]), "mlp": torch.ones(2, 48)}
     half = cut(source, gates, tmp_path / "half", "kv-group").folder
     assert "trimmed from 514 to 384" in (half / "README.md").read_text()
+    assert json.loads(passed(invoke("inspect", half, "--json")).stdout)["trimmed"]["tokens"] == [514, 384]
     assert "trimmed: held-out text of text.jsonl" in write_report(read(half), tmp_path / "report.html").read_text()
 
     words = ("eval", half, "--against", dense, "--text", text, "--max-length", 64, "--tokens", 64, "--dtype", "float32")
@@ -196,6 +197,7 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
         0
     ].heldout is None
     assert collect([trimmed[0]]).dense == both.dense
+    assert f"; ddp-vllm eval {trimmed[0]} --against {dense} --text FILE does that" in " ".join(both.notes)
 
 
 WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0, "?": 1}, "unk_token": "?", "max_input_chars_per_word": 9} | {
