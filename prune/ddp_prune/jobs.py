@@ -48,30 +48,35 @@ from ddp_vllm.proof import Reference
 NOTICEABLE = 1.01  # times a perplexity; below it, training the weights changed nothing to speak of
 
 
+class Command(NamedTuple):
+    """What a job is told besides its recipes."""
+
+    output: Path
+    overwrite: bool
+    proof: bool
+    """Whether the written folder is compared with the model that was measured."""
+    tracker: str | None
+    """Of accelerate; None: no tracker."""
+    console: Console
+
+
 @contextmanager
 def begin_job(
-    recipes: Sequence[TrainingSettings],
-    output: Path,
-    folders: Sequence[Path],
-    *,
-    reads: Sequence[str],
-    overwrite: bool,
-    tracker: str | None,
-    console: Console,
+    command: Command, recipes: Sequence[TrainingSettings], folders: Sequence[Path], *, reads: Sequence[str]
 ) -> Iterator[tuple[RunFolder, Sequence[int]]]:
     """Begin or resume the run of a command, and remove it when the block has written every output.
     Yield it, and the indices of the outputs that are not written yet.
 
-    recipes: one per size. output: of the command. folders: of the written models, one per recipe.
-    reads: models that must not be overwritten.
+    recipes: one per size. folders: of the written models, one per recipe. reads: models that must not
+    be overwritten.
     Raises: as `RunFolder.open`; OutputError if a folder must not be replaced.
     """
-    accelerator = make_accelerator(output, tracker)
-    print_line: Printer = console.print if accelerator.is_main_process else lambda _: None
+    accelerator = make_accelerator(command.output, command.tracker)
+    print_line: Printer = command.console.print if accelerator.is_main_process else lambda _: None
     print_line(describe_device(accelerator))
     check_sharding(recipes[0], accelerator.num_processes)
-    run_folder = RunFolder(output, accelerator, print_line)
-    with run_folder.open(recipes, overwrite=overwrite):
+    run_folder = RunFolder(command.output, accelerator, print_line)
+    with run_folder.open(recipes, overwrite=command.overwrite):
         num_written = len(run_folder.written(folders))
         is_watched = recipes[0].watch == run_folder.record["recipes"][0].get("watch", "")
         for folder in folders[:num_written]:
@@ -140,17 +145,8 @@ def read_text(run: Run[Any], tokenizer: Any, vocabulary: int, watched: Sequence[
     return Text(blocks, select_loss_mask(blocks, recipe.learn_from, recipe.data, print_line), heldout)
 
 
-def prune(
-    recipes: Sequence[Recipe],
-    output: Path,
-    *,
-    overwrite: bool,
-    proof: bool,
-    tracker: str | None,
-    console: Console,
-    measure: Measure,
-) -> list[Checkpoint]:
-    """Prune a model and write the checkpoint to `output`; several sizes are written into folders
+def prune(recipes: Sequence[Recipe], command: Command, measure: Measure) -> list[Checkpoint]:
+    """Prune a model and write the checkpoint to the output; several sizes are written into folders
     inside it.
 
     recipes: one per size, smallest cut first.
@@ -158,24 +154,20 @@ def prune(
     Returns the written checkpoints. Errors of the user are raised before the model is loaded.
     Raises: a child of DdpError.
     """
-    folders = folders_of(recipes, output)
-    with begin_job(
-        recipes, output, folders, reads=[recipes[0].model], overwrite=overwrite, tracker=tracker, console=console
-    ) as (run_folder, left):
+    folders = folders_of(recipes, command.output)
+    with begin_job(command, recipes, folders, reads=[recipes[0].model]) as (run_folder, left):
         if left:
-            _prune(recipes, run_folder, left, folders, console, measure, proof=proof)
+            _prune(recipes, command, run_folder, left, folders, measure)
     return list(map(read_checkpoint, folders))
 
 
 def _prune(
     recipes: Sequence[Recipe],
+    command: Command,
     run_folder: RunFolder,
     left: Sequence[int],
     folders: Sequence[Path],
-    console: Console,
     measure: Measure,
-    *,
-    proof: bool,
 ) -> None:
     """Resolve the sizes, read the text, and train and write each size that is not written yet."""
     first, accelerator, print_line = recipes[0], run_folder.accelerator, run_folder.print_line
@@ -201,12 +193,12 @@ def _prune(
         set_seed(first.seed)
         with explained(too_large(run.recipe)):
             model = loaded.pop() if loaded else load_trained(run, source, accelerator)
-            result = _learn_size(run, model, pools[number], source, tokenizer, text, run_folder, console, proof=proof)
+            result = _learn_size(run, model, pools[number], source, tokenizer, text, run_folder, command)
             del model
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
                 checkpoint = _write(run, pools[number], source, profile, inputs, result, run_folder, folders[number])
-                print_written(checkpoint, first.model, console)
+                print_written(checkpoint, first.model, command.console)
 
 
 def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
@@ -255,9 +247,7 @@ def _learn_size(
     tokenizer: Any,
     text: Text,
     run_folder: RunFolder,
-    console: Console,
-    *,
-    proof: bool,
+    command: Command,
 ) -> Result:
     """Train gates, and weights too if the run says so, and evaluate the dense and the pruned
     model.
@@ -271,7 +261,7 @@ def _learn_size(
     training = loaded.training(heldout=heldout, print_line=print_line)
     evaluation = evaluate_dense(model, recipe.model, recipe, text, tokenizer, print_line)
     phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
-    with StepProgress(console, run.steps.last, phase, accelerator.is_main_process) as report:
+    with StepProgress(command.console, run.steps.last, phase, accelerator.is_main_process) as report:
         learned = learn(
             gated, text.blocks.train, run.schedule, pools, accelerator, run_folder, report, training,
             loss_mask=text.loss_mask,
@@ -288,7 +278,7 @@ def _learn_size(
         transform = weights.finish()
     with gated.masks(gates):
         evaluation.evaluate("pruned", model)
-        reference = reference_of(model, tokenizer, heldout) if proof else None
+        reference = reference_of(model, tokenizer, heldout) if command.proof else None
     warn_of_harm(evaluation, untrained, print_line)
     for name in text.watched:
         print_line(evaluation.summary(name))

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.decoder import lent
 from ddp_prune.core.loop import Learner, take_steps
@@ -17,7 +15,7 @@ from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import UpdatedWeights, highest_rate
 from ddp_prune.devices import explained, start_tracker
 from ddp_prune.export import copy_masks, warn_of_other_weights
-from ddp_prune.jobs import begin_job, evaluate_dense, read_text
+from ddp_prune.jobs import Command, begin_job, evaluate_dense, read_text
 from ddp_prune.models.evaluation import Evaluation, reference_of
 from ddp_prune.models.source import Source, check_index, open_pruned, open_source
 from ddp_prune.resolve import load_trained, resolve_runs, too_large
@@ -39,25 +37,20 @@ from ddp_vllm.proof import Reference, prove
 from ddp_vllm.provenance import local_provenance
 
 
-def recover(
-    recipe: RecoveryRecipe, output: Path, *, overwrite: bool, proof: bool, tracker: str | None, console: Console
-) -> Checkpoint:
-    """Train the weights of a pruned checkpoint, write the result to `output` and return it.
+def recover(recipe: RecoveryRecipe, command: Command) -> Checkpoint:
+    """Train the weights of a pruned checkpoint, write the result to the output and return it.
 
     Errors of the user are raised before a model is loaded.
     Raises: a child of DdpError.
     """
-    reads = [recipe.model, recipe.teacher]
-    with begin_job([recipe], output, [output], reads=reads, overwrite=overwrite, tracker=tracker, console=console) as (
-        run_folder,
-        left,
-    ):
+    folders, reads = [command.output], [recipe.model, recipe.teacher]
+    with begin_job(command, [recipe], folders, reads=reads) as (run_folder, left):
         if left:
-            _recover(recipe, run_folder, console, proof=proof)
-    return read_checkpoint(output)
+            _recover(recipe, command, run_folder)
+    return read_checkpoint(command.output)
 
 
-def _recover(recipe: RecoveryRecipe, run_folder: RunFolder, console: Console, *, proof: bool) -> None:
+def _recover(recipe: RecoveryRecipe, command: Command, run_folder: RunFolder) -> None:
     accelerator, print_line = run_folder.accelerator, run_folder.print_line
     checkpoint, pruned, dense = main_process_first(accelerator, _open, recipe)
     runs, _, loaded, _ = resolve_runs([recipe], [()], dense, run_folder.resolved, accelerator, print_line, pruned)
@@ -84,20 +77,20 @@ def _recover(recipe: RecoveryRecipe, run_folder: RunFolder, console: Console, *,
         assert weights
         evaluation = evaluate_dense(teacher, resolved.teacher, resolved, text, tokenizer, print_line)
         evaluation.evaluate("pruned", model)
-        progress = StepProgress(console, resolved.steps, _phase, accelerator.is_main_process)
+        progress = StepProgress(command.console, resolved.steps, _phase, accelerator.is_main_process)
         with progress as report, lent(model, teacher):
             batches = Batches(text.blocks.train, run.schedule, accelerator, text.loss_mask)
             take_steps(Learner(model, batches, run.schedule, trained.training()), run_folder, report)
         transform = weights.finish()
         evaluation.evaluate("recovered", model)
-        reference = reference_of(model, tokenizer, heldout) if proof else None
+        reference = reference_of(model, tokenizer, heldout) if command.proof else None
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             results = _results(resolved, run_folder, evaluation, provenance.get("recovery"))
             written = _write(checkpoint, transform, run_folder, provenance | results, reference)
             for line in evaluation.recovery_summary():
                 print_line(line)
-            print_written(written, recipe.teacher, console)
+            print_written(written, recipe.teacher, command.console)
 
 
 def _with_defaults(recipe: RecoveryRecipe, tokenizer: Any, hidden_size: int) -> RecoveryRecipe:
