@@ -154,6 +154,11 @@ def suited_modes(recipe: TrainingSettings) -> list[Mode]:
     return [mode for mode in MODES if mode.train in choices and optimizer_suits(mode.optimizer, recipe.dtype)]
 
 
+def rank_of(recipe: TrainingSettings) -> int:
+    """Return the rank of low-rank additions; only a recovery can set it."""
+    return getattr(recipe, "rank", RANK)
+
+
 def state_bytes(optimizer: str, itemsize: int) -> int:
     """Return the bytes that training adds to a weight of `itemsize` bytes.
 
@@ -169,8 +174,7 @@ def held_bytes(recipe: TrainingSettings, source: Source, mode: Mode, itemsize: i
     In a pruning the teacher shares the embeddings and the output head, which are not trained. A
     pruned model counts as its dense one, which takes at least as much.
     """
-    teacher, rank = recipe.holds_teacher(mode.train), getattr(recipe, "rank", RANK)
-    shapes = source.memory_shapes
+    teacher, shapes = recipe.holds_teacher(mode.train), source.memory_shapes
     frozen = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(FROZEN))
     trained = sum(map(math.prod, shapes.values())) - frozen
     optimizer = mode.optimizer if mode.train == "weights" else ""
@@ -180,7 +184,7 @@ def held_bytes(recipe: TrainingSettings, source: Source, mode: Mode, itemsize: i
         adapted = [
             shape for name, shape in shapes.items() if len(shape) == 2 and not any(part in name for part in others)
         ]
-        layers += rank * sum(map(sum, adapted)) * (itemsize + state_bytes("adamw", itemsize))
+        layers += rank_of(recipe) * sum(map(sum, adapted)) * (itemsize + state_bytes("adamw", itemsize))
     copies = 1 + (teacher and not recipe.shares_embeddings)
     return itemsize * frozen * copies + layers / num_shards
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.gates import GatedModel
 from ddp_prune.core.learn import Learned, learn
-from ddp_prune.core.loop import Training
 from ddp_prune.core.loss import perplexity_of
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
 from ddp_prune.core.weights import UpdatedWeights
@@ -25,7 +24,7 @@ from ddp_prune.export import export, layer_widths
 from ddp_prune.models.evaluation import Evaluation, bos_warning, reference_of
 from ddp_prune.models.loading import check_sharding
 from ddp_prune.models.source import Source
-from ddp_prune.pools import find_model, latency_profile, pools_of_sizes
+from ddp_prune.pools import find_model, head_unit_of, latency_profile, pools_of_sizes
 from ddp_prune.recipe import Recipe
 from ddp_prune.resolve import Loaded, load_trained, resolve_runs, too_large
 from ddp_prune.run import Run
@@ -38,7 +37,7 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.costs import table_note
 from ddp_vllm.errors import ModelError, Printer, TextError
 from ddp_vllm.intervals import mean_loss, t_quantile
-from ddp_vllm.latency import Measure, predicted_latency
+from ddp_vllm.latency import Measure, Profile, predicted_latency
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.names import bare_name
 from ddp_vllm.output import check_output
@@ -49,30 +48,35 @@ from ddp_vllm.proof import Reference
 NOTICEABLE = 1.01  # times a perplexity; below it, training the weights changed nothing to speak of
 
 
+class Command(NamedTuple):
+    """What a job is told besides its recipes."""
+
+    output: Path
+    overwrite: bool
+    proof: bool
+    """Whether the written folder is compared with the model that was measured."""
+    tracker: str | None
+    """Of accelerate; None: no tracker."""
+    console: Console
+
+
 @contextmanager
 def begin_job(
-    recipes: Sequence[TrainingSettings],
-    output: Path,
-    folders: Sequence[Path],
-    *,
-    reads: Sequence[str],
-    overwrite: bool,
-    tracker: str | None,
-    console: Console,
+    command: Command, recipes: Sequence[TrainingSettings], folders: Sequence[Path], *, reads: Sequence[str]
 ) -> Iterator[tuple[RunFolder, Sequence[int]]]:
     """Begin or resume the run of a command, and remove it when the block has written every output.
     Yield it, and the indices of the outputs that are not written yet.
 
-    recipes: one per size. output: of the command. folders: of the written models, one per recipe.
-    reads: models that must not be overwritten.
+    recipes: one per size. folders: of the written models, one per recipe. reads: models that must not
+    be overwritten.
     Raises: as `RunFolder.open`; OutputError if a folder must not be replaced.
     """
-    accelerator = make_accelerator(output, tracker)
-    print_line: Printer = console.print if accelerator.is_main_process else lambda _: None
+    accelerator = make_accelerator(command.output, command.tracker)
+    print_line: Printer = command.console.print if accelerator.is_main_process else lambda _: None
     print_line(describe_device(accelerator))
     check_sharding(recipes[0], accelerator.num_processes)
-    run_folder = RunFolder(output, accelerator, print_line)
-    with run_folder.open(recipes, overwrite=overwrite):
+    run_folder = RunFolder(command.output, accelerator, print_line)
+    with run_folder.open(recipes, overwrite=command.overwrite):
         num_written = len(run_folder.written(folders))
         is_watched = recipes[0].watch == run_folder.record["recipes"][0].get("watch", "")
         for folder in folders[:num_written]:
@@ -105,33 +109,25 @@ class Text(NamedTuple):
         return inputs_of(blocks, [source.folder for source in sources], profile=profile)
 
 
-def read_text(
-    recipe: TrainingSettings,
-    tokenizer: Any,
-    vocabulary: int,
-    *,
-    model: str,
-    steps: int,
-    watched: Sequence[str],
-    print_line: Printer,
-) -> Text:
+def read_text(run: Run[Any], tokenizer: Any, vocabulary: int, watched: Sequence[str], print_line: Printer) -> Text:
     """Read the text for the steps of a run, and the watched texts.
 
-    vocabulary: number of tokens that the model knows. model: to name in errors. watched: names;
-    those that the recipe does not name itself are left out if they cannot be read.
+    vocabulary: number of tokens that the model knows. watched: names; those that the recipe does not
+    name itself are left out if they cannot be read.
     Raises: TextError as `load_blocks`, or if a watched text holds the same excerpts; ModelError if
         the model does not know a token.
     """
+    recipe = run.recipe
 
     def load(name: str, train_blocks: int, min_train_blocks: int) -> Blocks:
         blocks = load_blocks(
             name, tokenizer, seq_len=recipe.seq_len, train_blocks=train_blocks, heldout_blocks=recipe.heldout_blocks,
             min_train_blocks=min_train_blocks, seed=recipe.seed, text_column=recipe.text_column,
         )  # fmt: skip
-        check_vocabulary(blocks, vocabulary, model)
+        check_vocabulary(blocks, vocabulary, recipe.model)
         return blocks
 
-    blocks, heldout = load(recipe.data, steps * recipe.batch_size, recipe.batch_size), dict[str, Tensor]()
+    blocks, heldout = load(recipe.data, run.steps.last * recipe.batch_size, recipe.batch_size), dict[str, Tensor]()
     for name in watched:
         try:
             if bare_name(name) in map(bare_name, heldout):  # under which results are published
@@ -149,17 +145,8 @@ def read_text(
     return Text(blocks, select_loss_mask(blocks, recipe.learn_from, recipe.data, print_line), heldout)
 
 
-def prune(
-    recipes: Sequence[Recipe],
-    output: Path,
-    *,
-    overwrite: bool,
-    proof: bool,
-    tracker: str | None,
-    console: Console,
-    measure: Measure,
-) -> list[Checkpoint]:
-    """Prune a model and write the checkpoint to `output`; several sizes are written into folders
+def prune(recipes: Sequence[Recipe], command: Command, measure: Measure) -> list[Checkpoint]:
+    """Prune a model and write the checkpoint to the output; several sizes are written into folders
     inside it.
 
     recipes: one per size, smallest cut first.
@@ -167,41 +154,32 @@ def prune(
     Returns the written checkpoints. Errors of the user are raised before the model is loaded.
     Raises: a child of DdpError.
     """
-    folders = folders_of(recipes, output)
-    with begin_job(
-        recipes, output, folders, reads=[recipes[0].model], overwrite=overwrite, tracker=tracker, console=console
-    ) as (run_folder, left):
+    folders = folders_of(recipes, command.output)
+    with begin_job(command, recipes, folders, reads=[recipes[0].model]) as (run_folder, left):
         if left:
-            _prune(recipes, run_folder, left, folders, console, measure, proof=proof)
+            _prune(recipes, command, run_folder, left, folders, measure)
     return list(map(read_checkpoint, folders))
 
 
 def _prune(
     recipes: Sequence[Recipe],
+    command: Command,
     run_folder: RunFolder,
     left: Sequence[int],
     folders: Sequence[Path],
-    console: Console,
     measure: Measure,
-    *,
-    proof: bool,
 ) -> None:
     """Resolve the sizes, read the text, and train and write each size that is not written yet."""
     first, accelerator, print_line = recipes[0], run_folder.accelerator, run_folder.print_line
-    source = main_process_first(accelerator, lambda: find_model(first))
+    source = main_process_first(accelerator, find_model, first)
     source.describe_rest(print_line)
-    profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
+    profile = main_process_first(accelerator, latency_profile, first, source, measure)
     pools = pools_of_sizes(recipes, source, profile)
-    runs, _, loaded, _ = resolve_runs(recipes, pools, source, profile, run_folder.resolved, accelerator, print_line)
+    runs, _, loaded, _ = resolve_runs(recipes, pools, source, run_folder.resolved, accelerator, print_line)
     last, tokenizer = runs[-1], load_tokenizer(source.tokenizer)
     start_tracker(accelerator, "ddp-vllm", last.recipe)
-    text = main_process_first(
-        accelerator,
-        lambda: read_text(
-            last.recipe, tokenizer, source.vocab_size, model=first.model,
-            steps=last.steps.last, watched=sources_of(first.watch) if first.watch else [], print_line=print_line,
-        ),
-    )  # fmt: skip
+    watched = sources_of(first.watch) if first.watch else []
+    text = main_process_first(accelerator, read_text, last, tokenizer, source.vocab_size, watched, print_line)
     announce(last, source, text, print_line)
     inputs = text.identity(source, profile=profile.path if profile else None)
     if run_folder.begin(last.resolved(), inputs, shared_by=accelerator.num_processes if first.shard else 1):
@@ -215,12 +193,12 @@ def _prune(
         set_seed(first.seed)
         with explained(too_large(run.recipe)):
             model = loaded.pop() if loaded else load_trained(run, source, accelerator)
-            result = _learn_size(run, model, pools[number], source, tokenizer, text, run_folder, console, proof=proof)
+            result = _learn_size(run, model, pools[number], source, tokenizer, text, run_folder, command)
             del model
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
-                checkpoint = _write(run, pools[number], source, inputs, result, run_folder, folders[number])
-                print_written(checkpoint, first.model, console)
+                checkpoint = _write(run, pools[number], source, profile, inputs, result, run_folder, folders[number])
+                print_written(checkpoint, first.model, command.console)
 
 
 def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
@@ -230,12 +208,12 @@ def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
     return [output / f"{recipe.size_name}-{recipe.size!r}" for recipe in recipes]
 
 
-def announce(run: Run, source: Source, text: Text, print_line: Printer) -> None:
+def announce(run: Run[Recipe], source: Source, text: Text, print_line: Printer) -> None:
     """Print what a run is about to do, before the model is loaded."""
-    recipe, blocks = run.recipe, text.blocks
+    recipe, blocks, head_unit = run.recipe, text.blocks, head_unit_of(run.recipe, source)
     passes = run.steps.last * recipe.batch_size / len(blocks.train)
-    units = {"attn": run.head_unit, "mlp": "channel", "experts": "expert channel"}
-    unit = run.head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
+    units = {"attn": head_unit, "mlp": "channel", "experts": "expert channel"}
+    unit = head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
     trained = {"masks": "masks", "lora": "masks and low-rank additions", "weights": "masks and weights"}[run.train]
     print_line(
         f"text: {blocks.num_tokens:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
@@ -262,16 +240,14 @@ class Result(NamedTuple):
 
 
 def _learn_size(
-    run: Run,
+    run: Run[Recipe],
     loaded: Loaded,
     pools: Sequence[Pool],
     source: Source,
     tokenizer: Any,
     text: Text,
     run_folder: RunFolder,
-    console: Console,
-    *,
-    proof: bool,
+    command: Command,
 ) -> Result:
     """Train gates, and weights too if the run says so, and evaluate the dense and the pruned
     model.
@@ -280,18 +256,12 @@ def _learn_size(
         sequence fits a device.
     """
     recipe, accelerator, print_line = run.recipe, run_folder.accelerator, run_folder.print_line
-    heldout, (gated, weights, teacher) = text.blocks.heldout, loaded
-    training = Training(weights, heldout, teacher, print_line) if weights else None
-    evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
-    evaluation.evaluate("dense", gated.model)
-    if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
-        raise ModelError(
-            f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
-        )
-    if warning := bos_warning(gated.model, recipe.model, tokenizer, heldout):
-        print_line(warning)
+    heldout, (model, gated, weights, teacher) = text.blocks.heldout, loaded
+    assert gated
+    training = loaded.training(heldout=heldout, print_line=print_line)
+    evaluation = evaluate_dense(model, recipe.model, recipe, text, tokenizer, print_line)
     phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
-    with StepProgress(console, run.steps.last, phase, accelerator.is_main_process) as report:
+    with StepProgress(command.console, run.steps.last, phase, accelerator.is_main_process) as report:
         learned = learn(
             gated, text.blocks.train, run.schedule, pools, accelerator, run_folder, report, training,
             loss_mask=text.loss_mask,
@@ -307,8 +277,8 @@ def _learn_size(
                 untrained = evaluation.losses_of(dense.model)
         transform = weights.finish()
     with gated.masks(gates):
-        evaluation.evaluate("pruned", gated.model)
-        reference = reference_of(gated.model, tokenizer, heldout) if proof else None
+        evaluation.evaluate("pruned", model)
+        reference = reference_of(model, tokenizer, heldout) if command.proof else None
     warn_of_harm(evaluation, untrained, print_line)
     for name in text.watched:
         print_line(evaluation.summary(name))
@@ -316,6 +286,26 @@ def _learn_size(
     if text.watched:
         metrics["watched"] = {name: evaluation.perplexity(name) for name in text.watched}
     return Result(learned, metrics, transform, reference)
+
+
+def evaluate_dense(
+    model: Any, name: str, recipe: TrainingSettings, text: Text, tokenizer: Any, print_line: Printer
+) -> Evaluation:
+    """Evaluate the dense model on the held-out and the watched text of a run; print a warning if it
+    requires a BOS token that the tokenizer omits.
+
+    name: of the dense model. Raises: ModelError if it cannot read.
+    """
+    heldout = text.blocks.heldout
+    evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
+    evaluation.evaluate("dense", model)
+    if not math.isfinite(perplexity := evaluation.perplexity(recipe.data)["dense"]):
+        raise ModelError(
+            f"{name} has perplexity {perplexity} before pruning; its weights are broken, or dtype is too small"
+        )
+    if warning := bos_warning(model, recipe.model, tokenizer, heldout):
+        print_line(warning)
+    return evaluation
 
 
 def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, Sequence[float]], print_line: Printer) -> None:
@@ -337,7 +327,7 @@ def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, Sequence[float]
             )
 
 
-def _phase(run: Run, targets: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
+def _phase(run: Run[Recipe], targets: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
     """Return the phase of a step and the sparsity it reached, for the progress bar."""
     shares = {name.removesuffix("_sparsity"): value for name, value in metrics.items() if name.endswith("_sparsity")}
     goals = {name: f" of {share:.0%}" for name, share in targets.items()}
@@ -348,9 +338,10 @@ def _phase(run: Run, targets: Mapping[str, float], metrics: dict[str, float]) ->
 
 
 def _write(
-    run: Run,
+    run: Run[Recipe],
     pools: Sequence[Pool],
     source: Source,
+    profile: Profile | None,
     inputs: Mapping[str, Any],
     result: Result,
     run_folder: RunFolder,
@@ -369,9 +360,9 @@ def _write(
         **({"learning_rate": learned.rate} if learned.rate else {}),
         **learned.routing(source.sizes.routed_layers),
     }
-    if run.profile:
+    if profile:
         widths = layer_widths(learned.gates, source.sizes, source.widths)
-        provenance |= {"latency": predicted_latency(run.profile, widths, recipe.workload)}
+        provenance |= {"latency": predicted_latency(profile, widths, recipe.workload)}
 
     def finish(folder: Path, output: Path) -> Checkpoint:
         shutil.copyfile(run_folder.metrics, folder / METRICS_FILE)
@@ -381,7 +372,7 @@ def _write(
         source,
         learned.gates,
         output,
-        head_unit=run.head_unit,
+        head_unit=head_unit_of(recipe, source),
         provenance=provenance | result.evaluation | {"fingerprint": inputs},
         scores=learned.scores(),
         overwrite=run_folder.record["overwrite"],

@@ -92,7 +92,7 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None, print_l
     if on:
         _plan_on_cards(planned, recipes, source, pools_of, on)
     else:
-        _plan_here(planned, recipes, source, profile, pools_of, output, print_line)
+        _plan_here(planned, recipes, source, pools_of, output, print_line)
     return planned
 
 
@@ -100,7 +100,6 @@ def _plan_here(
     planned: Plan,
     recipes: Sequence[Recipe],
     source: Source,
-    profile: Profile | None,
     pools_of: Sequence[Sequence[Pool]],
     output: Path,
     print_line: Printer,
@@ -126,7 +125,7 @@ def _plan_here(
         """Print at once what takes time, and everything else at the end."""
         (print_line if line == TIMING else lines.append)(line)
 
-    runs, fitted, _, seconds = resolve_runs(recipes, pools_of, source, profile, resumed, accelerator, print_soon)
+    runs, fitted, _, seconds = resolve_runs(recipes, pools_of, source, resumed, accelerator, print_soon)
     planned.peak_bytes, last, steps = fitted.peak, runs[-1].recipe, runs[-1].steps.last
     lines += [
         _memory(fitted, last),

@@ -3,30 +3,22 @@ trained weights → checkpoint."""
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-from rich.console import Console
-from torch import Tensor
-
 from ddp_prune.core.batches import Batches
 from ddp_prune.core.decoder import lent
-from ddp_prune.core.loop import Learner, Training, seconds_a_step, take_steps
+from ddp_prune.core.loop import Learner, take_steps
 from ddp_prune.core.processes import main_process_first, raise_on_all_ranks
-from ddp_prune.core.schedule import Schedule, Steps
-from ddp_prune.core.weights import TrainedWeights, UpdatedWeights, highest_rate
+from ddp_prune.core.weights import UpdatedWeights, highest_rate
 from ddp_prune.devices import explained, start_tracker
 from ddp_prune.export import copy_masks, warn_of_other_weights
-from ddp_prune.fit import Devices, Mode, fit
-from ddp_prune.jobs import begin_job, read_text
-from ddp_prune.models.evaluation import Evaluation, bos_warning, reference_of
-from ddp_prune.models.loading import load
+from ddp_prune.jobs import Command, begin_job, evaluate_dense, read_text
+from ddp_prune.models.evaluation import Evaluation, reference_of
 from ddp_prune.models.source import Source, check_index, open_pruned, open_source
-from ddp_prune.resolve import choose_in_minutes, resolve_training_mode, too_large
+from ddp_prune.resolve import load_trained, resolve_runs, too_large
 from ddp_prune.run_folder import RunFolder
 from ddp_prune.settings import RecoveryRecipe
 from ddp_prune.text.rows import sources_of
@@ -44,134 +36,70 @@ from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.proof import Reference, prove
 from ddp_vllm.provenance import local_provenance
 
-RESOLVED = ("train", "optimizer", "learn_from", "learning_rate", "tokens", "batch_size", "seq_len")
-"""Settings that are resolved before the first step; a resumed run keeps them."""
 
-
-def recover(
-    recipe: RecoveryRecipe, output: Path, *, overwrite: bool, proof: bool, tracker: str | None, console: Console
-) -> Checkpoint:
-    """Train the weights of a pruned checkpoint, write the result to `output` and return it.
+def recover(recipe: RecoveryRecipe, command: Command) -> Checkpoint:
+    """Train the weights of a pruned checkpoint, write the result to the output and return it.
 
     Errors of the user are raised before a model is loaded.
     Raises: a child of DdpError.
     """
-    reads = [recipe.model, recipe.teacher]
-    with begin_job([recipe], output, [output], reads=reads, overwrite=overwrite, tracker=tracker, console=console) as (
-        run_folder,
-        left,
-    ):
+    folders, reads = [command.output], [recipe.model, recipe.teacher]
+    with begin_job(command, [recipe], folders, reads=reads) as (run_folder, left):
         if left:
-            _recover(recipe, run_folder, console, proof=proof)
-    return read_checkpoint(output)
+            _recover(recipe, command, run_folder)
+    return read_checkpoint(command.output)
 
 
-def _recover(recipe: RecoveryRecipe, run_folder: RunFolder, console: Console, *, proof: bool) -> None:
+def _recover(recipe: RecoveryRecipe, command: Command, run_folder: RunFolder) -> None:
     accelerator, print_line = run_folder.accelerator, run_folder.print_line
-    checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe))
-    start_tracker(accelerator, "ddp-vllm-recover", recipe)
-    devices, tokenizer = Devices.here(recipe, accelerator), load_tokenizer(str(pruned.folder))
-    mode = resolve_training_mode(recipe, dense, run_folder.resolved, devices, accelerator, print_line)
-    with explained(too_large(recipe)):
-        models = Models(recipe, pruned, dense, devices, accelerator)
-        teacher = models.teacher
-        sizes = teacher.config.get_text_config()
-        resolved = replace(recipe, **run_folder.resolved)
-        if resolved.tokens:
-            models.open(mode)
-        else:  # as many as fit into the minutes
-            mode, shape = choose_in_minutes(recipe, mode, models.open, print_line, accelerator.num_processes)
-            batch, seq_len = shape.batch_size, shape.seq_len
-            tokens = shape.steps * batch * seq_len
-            resolved = replace(resolved, tokens=tokens, batch_size=batch, seq_len=seq_len)
-        if not run_folder.resolved:
-            resolved = _with_defaults(resolved, mode, tokenizer, sizes.hidden_size)
-        # so that the recipe in the checkpoint repeats the run
-        resolved = replace(resolved, minutes=0.0)
-        weights, model = models.weights, models.weights.model
-        provenance = local_provenance(checkpoint.folder / MASKS_FILE)
-        text = main_process_first(
-            accelerator,
-            lambda: read_text(
-                resolved, tokenizer, sizes.vocab_size, model=recipe.model, steps=resolved.steps,
-                watched=_watched(recipe, provenance), print_line=print_line,
-            ),
-        )  # fmt: skip
-        heldout = text.blocks.heldout
-        print_line(
-            f"text: {text.blocks.train.numel():,} tokens of {recipe.data} for {resolved.steps:,} steps of "
-            f"{resolved.batch_size * resolved.seq_len:,}, {heldout.numel():,} held out; training mode {resolved.train} "
-            f"with {resolved.optimizer}, learning rate up to {resolved.learning_rate:g}"
-        )
-        if not text.watched:
-            print_line("no other text is evaluated; pass --watch FILE to detect a loss on other text")
-        settled = {name: getattr(resolved, name) for name in RESOLVED}
-        run_folder.begin(settled, text.identity(pruned, dense), shared_by=devices.num_shards)
-        evaluation = Evaluation({recipe.data: heldout, **text.watched}, tokenizer, print_line=print_line)
-        evaluation.evaluate("dense", teacher)
-        if warning := bos_warning(teacher, recipe.model, tokenizer, heldout):
-            print_line(warning)
+    checkpoint, pruned, dense = main_process_first(accelerator, _open, recipe)
+    runs, _, loaded, _ = resolve_runs([recipe], [()], dense, run_folder.resolved, accelerator, print_line, pruned)
+    tokenizer = load_tokenizer(str(pruned.folder))
+    resolved = _with_defaults(runs[0].recipe, tokenizer, dense.sizes.hidden_size)
+    run = replace(runs[0], recipe=resolved)
+    start_tracker(accelerator, "ddp-vllm-recover", resolved)
+    provenance = local_provenance(checkpoint.folder / MASKS_FILE)
+    watched = _watched(recipe, provenance)
+    text = main_process_first(accelerator, read_text, run, tokenizer, dense.vocab_size, watched, print_line)
+    heldout = text.blocks.heldout
+    print_line(
+        f"text: {text.blocks.train.numel():,} tokens of {recipe.data} for {resolved.steps:,} steps of "
+        f"{resolved.batch_size * resolved.seq_len:,}, {heldout.numel():,} held out; training mode {resolved.train} "
+        f"with {resolved.optimizer}, learning rate up to {resolved.learning_rate:g}"
+    )
+    if not text.watched:
+        print_line("no other text is evaluated; pass --watch FILE to detect a loss on other text")
+    inputs = text.identity(pruned, dense)
+    run_folder.begin(run.resolved(), inputs, shared_by=accelerator.num_processes if recipe.shard else 1)
+    with explained(too_large(resolved)):
+        trained = loaded.pop() if loaded else load_trained(run, dense, accelerator, pruned)
+        model, _, weights, teacher = trained
+        assert weights
+        evaluation = evaluate_dense(teacher, resolved.teacher, resolved, text, tokenizer, print_line)
         evaluation.evaluate("pruned", model)
-        progress = StepProgress(console, resolved.steps, _phase, accelerator.is_main_process)
+        progress = StepProgress(command.console, resolved.steps, _phase, accelerator.is_main_process)
         with progress as report, lent(model, teacher):
-            take_steps(models.learner(text.blocks.train, models.schedule(resolved), text.loss_mask), run_folder, report)
+            batches = Batches(text.blocks.train, run.schedule, accelerator, text.loss_mask)
+            take_steps(Learner(model, batches, run.schedule, trained.training()), run_folder, report)
         transform = weights.finish()
         evaluation.evaluate("recovered", model)
-        reference = reference_of(model, tokenizer, heldout) if proof else None
-        with raise_on_all_ranks(accelerator):
-            if accelerator.is_main_process:
-                results = _results(resolved, run_folder, evaluation, provenance.get("recovery"))
-                written = _write(checkpoint, transform, run_folder, provenance | results, reference)
-                for line in evaluation.recovery_summary():
-                    print_line(line)
-                print_written(written, recipe.teacher, console)
+        reference = reference_of(model, tokenizer, heldout) if command.proof else None
+    with raise_on_all_ranks(accelerator):
+        if accelerator.is_main_process:
+            results = _results(resolved, run_folder, evaluation, provenance.get("recovery"))
+            written = _write(checkpoint, transform, run_folder, provenance | results, reference)
+            for line in evaluation.recovery_summary():
+                print_line(line)
+            print_written(written, recipe.teacher, command.console)
 
 
-class Models:
-    """The teacher and the pruned model in memory, and what is trained of the latter in a mode."""
-
-    weights: TrainedWeights
-    mode: Mode
-
-    def __init__(
-        self, recipe: RecoveryRecipe, pruned: Source, dense: Source, devices: Devices, accelerator: Accelerator
-    ) -> None:
-        self.recipe, self.pruned, self.dense = recipe, pruned, dense
-        self.devices, self.accelerator = devices, accelerator
-        self.teacher = load(dense, recipe, accelerator)
-
-    def open(self, mode: Mode) -> Callable[[RecoveryRecipe], float]:
-        """Load the pruned model to train it in a mode; return what times a step of a recipe."""
-        self.mode = mode
-        if hasattr(self, "weights"):
-            del self.weights
-        set_seed(self.recipe.seed)  # of additions
-        model = load(self.pruned, self.recipe, self.accelerator)
-        self.weights = TrainedWeights(model, self.accelerator, mode.train, self.recipe.rank, mode.optimizer)
-        return self.seconds
-
-    def seconds(self, recipe: RecoveryRecipe) -> float:
-        models = self.weights.model, self.teacher
-        return seconds_a_step(models, self.learner, self.schedule(recipe), recipe.seq_len, self.accelerator)
-
-    def schedule(self, recipe: RecoveryRecipe) -> Schedule:
-        fitted, steps = fit(recipe, self.dense, self.devices, self.mode), Steps(0, recipe.steps, recipe.steps)
-        return recipe.schedule(
-            steps, num_sequences=fitted.num_sequences, checkpointed=fitted.checkpointed, warmup=recipe.warmup
-        )
-
-    def learner(self, blocks: Tensor, schedule: Schedule, loss_mask: Tensor | None = None) -> Learner:
-        batches = Batches(blocks, schedule, self.accelerator, loss_mask)
-        return Learner(self.weights.model, batches, schedule, Training(self.weights, teacher=self.teacher))
-
-
-def _with_defaults(recipe: RecoveryRecipe, mode: Mode, tokenizer: Any, hidden_size: int) -> RecoveryRecipe:
-    """Return a recipe with everything resolved that it leaves open."""
+def _with_defaults(recipe: RecoveryRecipe, tokenizer: Any, hidden_size: int) -> RecoveryRecipe:
+    """Return a recipe with the tokens of its loss and its learning rate resolved."""
     learn_from = recipe.learn_from
     if learn_from == "auto":
         learn_from = "assistant" if tokenizer.chat_template else "all"
-    rate = recipe.learning_rate or highest_rate(mode.train, hidden_size)
-    return replace(recipe, **mode._asdict(), learn_from=learn_from, learning_rate=rate)
+    rate = recipe.learning_rate or highest_rate(recipe.train, hidden_size)
+    return replace(recipe, learn_from=learn_from, learning_rate=rate)
 
 
 def _open(recipe: RecoveryRecipe) -> tuple[Checkpoint, Source, Source]:

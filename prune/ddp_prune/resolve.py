@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -20,8 +20,8 @@ from ddp_prune.core.batches import Batches
 from ddp_prune.core.budget import Pool
 from ddp_prune.core.decoder import fuse_elementwise
 from ddp_prune.core.gates import GatedModel
-from ddp_prune.core.learn import Trainer, trainer_of
-from ddp_prune.core.loop import Training, seconds_a_step
+from ddp_prune.core.learn import trainer_of
+from ddp_prune.core.loop import Learner, Training, seconds_a_step
 from ddp_prune.core.rate import trial_steps
 from ddp_prune.core.schedule import Schedule
 from ddp_prune.core.weights import TrainedWeights, obstacle_to_8_bits
@@ -35,6 +35,7 @@ from ddp_prune.fit import (
     fit,
     gigabytes,
     held_bytes,
+    rank_of,
     sequences_at_once,
     suited_modes,
 )
@@ -42,10 +43,9 @@ from ddp_prune.models.loading import check_sharding, load, load_teacher
 from ddp_prune.models.source import Source, loading_options
 from ddp_prune.pools import head_unit_of
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import FAMILY_STEPS, Run, steps_of
+from ddp_prune.run import FAMILY_STEPS, Run, Settled, steps_of
 from ddp_prune.settings import RecoveryRecipe, TrainingSettings
 from ddp_vllm.errors import Printer, SettingError
-from ddp_vllm.latency import Profile
 
 WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
 FEWEST_STEPS = 20  # a search in fewer steps closes too many gates at once
@@ -55,7 +55,6 @@ SHORTEST, SHORTEST_OF_WEIGHTS = 256, 1024
 """Tokens of a sequence, unless the recipe has shorter ones: weights get worse in contexts longer
 than they train on. In a short run they get shorter ones all the same."""
 TIMING = "timing steps on random tokens"
-Settled = TypeVar("Settled", Recipe, RecoveryRecipe)
 
 
 class Shape(NamedTuple):
@@ -73,15 +72,21 @@ class Shape(NamedTuple):
 class Loaded(NamedTuple):
     """What a run trains, in memory."""
 
-    gated: GatedModel
+    model: Any
+    gated: GatedModel | None
+    """The model with its gates; None for a recovery, whose gates are fixed."""
     weights: TrainedWeights | None
     """Trained besides the gates."""
     teacher: Any
-    """The dense model, loaded a second time; None where the first one is the teacher too."""
+    """The dense model, loaded in addition; None where the model itself is the teacher too."""
+
+    def training(self, **trials: Any) -> Training | None:
+        """Return how the weights are trained, if they are. trials: fields of `Training` on the learning rate."""
+        return Training(self.weights, teacher=self.teacher, **trials) if self.weights else None
 
 
-class Resolved(NamedTuple):
-    runs: list[Run]
+class Resolved(NamedTuple, Generic[Settled]):
+    runs: list[Run[Settled]]
     """One per size."""
     fit: Fit
     """How they fit into memory."""
@@ -92,34 +97,39 @@ class Resolved(NamedTuple):
 
 
 def resolve_runs(
-    recipes: Sequence[Recipe],
+    recipes: Sequence[Settled],
     pools: Sequence[Sequence[Pool]],
     source: Source,
-    profile: Profile | None,
     resumed: Mapping[str, Any],
     accelerator: Accelerator,
     print_line: Printer,
-) -> Resolved:
+    pruned: Source | None = None,
+) -> Resolved[Settled]:
     """Return the run of each size, and how they fit into memory.
 
     The search of a size begins at the keep ratios of the previous size.
 
+    pools: of each size; without any for a recovery.
+    source: the dense model.
     resumed: what the interrupted command had resolved; {} of a new one.
+    pruned: the model of a recovery.
     All processes must call this together. Raises: SettingError if memory does not hold the mode that
         the user passed, if its optimizer cannot run here, if the minutes are too few, or if
         processes that share weights cannot divide the batch evenly.
     """
     last, devices = recipes[-1], Devices.here(recipes[0], accelerator)
     mode = resolve_training_mode(last, source, resumed, devices, accelerator, print_line)
-    loaded, seconds, head_unit = list[Loaded](), 0.0, head_unit_of(last, source)
+    loaded, seconds = list[Loaded](), 0.0
     if last.minutes:
 
-        def open_mode(mode: Mode) -> Callable[[Recipe], float]:
-            def alone(recipe: Recipe) -> Run:
-                return Run.alone(recipe, head_unit=head_unit, **fit(recipe, source, devices, mode).resolved())
+        def open_mode(mode: Mode) -> Callable[[Settled], float]:
+            def alone(recipe: Settled) -> Run[Settled]:
+                return Run.alone(recipe, **fit(recipe, source, devices, mode).resolved())
 
+            # the teacher of a pruning shares weights with its model
+            teacher = loaded[0].teacher if loaded and pruned else None
             loaded.clear()
-            loaded.append(load_trained(alone(last), source, accelerator))
+            loaded.append(load_trained(alone(last), source, accelerator, pruned, teacher))
             return lambda recipe: time_run(alone(recipe), loaded[0], pools[-1], accelerator)
 
         if resumed:
@@ -129,8 +139,8 @@ def resolve_runs(
             mode, (steps, batch, seq_len, seconds, _) = choose_in_minutes(
                 last, mode, open_mode, print_line, accelerator.num_processes, len(recipes)
             )
-        shape = {"steps": steps, "batch_size": batch, "seq_len": seq_len, "minutes": None}
-        recipes = [replace(recipe, **shape) for recipe in recipes]
+        taken: dict[str, Any] = {"tokens": steps * batch * seq_len} if pruned else {"steps": steps, "minutes": None}
+        recipes = [replace(recipe, batch_size=batch, seq_len=seq_len, **taken) for recipe in recipes]
         # a resumed run may have had fewer processes
         check_sharding(recipes[-1], accelerator.num_processes)
     # so that the recipe in a checkpoint repeats the run
@@ -143,15 +153,7 @@ def resolve_runs(
     starts = [{}, *({pool.name: pool.keep_ratio for pool in sizes} for sizes in pools[:-1])]
     in_family = len(recipes) > 1
     runs = [
-        Run(
-            recipe=recipe,
-            steps=steps,
-            head_unit=head_unit,
-            profile=profile,
-            start=start,
-            in_family=in_family,
-            **fitted.resolved(),
-        )
+        Run(recipe=recipe, steps=steps, start=start, in_family=in_family, **fitted.resolved())
         for recipe, steps, start in zip(recipes, steps_of(recipes), starts, strict=True)
     ]
     return Resolved(runs, fitted, loaded, seconds)
@@ -292,35 +294,46 @@ def trial_steps_of(recipe: TrainingSettings, train: str) -> int:
     return trial_steps(train, recipe.batch_size, recipe.seq_len) if recipe.finds_rate(train) else 0
 
 
-def time_run(run: Run, loaded: Loaded, pools: Sequence[Pool], accelerator: Accelerator) -> float:
+def time_run(run: Run[Any], loaded: Loaded, pools: Sequence[Pool], accelerator: Accelerator) -> float:
     """Return the seconds of a step over random tokens with all gates open, of the slowest process."""
-    gated, weights, teacher = loaded
-    training = Training(weights, teacher=teacher) if weights else None
+    model, gated, _, teacher = loaded
+    training = loaded.training()
 
-    def make(blocks: Tensor, schedule: Schedule) -> Trainer:
+    def make(blocks: Tensor, schedule: Schedule) -> Learner:
         batches = Batches(blocks, schedule, accelerator)
-        return trainer_of(schedule)(gated, batches, schedule, pools, training)
+        if gated:
+            return trainer_of(schedule)(gated, batches, schedule, pools, training)
+        return Learner(model, batches, schedule, training)
 
-    models = [model for model in (gated.model, teacher) if model is not None]
+    models = [model] if teacher is None else [model, teacher]
     with explained(too_large(run.recipe)):
         return seconds_a_step(models, make, run.schedule, run.recipe.seq_len, accelerator)
 
 
-def load_trained(run: Run, source: Source, accelerator: Accelerator) -> Loaded:
+def load_trained(
+    run: Run[Any], source: Source, accelerator: Accelerator, pruned: Source | None = None, teacher: Any = None
+) -> Loaded:
     """Load the model of a run with its gates, and what is trained besides the gates; it must not
-    have run forward. Raises: TrainingError if a device cannot hold it."""
-    set_seed(run.recipe.seed)  # of additions
-    with explained(too_large(run.recipe)):
-        model, weights, teacher = load(source, run.recipe, accelerator), None, None
+    have run forward.
+
+    source: the dense model. pruned: the model of a recovery, whose gates are fixed. teacher: the dense
+    model, if it is in memory already.
+    Raises: TrainingError if a device cannot hold it.
+    """
+    recipe, weights, gated = run.recipe, None, None
+    set_seed(recipe.seed)  # of additions
+    with explained(too_large(recipe)):
+        model = load(pruned or source, recipe, accelerator)
         if run.train != "masks":  # gates scale the input of adapters too, so these are added first
-            weights = TrainedWeights(model, accelerator, run.train, optimizer=run.optimizer)
-        if accelerator.device.type == "cuda":
-            with suppress(Exception):  # without a C compiler, eager mode is slower and right
-                fuse_elementwise(model)
-        gated = GatedModel(model, source.widths, source.sizes, run.head_unit)
-        if run.recipe.holds_teacher(run.train):
-            teacher = load_teacher(source, run.recipe, accelerator, model)
-    return Loaded(gated, weights, teacher)
+            weights = TrainedWeights(model, accelerator, run.train, rank_of(recipe), run.optimizer)
+        if not pruned:
+            if accelerator.device.type == "cuda":
+                with suppress(Exception):  # without a C compiler, eager mode is slower and right
+                    fuse_elementwise(model)
+            gated = GatedModel(model, source.widths, source.sizes, head_unit_of(recipe, source))
+        if teacher is None and recipe.holds_teacher(run.train):
+            teacher = load_teacher(source, recipe, accelerator, model)
+    return Loaded(model, gated, weights, teacher)
 
 
 def name_of(mode: Mode, recipe: TrainingSettings) -> str:

@@ -1,4 +1,5 @@
-"""A run: one requested size, with everything that is resolved before its first step.
+"""A run: one requested size of a pruning, or a recovery, with everything that is resolved before its
+first step.
 
 The sizes of a size family share one search. The search of each size starts at the end of the
 previous size's search; each size has a polish of its own.
@@ -6,30 +7,29 @@ previous size's search; each size has a polish of its own.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ddp_prune.core.schedule import Schedule, Steps
 from ddp_prune.recipe import Recipe
+from ddp_prune.settings import RecoveryRecipe
 from ddp_vllm.errors import SettingError
-from ddp_vllm.latency import Profile
 
+Settled = TypeVar("Settled", Recipe, RecoveryRecipe)
 # steps of all sizes together, in multiples of the steps of the largest cut alone
 FAMILY_STEPS = 1.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Generic[Settled]):
     """The recipe of one size with every setting resolved. It is made before the first step and
     saved with the run."""
 
-    recipe: Recipe
+    recipe: Settled
     """The settings that the user passed, with the training mode, and instead of minutes the steps and
     their shape, as resolved."""
     steps: Steps
     train: str = "masks"
     """`masks`, `lora` or `weights`: the training mode, resolved if the recipe has `auto`."""
-    head_unit: str = "kv-group"
-    """The attention unit, resolved if the recipe has `auto`."""
     optimizer: str = ""
     """Optimizer of trained weights, resolved; "" for masks only."""
     num_sequences: int = 0
@@ -38,15 +38,13 @@ class Run:
     """Whether layers run forward again in backward."""
     leaves_out: bool = True
     """Whether closed heads and channels are left out of the computation, which copies weights."""
-    profile: Profile | None = None
-    """The latency profile behind a budget in measured time."""
     start: Mapping[str, float] = field(default_factory=dict)
     """Keep ratio of each pool when the search of this size begins; 1 for pools without an entry."""
     in_family: bool = False
     """Whether other sizes share the search."""
 
     @classmethod
-    def alone(cls, recipe: Recipe, **resolved: Any) -> "Run":
+    def alone(cls, recipe: Settled, **resolved: Any) -> "Run[Settled]":
         """Return the run of a single size."""
         return cls(recipe=recipe, steps=steps_of([recipe])[0], **resolved)
 
@@ -54,10 +52,16 @@ class Run:
     def schedule(self) -> Schedule:
         """What the core is told."""
         recipe = self.recipe
-        return recipe.schedule(
-            self.steps, num_sequences=self.num_sequences, checkpointed=self.checkpointed, leaves_out=self.leaves_out,
-            start=self.start, flat_until=self.steps.search if self.in_family else 0,
-            alm=recipe.alm if recipe.controller == "alm" else None,
+        if isinstance(recipe, Recipe):
+            others: dict[str, Any] = {"alm": recipe.alm if recipe.controller == "alm" else None}
+        else:
+            others = {"warmup": recipe.warmup}
+        return Schedule(
+            steps=self.steps, batch_size=recipe.batch_size, distillation=recipe.distillation, seed=recipe.seed,
+            learning_rate=recipe.learning_rate, num_sequences=self.num_sequences or recipe.micro_batch_size,
+            checkpointed=self.checkpointed or recipe.activation_checkpointing == "on", leaves_out=self.leaves_out,
+            start=self.start, flat_until=self.steps.search if self.in_family else 0, save_every=recipe.save_every,
+            **others,
         )  # fmt: skip
 
     def resolved(self) -> dict[str, Any]:
@@ -66,21 +70,21 @@ class Run:
         return {"train": self.train, "optimizer": self.optimizer, **shape}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the resolved settings as plain data, without the recipe and the contents of the
-        profile."""
+        """Return the resolved settings as plain data, without the recipe."""
         batch = [self.recipe.batch_size, self.recipe.seq_len]
         resolved = {"train": self.train, "optimizer": self.optimizer, "batch": batch, "steps": list(self.steps)}
         return resolved | {"start": dict(self.start), "in_family": self.in_family}
 
 
-def steps_of(recipes: Sequence[Recipe]) -> list[Steps]:
-    """Return the steps of each size of a family, smallest cut first; or of a single size.
+def steps_of(recipes: Sequence[Any]) -> list[Steps]:
+    """Return the steps of each size of a family, smallest cut first; or of a single size or a recovery.
 
     The search has as many steps as that of the largest cut alone. Each size gets a share of them in
     proportion to the fraction that it removes on top of the previous size. All sizes have equally
     many polish steps, so that together they take FAMILY_STEPS times the steps of the largest cut
     alone.
 
+    recipes: each a `Recipe`, or one `RecoveryRecipe`.
     Raises: SettingError if a size is left without steps.
     """
     last = recipes[-1]

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 RECORD, METRICS, LOCK = "run.json", "metrics*.jsonl", "lock"
-FORMAT = 3  # of run.json
+FORMAT = 4  # of run.json
 LARGEST_RECORD, LARGEST_METRICS = 1 << 28, 1 << 34  # bytes
 FILE_BYTES = 1 << 30  # tensors per file of a state: a file is assembled in host memory
 CHUNK = 4096  # bytes of a tensor that `inputs_of` reads

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ddp_prune.core.schedule import Schedule, Steps
 from ddp_vllm.dimensions import check_length
 from ddp_vllm.errors import SettingError
 from ddp_vllm.names import bare_name, identity_of, is_hub_name, split_sources
@@ -37,6 +36,9 @@ class TrainingSettings(Settings):
     """Whether the teacher has the frozen embeddings and output head of the trained model."""
 
     if TYPE_CHECKING:  # each command states its own
+        model: str
+        minutes: float | None
+        polish: float
         train: str
 
         @property
@@ -168,14 +170,6 @@ class TrainingSettings(Settings):
         SettingError."""
         check_length("seq_len", self.seq_len, model, text_config)
 
-    def schedule(self, steps: Steps, *, num_sequences: int, checkpointed: bool, **others: Any) -> Schedule:
-        """Return what the core is told. num_sequences, checkpointed: as fitted to memory."""
-        return Schedule(
-            steps=steps, batch_size=self.batch_size, distillation=self.distillation, seed=self.seed,
-            learning_rate=self.learning_rate, num_sequences=num_sequences or self.micro_batch_size,
-            checkpointed=checkpointed or self.activation_checkpointing == "on", save_every=self.save_every, **others,
-        )  # fmt: skip
-
     def finds_rate(self, train: str) -> bool:
         """Tell whether a run in this training mode finds its learning rate by trials."""
         return False
@@ -218,6 +212,7 @@ class RecoveryRecipe(TrainingSettings):
     """Settings of a recovery: distillation of a pruned model from the dense one."""
 
     shares_embeddings = False
+    polish = 0.0  # gates are fixed
     inherited = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
 
     model: str = setting(help="Folder of the pruned model.")
@@ -246,6 +241,8 @@ class RecoveryRecipe(TrainingSettings):
         super().__post_init__()
         if not (self.minutes or self.tokens):
             raise SettingError("minutes", "tokens", "are 0; give one of them")
+        if self.tokens:
+            object.__setattr__(self, "minutes", 0.0)
 
     def holds_teacher(self, train: str) -> bool:
         return True

@@ -154,10 +154,8 @@ def prune_sizes(
     from ddp_prune import jobs
     from ddp_vllm.pages.terminal import SafeConsole
 
-    return jobs.prune(
-        recipes, output, overwrite=overwrite, proof=proof, tracker=tracker, console=SafeConsole(quiet=not verbose),
-        measure=partial(ddp_vllm.profile, verbose=verbose),
-    )  # fmt: skip
+    given = jobs.Command(output, overwrite, proof, tracker, SafeConsole(quiet=not verbose))
+    return jobs.prune(recipes, given, partial(ddp_vllm.profile, verbose=verbose))
 
 
 @documents(Recipe)
@@ -305,11 +303,12 @@ def recover(
         raise CheckpointError(f"{folder} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
     check_model(resolved.teacher, with_tokenizer=False)
     _check_texts(resolved)
+    from ddp_prune import jobs
     from ddp_prune import recover as recovery
     from ddp_vllm.pages.terminal import SafeConsole
 
-    console = SafeConsole(quiet=not verbose)
-    return recovery.recover(resolved, output, overwrite=overwrite, proof=proof, tracker=tracker, console=console)
+    given = jobs.Command(output, overwrite, proof, tracker, SafeConsole(quiet=not verbose))
+    return recovery.recover(resolved, given)
 
 
 @command("quantize", show=lambda folder, _: _announce(folder))

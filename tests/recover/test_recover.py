@@ -77,7 +77,7 @@ def test_minutes_have_the_floor_of_pruning_and_become_tokens(
     pruned: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine whose clock tells 0.05 seconds per step; the stored recipe repeats the run."""
-    monkeypatch.setattr("ddp_prune.recover.seconds_a_step", lambda *_: 0.05)
+    monkeypatch.setattr("ddp_prune.resolve.seconds_a_step", lambda *_: 0.05)
     refused = invoke("recover", pruned, "-o", tmp_path / "no", "--minutes", "0.01")
     words = "minutes is 0.01, enough for 11 steps of 2 × 16 tokens where 20 are needed; give at least 1 for low-rank"
     assert_refused(refused, 2, words, "weights with adamw requires --minutes 1")

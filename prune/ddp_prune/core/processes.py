@@ -5,7 +5,7 @@ Processes are started by accelerate launch or torchrun. torch is imported only w
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from ddp_vllm.errors import DdpError
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Found = TypeVar("Found")
+Given = TypeVarTuple("Given")
 
 
 @contextmanager
@@ -35,16 +36,16 @@ def raise_on_all_ranks(accelerator: "Accelerator") -> Iterator[None]:
         raise first
 
 
-def main_process_first(accelerator: "Accelerator", find: Callable[[], Found]) -> Found:
-    """Return `find()` of each process. The first process of each machine runs it before the others,
-    to fill the caches.
+def main_process_first(accelerator: "Accelerator", find: Callable[[*Given], Found], *given: *Given) -> Found:
+    """Return `find` of what is given, in each process. The first process of each machine runs it before
+    the others, to fill the caches.
 
     Errors are raised as by `raise_on_all_ranks`.
     """
     for first in (True, False):
         with raise_on_all_ranks(accelerator):
             if accelerator.is_local_main_process == first:
-                value = find()
+                value = find(*given)
     return value
 
 

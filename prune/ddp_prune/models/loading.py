@@ -70,11 +70,12 @@ def check_head(source: Source, model: Any) -> None:
 
 
 def load_teacher(source: Source, recipe: TrainingSettings, accelerator: Accelerator, student: Any) -> Any:
-    """Load the dense model again, as a teacher that shares the frozen embeddings and output head
-    with `student`."""
+    """Load the dense model as the teacher of `student`; in a pruning it shares the frozen embeddings
+    and output head of that."""
     teacher = load(source, recipe, accelerator)
-    teacher.set_input_embeddings(student.get_input_embeddings())
-    teacher.set_output_embeddings(student.get_output_embeddings())
+    if recipe.shares_embeddings:
+        teacher.set_input_embeddings(student.get_input_embeddings())
+        teacher.set_output_embeddings(student.get_output_embeddings())
     return teacher
 
 
