@@ -175,8 +175,8 @@ def bench_steps(
     settings |= {"dense": dense, "pruned": pruned}
     chosen = StepSettings(**settings)
     # also of a folder without weights, for `-- --load-format dummy`
-    base = known_folder(chosen.dense)
-    predictions = [_prediction(folder, base) for folder in map(known_folder, chosen.pruned)]
+    *folders, base = map(known_folder, (*chosen.pruned, chosen.dense))
+    predictions = [_prediction(folder, base) for folder in folders]
 
     def save(results: dict[str, Any]) -> None:
         for prediction, verdict in zip(predictions, results["verdicts"], strict=True):
