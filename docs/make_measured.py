@@ -104,7 +104,7 @@ def table(name: str, model: str) -> Iterator[str]:
     speeds = read_speeds(name, model)
     shares = {} if speeds else recovered(rows)  # with other units, `masks` is no measure
     columns: dict[str, Callable[[str, Sequence[Result]], str]] = {}
-    columns["row"] = lambda row, results: row + (f", {len(results)} seeds" if len(results) > 1 else "")
+    columns["row"] = with_seeds
     if speeds:
         columns["decode step"] = lambda row, _: interval(speeds[row]) if row in speeds else ""
         if any("characters" in verdict for verdict in speeds.values()):
@@ -134,6 +134,10 @@ def table(name: str, model: str) -> Iterator[str]:
     yield f"| dense | {' | '.join(dense)} |{' |' * (len(columns) - 1 - len(dense))}"
     for row, results in rows.items():
         yield f"| {' | '.join(cell(row, results) for cell in columns.values())} |"
+
+
+def with_seeds(row: str, results: Sequence[Result]) -> str:
+    return row + (f", {len(results)} seeds" if len(results) > 1 else "")
 
 
 def perplexity(text: str, with_ratio: bool, bases: Mapping[str, Result], row: str, results: Sequence[Result]) -> str:
@@ -214,7 +218,7 @@ def curve(name: str, model: str) -> Iterator[str]:
         cells = [perplexity(text, True, {}, "", results) for text in texts]
         cells += [f"{perplexity_over_dense(results):.2f}×", top_1("", results)]
         hours = option(results[0], "--steps") * statistics.fmean(result["step_seconds"] for result in results) / 3600
-        yield f"| {tokens:,} | {' | '.join(cells)} | {hours:.1f} |"
+        yield f"| {with_seeds(f'{tokens:,}', results)} | {' | '.join(cells)} | {hours:.1f} |"
     if law := power_law(runs):
         yield "\nTwice the tokens leave {:.0%} [{:.0%}, {:.0%}] of the log-perplexity lost.".format(*law)
 
