@@ -41,7 +41,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
     "eos_token_id": 0, "bos_token_id": None, "initializer_range": 0.2, "max_position_embeddings": 256,
 }  # fmt: skip
-SMALL: dict[str, Any] = {"steps": 12, "batch_size": 4, "seq_len": 32, "heldout_blocks": 4, "learning_rate": 2e-4}
+SMALL: dict[str, Any] = {"steps": 12, "batch_size": 4, "seq_len": 32, "heldout_blocks": 4}
+RATE = 2e-4  # of trained weights
 ALM = {"learning_rate": 0.1}  # the paper's rate moves little in eight steps
 DENSE_CASES: dict[str, dict[str, Any]] = {
     "units": {"sparsity": 0.4, "train": "masks"},
@@ -158,12 +159,14 @@ def write_profile(dense: Path, path: Path) -> Path:
 
 
 def prune(model: Path, data: Path, output: Path, **settings: Any) -> list[Path]:
-    ddp_vllm.prune(str(model), output=output, data=str(data), proof=False, **SMALL | settings)
+    rate = None if settings.get("train") == "masks" else RATE
+    ddp_vllm.prune(str(model), output=output, data=str(data), proof=False, learning_rate=rate, **SMALL | settings)
     return [output]
 
 
 def prune_sizes(model: Path, data: Path, output: Path, **settings: Any) -> list[Path]:
-    ddp_vllm.prune_sizes(str(model), output=output, data=str(data), proof=False, **SMALL | {"steps": 30} | settings)
+    settings = SMALL | {"steps": 30, "learning_rate": RATE} | settings
+    ddp_vllm.prune_sizes(str(model), output=output, data=str(data), proof=False, **settings)
     return sorted(path.parent for path in output.glob("*/config.json"))
 
 

@@ -47,6 +47,10 @@ def parse_amount(text: str) -> float:
 class Recipe(TrainingSettings):
     """Settings of a pruning run, as the user passed them."""
 
+    needs = TrainingSettings.needs | {
+        "profile": ("budget", "latency"), "other_machine": ("profile",), "phase": ("budget", "latency"),
+    }  # fmt: skip
+
     model: str = setting("", "Folder or Hugging Face Hub name of the dense model. `prune` takes it as an argument.")
 
     sparsity: float = setting(
@@ -191,9 +195,6 @@ class Recipe(TrainingSettings):
         if self.minutes is not None and self.minutes <= 0.0:
             raise SettingError("minutes", f"is {self.minutes:g}; give at least 1, or leave it out to take `steps`")
         self._check_size()
-        for name in ("profile", "other_machine") if self.budget != "latency" else ():
-            if getattr(self, name):
-                raise SettingError(name, "has no effect without a speedup; leave it out")
         if self.alm.raw_masks and (self.polish or self.align > 1 or self.tp > 1):
             raise SettingError(
                 "raw_masks keeps every gate that the search left open and trains nothing afterwards; leave out polish, "
@@ -313,6 +314,10 @@ def load_recipe(path: Path | Mapping[str, Any] | None, settings: Mapping[str, An
 def check_suits(recipe: Recipe, source: "Source") -> None:
     """Refuse settings that do not suit a model. Raises: SettingError."""
     recipe.check_length(recipe.model, source.text_config)
+    for name, default, kinds in (("head_unit", "auto", {"attn"}), ("align", 1, {"mlp", "experts"})):
+        if getattr(recipe, name) != default and not kinds & {*source.sizes.blocks}:
+            parts = " or ".join(sorted(BLOCK_NAMES[kind] for kind in kinds))
+            raise SettingError(name, f"has no effect where no {parts} is pruned; leave it out")
     if recipe.scope == "expert" and source.sizes.blocks != ("experts",):
         raise SettingError(
             "scope", f"is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer"

@@ -144,8 +144,8 @@ def resolve_runs(
         # a resumed run may have had fewer processes
         check_sharding(recipes[-1], accelerator.num_processes)
     # so that the recipe in a checkpoint repeats the run
-    optimizer = mode.optimizer or last.optimizer
-    recipes = [replace(recipe, train=mode.train, optimizer=optimizer) for recipe in recipes]
+    chosen = {"optimizer": mode.optimizer or last.optimizer, **last.without_effect(train=mode.train)}
+    recipes = [replace(recipe, train=mode.train, **chosen) for recipe in recipes]
     fitted = fit(recipes[-1], source, devices, mode)
     usual = sequences_at_once(recipes[-1], devices)
     if fitted.num_sequences < usual:

@@ -2,7 +2,7 @@
 of a comparison on text. torch is not imported."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,6 +34,12 @@ class TrainingSettings(Settings):
 
     shares_embeddings: ClassVar[bool] = True
     """Whether the teacher has the frozen embeddings and output head of the trained model."""
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "learning_rate": ("train", "auto", "lora", "weights"),
+        "optimizer": ("train", "auto", "lora", "weights"),
+    }
+    """Setting -> another one, and the values of that one with which it has an effect; without values,
+    any but an empty one."""
 
     if TYPE_CHECKING:  # each command states its own
         model: str
@@ -145,6 +151,11 @@ class TrainingSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in self.without_effect():
+            other, *useful = self.needs[name]
+            value = f"is {getattr(self, other)!r}; leave it out, or choose {' or '.join(useful)}"
+            missing = f"is missing; leave it out, or pass a {other}"
+            raise SettingError(name, f"has no effect where {other} {value if useful else missing}")
         if self.learning_rate is not None and self.learning_rate <= 0.0:
             raise SettingError(
                 "learning_rate", f"is {self.learning_rate:g}; give a number above 0, such as 1e-5, or leave it out"
@@ -169,6 +180,16 @@ class TrainingSettings(Settings):
         """Refuse sequences that are longer than a model states, given its config. Raises:
         SettingError."""
         check_length("seq_len", self.seq_len, model, text_config)
+
+    def without_effect(self, **resolved: str) -> dict[str, Any]:
+        """Return the settings that differ from their defaults and have no effect (`needs`), with these
+        defaults. resolved: values that replace those of other settings."""
+        values, defaults = vars(self) | resolved, {field.name: field.default for field in fields(self)}
+        return {
+            name: defaults[name]
+            for name, (other, *useful) in self.needs.items()
+            if values[name] != defaults[name] and not (values[other] in useful if useful else values[other])
+        }
 
     def finds_rate(self, train: str) -> bool:
         """Tell whether a run in this training mode finds its learning rate by trials."""
@@ -214,6 +235,7 @@ class RecoveryRecipe(TrainingSettings):
     shares_embeddings = False
     polish = 0.0  # gates are fixed
     inherited = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
+    needs = TrainingSettings.needs | {"rank": ("train", "auto", "lora")}
 
     model: str = setting(help="Folder of the pruned model.")
     teacher: str = setting(help="Folder or Hub name of the dense model from which the model was pruned.")

@@ -17,15 +17,15 @@ from ddp_vllm.checkpoint import read_checkpoint
 
 Edit = Callable[[Path], Any]  # a change of a folder
 SMALL = [
-    *("--steps", "6", "--batch-size", "2", "--seq-len", "16", "--heldout-blocks", "4"),
-    *("--train", "masks", "--learning-rate", "2e-4"),
+    *("--steps", "6", "--batch-size", "2", "--seq-len", "16", "--heldout-blocks", "4", "--train", "masks"),
 ]
 
 
 def prune(model: Path | str, text: Path | str, output: Path, *more: object, sparsity: str = "0.4") -> Result:
     """Run `ddp-vllm prune` for six steps."""
     size = [] if "--sparsity" in more else ["--sparsity", sparsity]  # given twice, it would be two sizes
-    return invoke("prune", model, *size, "--data", text, "-o", output, *SMALL, *more)
+    rate = ["--learning-rate", "2e-4"] if {"auto", "lora", "weights"} & {*more} else []  # instead of trials
+    return invoke("prune", model, *size, "--data", text, "-o", output, *SMALL, *rate, *more)
 
 
 def recover(pruned: Path, output: Path, *more: object) -> Result:

@@ -188,7 +188,7 @@ def assert_close(two: Path, one: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["prune", pytest.param("recover", marks=pytest.mark.nightly)])
 def test_two_processes_train_as_one_does(verb: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    command = ["prune", str(tiny_model), *SMALL, "--train", "weights", "--sparsity", "0.4"]
+    command = ["prune", str(tiny_model), *SMALL, "--train", "weights", "--learning-rate", "2e-4", "--sparsity", "0.4"]
     if verb == "recover":
         passed(prune(tiny_model, tiny_text, tmp_path / "pruned"))
         command = ["recover", str(tmp_path / "pruned"), "--teacher", str(tiny_model), "--train", "lora"]

@@ -80,6 +80,28 @@ def test_lists_in_a_file_are_those_of_the_options(tmp_path: Path) -> None:
     ]
 
 
+IDLE: list[tuple[Any, dict[str, Any], str]] = [  # a setting without effect, and what it requires
+    (Recipe, {"learning_rate": 1e-4, "train": "masks"}, "train is 'masks'; leave it out, or choose auto or lora or"),
+    (Recipe, {"optimizer": "adamw", "train": "masks"}, "train is 'masks'"),
+    (Recipe, {"phase": "prefill"}, "budget is 'units'; leave it out, or choose latency"),
+    (Recipe, {"profile": "p.json"}, "budget is 'units'"),
+    (Recipe, {"other_machine": True, "budget": "latency"}, "profile is missing; leave it out, or pass a profile"),
+    (RecoveryRecipe, {"rank": 8, "train": "weights"}, "train is 'weights'; leave it out, or choose auto or lora"),
+]
+
+
+@pytest.mark.parametrize(("make", "changes", "words"), IDLE)
+def test_a_setting_without_effect_is_refused(make: Any, changes: dict[str, Any], words: str) -> None:
+    """Its default is no request, and `auto` may take the mode in which it has an effect."""
+    known = GIVEN if make is Recipe else {"model": "m", "teacher": "t"}
+    (name, value), *others = changes.items()
+    with pytest.raises(SettingError, match=re.escape(f"{name} has no effect where {words}")):
+        make(**known, **changes)
+    make(**known, **dict(others))
+    if others and others[0][0] == "train":
+        assert make(**known, **{name: value}).without_effect(**dict(others)) == {name: getattr(make, name)}
+
+
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     values: dict[str, Any] = {**GIVEN, "steps": 7, "controller": "alm", "alm": AlmSettings(mu_end=0.1)}
     recipe = Recipe(**values, learning_rate=1e-4)

@@ -112,6 +112,15 @@ UNMET: dict[str, tuple[str, list[str], tuple[str, ...]]] = {  # model, "" for th
     "whole experts and channels of MLPs": (
         "deepseek_v3", ["--whole-experts", "--prune", "mlp,experts"], ("removes experts alone", "--prune experts")
     ),
+    "heads of experts": (
+        "deepseek_v3", ["--head-unit", "query-head"], ("--head-unit has no effect where no attention is pruned",)
+    ),
+    "heads of whole experts": (
+        "mixtral", ["--whole-experts", "--head-unit", "kv-group"], ("--head-unit has no effect",)
+    ),
+    "blocks of heads": (
+        "", ["--prune", "attention", "--align", "8"], ("--align has no effect where no experts or mlp is pruned",)
+    ),
     "shards in one process": ("", ["--shard"], ("there is one", "accelerate launch")),
     "attention": ("olmo2", ["--prune", "attention,mlp"], ("attention of olmo2 cannot be pruned", "choose from mlp")),
     "whole experts": ("glm4_moe", ["--whole-experts"], ("removes rows of the router", "glm4_moe", "leave it out")),
