@@ -218,6 +218,15 @@ def _call(words: str, command: click.Command, folder: Path, *others: str, withou
     return invoke(*given)
 
 
+def test_a_list_may_be_given_in_several_options() -> None:
+    """Otherwise the last option alone would be taken."""
+    commands = dict(_commands())
+    lists = {"prune": ("data", "watch", "prune"), "recover": ("data", "watch"), "trim": ("data", "keep")}
+    for words, name in ((words, name) for words, names in lists.items() for name in names):
+        given = [f"--{name}", "a,b", f"--{name}", "c"]
+        assert commands[words].make_context(words, given, resilient_parsing=True).params[name] == "a,b,c"
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     return write_model(tmp_path / "tiny", widths=[(1, 5), (2, 16)], origin="owner/tiny")

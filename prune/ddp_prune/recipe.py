@@ -112,6 +112,7 @@ class Recipe(TrainingSettings):
         """Parts to prune, separated by commas: `attention`, `mlp`, `experts`. The default is attention
         and MLPs, or the routed experts of a mixture of experts; the MLPs alone where attention cannot
         be pruned.""",
+        join=",".join,
     )
     scope: str = setting(
         "global",

@@ -353,10 +353,11 @@ def trim(
         int, Option("Most tokens to keep, rounded down to a multiple of 128.", heading="Budget", least=1)
     ],
     data: Annotated[
-        str | Path, Option("Text whose tokens are counted: hub datasets or files, separated by commas.", heading="Text")
+        str | Path, Option("Text whose tokens are counted: hub datasets or files.", heading="Text", join=",".join)
     ],
     keep: Annotated[
-        str | Path | None, Option("Further text whose tokens stay before those of --data.", heading="Text")
+        str | Path | None,
+        Option("Further text whose tokens stay before those of --data.", heading="Text", join=",".join),
     ] = None,
     output: Folder,
     overwrite: Overwrite = False,
