@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SIZES = ("sparsity", "target", "speedup")
 """Settings that state how much to remove; a recipe has one of them."""
 ALTERNATIVES = (SIZES, ("steps", "minutes"))
+BUDGETS = {"target": ("params", "flops", "kv-bytes"), "speedup": ("latency",)}
+"""The budgets in which a size can be stated, the implied one first; a sparsity can be in all."""
 # the paper's search removes channels; experts that leave the router do so equally in all layers
 WITH_WHOLE_EXPERTS = {
     "controller": ("gradual",), "scope": ("global", "layer"), "budget": ("units", "params"), "align": (1,),
@@ -191,7 +193,7 @@ class Recipe(TrainingSettings):
         if isinstance(self.alm, Mapping):  # as `changed` states it
             object.__setattr__(self, "alm", AlmSettings(**self.alm))
         if self.budget == "units" and (self.speedup or self.target):
-            object.__setattr__(self, "budget", "latency" if self.speedup else "params")
+            object.__setattr__(self, "budget", BUDGETS["speedup" if self.speedup else "target"][0])
         super().__post_init__()
         if self.minutes is not None and self.minutes <= 0.0:
             raise SettingError("minutes", f"is {self.minutes:g}; give at least 1, or leave it out to take `steps`")
@@ -229,12 +231,7 @@ class Recipe(TrainingSettings):
             raise SettingError(f"{' and '.join(stated)} are given, which both state how much to remove; give one")
         if self.speedup and self.speedup <= 1:
             raise SettingError("speedup", f"is {self.speedup:g}; it must be above 1, for example 1.25")
-        if self.speedup and self.budget != "latency":
-            raise SettingError(
-                "budget",
-                f"is {self.budget!r}, but a speedup is a budget in latency; take budget out of the command or "
-                "the recipe, or give a target or a sparsity instead of the speedup",
-            )
+        check_budget(vars(self))
         if self.target < 0:
             raise SettingError("target", f"is {self.target:g}; it must be above 0, for example 5.5B")
         if not (self.speedup or self.target or 0.0 < self.sparsity < 1.0):
@@ -265,6 +262,17 @@ class Recipe(TrainingSettings):
         return Workload(phase=self.phase, batch=self.concurrency, context=self.context_length)
 
 
+def check_budget(values: Mapping[str, Any]) -> None:
+    """Refuse a budget in which the size is not stated. values: the settings of a recipe. Raises: SettingError."""
+    for name, budgets in BUDGETS.items():
+        if values.get(name) and (budget := values.get("budget", budgets[0])) not in budgets:
+            raise SettingError(
+                "budget",
+                f"is {budget!r}, but a {name} is a budget in {' or '.join(budgets)}; take budget out of the command "
+                f"or the recipe, or give a sparsity instead of the {name}",
+            )
+
+
 def load_recipes(path: Path | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> list[Recipe]:
     """Build one recipe per size, smallest cut first, as `load_recipe` does. Several sizes form a
     size family."""
@@ -291,6 +299,7 @@ def load_recipe(path: Path | Mapping[str, Any] | None, settings: Mapping[str, An
     values = read_settings(path, settings, Recipe, ALTERNATIVES)
     if isinstance(values.get("target"), str):
         values["target"] = parse_amount(values["target"])
+    check_budget(values)  # also units that were stated
     where = str(path) if isinstance(path, Path) else "the recipe"
     if "alm" in values:
         if not isinstance(alm := values["alm"], Mapping):

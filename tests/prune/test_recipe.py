@@ -123,6 +123,9 @@ WRONG: list[tuple[str, dict[str, Any], list[str]]] = [  # the file, what is pass
     ('model = "m"\nsparsity = 0.2\n[alm]\nwarmup = 0.1\n', {}, ["[alm] of", 'r.toml is for controller = "alm"']),
     ('model = "m"\nsparsity = 0.3\nsteps = 5\nminutes = 5.0\n', {}, ["steps and minutes are given; give one"]),
     ('model = "m"\n', {"sparsity": 0.2, "speedup": 1.25}, ["sparsity and speedup are given; give one"]),
+    ('model = "m"\n', {"budget": "units", "speedup": 1.25}, ["'units', but a speedup is a budget in latency;"]),
+    ('model = "m"\n', {"budget": "units", "target": "5B"}, ["'units', but a target is", "in params or flops or"]),
+    ('model = "m"\nbudget = "latency"\n', {"target": "5B"}, ["budget is 'latency', but a target is"]),
 ]
 
 
