@@ -135,6 +135,8 @@ def compare(
 
     if not (folders := [*map(Path, folders)]):
         raise SettingError("folders", "names no pruned or trimmed model; give one or several")
+    if min_agreement is not None and tolerance is None:
+        raise SettingError("min_agreement", "has no effect without a tolerance; omit it, or pass one")
     if Path(output).suffix not in ("", ".html", ".md"):
         raise SettingError("output", f"is {output}; the page is written as .html and .md, so give a name with .html")
     page, markdown = (Path(output).with_suffix(suffix) for suffix in (".html", ".md"))

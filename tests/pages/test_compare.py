@@ -248,6 +248,8 @@ def test_a_low_perplexity_alone_recommends_no_model(tmp_path: Path) -> None:
         result = invoke(*words, "--json")
         assert (result.exit_code == 9) == (chosen is None), result.output
         assert json.loads(result.stdout)["chosen"] == chosen
+    unused = invoke("compare", *sizes, "-o", tmp_path / "unused", "--min-agreement", "0.95")
+    assert_refused(unused, 2, "--min-agreement has no effect without a tolerance")
     ended = invoke(*words[:-1], "1.05", "--min-agreement", "0.95")
     assert "of at most 1.05 times the dense model's and 95% top-1 agreement" in ended.stderr
 
