@@ -43,6 +43,10 @@ SUITES = {
     "paper": (*ACCURACY, "wikitext"),
     "generative": tuple(name for name, task in TASKS.items() if task.is_generated),
 }
+SET_HERE = {  # argument of lm-eval's model classes -> the argument or option that sets it
+    "pretrained": "MODEL", "dtype": "--dtype", "batch_size": "--batch-size",
+    **dict.fromkeys(("max_length", "max_model_len"), "--max-length"),
+}  # fmt: skip
 _PER_TASK = (
     *("results", "groups", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "group_subtasks"),
     "samples",
@@ -86,7 +90,11 @@ class EvalSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not all("=" in argument for argument in self.model_args):
-            raise SettingError("model_args", "requires name=value pairs, comma-separated, such as max_model_len=2048")
+            raise SettingError("model_args", "requires name=value pairs, comma-separated, such as enforce_eager=True")
+        names = [argument.partition("=")[0].strip() for argument in self.model_args]
+        if taken := next((name for name in names if name in SET_HERE or names.count(name) > 1), None):
+            remedy = f"pass {SET_HERE[taken]} instead" if taken in SET_HERE else "pass it once"
+            raise SettingError("model_args", f"sets {taken}, which is set already; {remedy}")
 
     def check(self) -> None:
         """Check everything outside of the settings that does not require loading the model.
