@@ -191,7 +191,9 @@ def held_bytes(recipe: TrainingSettings, source: Source, mode: Mode, itemsize: i
 
 def sequences_at_once(recipe: TrainingSettings, devices: Devices) -> int:
     """Return the micro-batch size in sequences before it is fitted to memory."""
-    return recipe.micro_batch_size or usual_sequences(recipe.batch_size, recipe.seq_len, devices.number, devices.type)
+    share = -(-recipe.batch_size // devices.number)
+    usual = usual_sequences(recipe.batch_size, recipe.seq_len, devices.number, devices.type)
+    return min(recipe.micro_batch_size, share) or usual
 
 
 def fit(recipe: TrainingSettings, source: Source, devices: Devices, mode: Mode) -> Fit:

@@ -337,7 +337,8 @@ def test_an_estimate_follows_the_options(tiny_model: Path) -> None:
     assert on(tiny_model, dtype="bfloat16")[MASKS].fit.peak < found[MASKS].fit.peak
     assert on(tiny_model, sizes=(0.1, 0.2))[MASKS].tokens == pytest.approx(1.3 * found[MASKS].tokens, rel=0.01)
     for settings, num_sequences in (
-        ({"batch_size": 1, "seq_len": 256}, 1), ({"seq_len": 8192}, 4), ({"micro_batch_size": 2}, 2)
+        ({"batch_size": 1, "seq_len": 256}, 1), ({"seq_len": 8192}, 4), ({"micro_batch_size": 2}, 2),
+        ({"micro_batch_size": 999, "batch_size": 2}, 2),  # a device has no more
     ):  # fmt: skip
         assert on(tiny_model, **settings)[MASKS].fit.num_sequences == num_sequences
     off, again = (on(tiny_model, activation_checkpointing=setting)[MASKS].fit for setting in ("off", "on"))
