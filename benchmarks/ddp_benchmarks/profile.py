@@ -41,7 +41,7 @@ class ProfileSettings(Settings):
     concurrency: tuple[int, ...] = setting((8,), "Sequences served at once.", least=1)
     context_length: tuple[int, ...] = setting((2048,), "Tokens per sequence.")
     rounds: int = setting(2, "Measurements of each shape.", least=1)
-    steps: int = setting(96, "Decode steps per round, in turns.", least=TURN)
+    steps: int = setting(96, f"Decode steps per round, in turns of {TURN}; a remainder is left out.", least=TURN)
     engine_arguments: tuple[str, ...] = setting((), "Passed to every vLLM engine.", is_argument=True)
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ from ddp_benchmarks.conversations import (
 from ddp_benchmarks.engine import Engine, Server, vllm_command
 from ddp_benchmarks.models import max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, rotated
-from ddp_vllm.errors import ServingError, SettingError, echo, line_printer
+from ddp_vllm.errors import Printer, ServingError, SettingError, echo, line_printer
 from ddp_vllm.model_facts import describe_model, is_pruned, tokens_differ, unrelated
 from ddp_vllm.output import check_file
 from ddp_vllm.results import BEGINS, FORMAT, Bench, new_results, verdicts, write_results
@@ -161,7 +161,7 @@ def run_benchmark(settings: BenchSettings, output: Path, *, verbose: bool) -> di
             print_line(f"note: {note}")
     labels = _labels([model.name for model in described])
     facts = [model.to_json() | {"label": label} for model, label in zip(described, labels, strict=True)]
-    settings = _fit(settings)
+    settings = _fit(settings, print_line)
     differing = {model: words for model in settings.pruned if (words := tokens_differ(settings.dense, model))}
     sample, *others = _draw(settings, [*differing])
     requests = {model: Requests(settings.dense, sample, bool(differing)) for model in models}
@@ -213,10 +213,13 @@ def _labels(names: Sequence[str]) -> list[str]:
     return [f"{name} ({i})" if names.count(name) > 1 and i else name for i, name in enumerate(names)]
 
 
-def _fit(settings: BenchSettings) -> BenchSettings:
-    """Limit the context to the shortest of all models; vLLM refuses a longer one."""
-    limits = [limit for limit in map(max_model_len, (settings.dense, *settings.pruned)) if limit]
-    return replace(settings, max_model_len=min(settings.max_model_len, *limits)) if limits else settings
+def _fit(settings: BenchSettings, print_line: Printer) -> BenchSettings:
+    """Limit the context to the shortest of all models, and print it; vLLM refuses a longer one."""
+    longest = min(filter(None, map(max_model_len, (settings.dense, *settings.pruned))), default=settings.max_model_len)
+    if longest >= settings.max_model_len:
+        return settings
+    print_line(f"the context is {longest:,} tokens instead of {settings.max_model_len:,}: a model takes no more")
+    return replace(settings, max_model_len=longest)
 
 
 def _draw(settings: BenchSettings, others: Sequence[str]) -> list[Sample]:

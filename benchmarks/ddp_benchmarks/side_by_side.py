@@ -47,7 +47,7 @@ class StepSettings(Settings):
     concurrency: int = setting(8, "Sequences served at once.", least=1)
     context_length: int = setting(2048, "Tokens per sequence.")
     rounds: int = setting(5, "Measurements of each model.", least=1)
-    steps: int = setting(96, "Decode steps per round, in turns.", least=TURN)
+    steps: int = setting(96, f"Decode steps per round, in turns of {TURN}; a remainder is left out.", least=TURN)
     text: str = setting(
         "", "Text by which models with different tokens are compared in characters per second.", shown="none"
     )

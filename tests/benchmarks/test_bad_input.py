@@ -48,6 +48,15 @@ REFUSED = {  # words of a command, which writes nothing -> exit code, and a part
 }
 
 
+def test_a_context_that_a_model_does_not_take_is_lowered_aloud(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text("[]")
+    words = ["bench", "sharegpt", "--dense", tiny, "--pruned", tiny, "--dataset", tmp_path / "empty.json"]
+    for length, told in ((256, False), (2048, True)):
+        result = invoke(*words, "--max-model-len", length, "-o", tmp_path / "new.json")
+        assert ("the context is 256 tokens instead of 2,048" in result.stdout) == told, result.output
+        assert result.exit_code == 4, result.output
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_measured_is_refused(
     words: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
