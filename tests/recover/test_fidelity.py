@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from any_models import write_headers
 from commands import assert_refused, edit_json, invoke, passed
 from msgspec import convert
 
 from ddp_prune.core.loss import OutputHead, agreement, perplexity_of
+from ddp_prune.fidelity import open_model
 from ddp_prune.models.evaluation import Evaluation, bits_of
 from ddp_prune.models.loading import load_model
 from ddp_prune.models.source import open_source
 from ddp_prune.text.tokens import load_tokenizer
 from ddp_vllm import api
+from ddp_vllm.checkpoint import read_config
 from ddp_vllm.evaluations import perplexity_ratio
+from ddp_vllm.families import pruned_config
 from ddp_vllm.masks import Quality
 from ddp_vllm.pages.compare import comparison_table
 from ddp_vllm.pages.measurements import collect
@@ -127,6 +131,19 @@ def test_text_is_not_evaluated_beyond_the_positions_of_a_model(
     words = ["eval", folder, "--against", tiny_model, "--text", tiny_text, "-o", tmp_path / "out"]
     assert_refused(invoke(*words), 2, "--max-length is 2048, but", "takes 512; lower --max-length")
     assert_refused(invoke(*words, "--max-length", "513"), 2, "--max-length is 513")
+
+
+def test_sizes_that_the_config_leaves_to_its_class(tmp_path: Path) -> None:
+    """As the published configs of Gemma 3 with images: its pruned folder was made from it."""
+    folder = write_headers("Gemma3Config", tmp_path / "dense")
+    stated = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "sliding_window")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    edit_json(folder / "config.json", text_config={key: text[key] for key in stated})
+    dense, pruned = open_source(str(folder)), tmp_path / "pruned"
+    pruned.mkdir()
+    (pruned / "model.safetensors").hardlink_to(folder / "model.safetensors")
+    edit_json(pruned / "config.json", **pruned_config(read_config(folder), dense.widths))
+    assert open_model(str(pruned), dense).shapes == dense.shapes
 
 
 def test_what_is_not_compared(folder: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_vllm import machine
 from ddp_vllm.checkpoint import Checkpoint, check_head, read_config
-from ddp_vllm.dimensions import BLOCK_NAMES, Dimensions, dimensions_of, is_copied_head, text_config, widths_of
+from ddp_vllm.dimensions import (
+    BLOCK_NAMES,
+    Dimensions,
+    completed,
+    dimensions_of,
+    is_copied_head,
+    text_config,
+    widths_of,
+)
 from ddp_vllm.errors import CheckpointError, ModelError, Printer, SettingError, reading
 from ddp_vllm.families import FAMILIES, check_dense, check_supported, register_pruned, warn_of_foreign_code
 from ddp_vllm.formats import check_states_no_widths
@@ -221,7 +229,8 @@ def open_pruned(checkpoint: Checkpoint, dense: Source, *, same_tokens: bool = Tr
     Raises: CheckpointError if it is quantized; ModelError if it was not pruned from a model like
         `dense`.
     """
-    folder, config, widths = checkpoint.folder, checkpoint.config, checkpoint.widths
+    folder, config = checkpoint.folder, completed(checkpoint.config)
+    widths = widths_of(config)
     if config.get("quantization_config") and not states_widths(config):
         raise CheckpointError(f"{folder} is quantized; recover or measure the folder it was made from, then quantize")
     stated = dense.widths if dense.widths.is_family else dense.widths.only(widths.blocks)
