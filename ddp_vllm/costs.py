@@ -102,7 +102,8 @@ def whole_model(
     """
     if budget == "params":
         return float(sum(map(prod, shapes.values())))
-    widths, text = widths_of(config), text_config(completed(config))
+    config = completed(config)
+    widths, text = widths_of(config), text_config(config)
     if budget == "kv-bytes":
         if not widths.is_family:
             raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")

@@ -6,20 +6,23 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from operator import mul
 from pathlib import Path
 from typing import Any
 
 import pytest
-from any_models import write_headers
+from any_models import write_headers, write_model
 from commands import assert_refused, edit_json, invoke, passed
 from latency_profiles import written
 from runs import prune
 from seams import AlmSettings, Recipe, RecoveryRecipe, Run, load_recipe, load_recipes, open_source, plan, verbs
 
+from ddp_vllm.checkpoint import read_config
 from ddp_vllm.costs import numbers_read, table_note, whole_model
 from ddp_vllm.dimensions import attended
 from ddp_vllm.errors import SettingError
+from ddp_vllm.families import pruned_config
 from ddp_vllm.model_facts import dense_kv_bytes
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
@@ -342,6 +345,17 @@ def test_a_step_reads_the_cache_of_windows_and_of_text_alone(tmp_path: Path) -> 
     assert stated and float(stated[1]) * 1e9 == pytest.approx(2 * numbers_read(*model[::2])[0] + cache, rel=0.01)
     falcon = open_source(str(write_headers("FalconConfig", tmp_path / "falcon")))
     assert whole_model("flops", falcon.config, falcon.widths.dense_layers, falcon.shapes, 0) > 2 * 65024 * 4544
+
+
+def test_the_flops_of_experts_whose_number_the_config_leaves_to_its_class(tmp_path: Path) -> None:
+    """The pages read the config of the pruned folder, the dry run that of transformers' class."""
+    folder = write_model("glm4_moe", tmp_path)
+    edit_json(folder / "config.json", num_experts_per_tok=None)  # 8 of its 8 experts, by default
+    source = open_source(str(folder))
+    written, layers = pruned_config(read_config(folder), source.widths), source.widths.layers
+    of_pages, planned = (whole_model("flops", config, layers, source.shapes, 0) for config in (written, source.config))
+    weights = [prod(shape) for name, shape in source.shapes.items() if len(shape) > 1 and "embed_tokens" not in name]
+    assert of_pages == planned == 2 * sum(weights)
 
 
 def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
