@@ -84,6 +84,13 @@ def test_text_of_ones_own(folder: Path, tiny_model: Path, tiny_text: Path, text:
     assert same["texts"][tiny_text.name]["tokens"] == 20 * 15  # the first of a block is not predicted
 
 
+def test_tokens_of_a_page_are_those_that_are_predicted(folder: Path) -> None:
+    """As those of `eval --text`: the perplexity of four blocks of 16 tokens is over 60."""
+    quality = api.inspect(folder)["perplexity"]
+    assert quality["tokens"] == sum(quality["block_tokens"]) == 4 * 15
+    assert "(60 tokens of text.jsonl)" in (folder / "README.md").read_text()
+
+
 def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
     """Two blocks have a single token with loss, another all of its own: the sum of losses is over the sum of tokens."""
     model = load_model(open_source(str(tiny_model)), "float32")

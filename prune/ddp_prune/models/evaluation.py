@@ -61,7 +61,6 @@ class Evaluation:
         masks = loss_masks or {name: torch.ones_like(blocks, dtype=torch.bool) for name, blocks in texts.items()}
         self.loss_masks = {name: mask[:, 1:] for name, mask in masks.items()}  # of predicted tokens
         self.block_tokens: dict[str, list[int]] = {name: mask.sum(1).tolist() for name, mask in self.loss_masks.items()}
-        self.has_masks = bool(loss_masks)
         self.losses: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
         self.agreements: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
         self.answers: dict[str, list[str]] = {}
@@ -112,8 +111,7 @@ class Evaluation:
         first model."""
         losses, block_tokens = self.losses[text], self.block_tokens[text]
         metrics: dict[str, Any] = {who: perplexity_of(values, block_tokens) for who, values in losses.items()}
-        num_tokens = sum(block_tokens) if self.has_masks else self.texts[text].numel()
-        metrics |= {"tokens": num_tokens, "block_losses": losses, "block_tokens": block_tokens}
+        metrics |= {"tokens": sum(block_tokens), "block_losses": losses, "block_tokens": block_tokens}
         return metrics | {"agreement": self.agreements[text]}
 
     def samples(self) -> dict[str, Any]:
