@@ -21,9 +21,8 @@ import numpy as np
 from gguf.utility import LocalTensor, SafetensorsLocal
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_config
-from ddp_vllm.dimensions import attended
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.gguf.graphs import missing_parts
+from ddp_vllm.gguf.graphs import missing_parts, rope_of
 from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import weight_files
@@ -62,8 +61,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     # first, because the rest reads what those graphs need
     if not (reason := _without_graph(read_config(folder))):
         checkpoint = read_checkpoint(folder, dense=True)
-        with reading(f"config.json of {folder}", ModelError, "download the model again"):
-            reason = _unfit(checkpoint)
+        reason = _unfit(checkpoint.config)
     if reason:
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
@@ -101,31 +99,12 @@ def _without_graph(config: Config) -> str | None:
     return None
 
 
-def _unfit(checkpoint: Checkpoint) -> str | None:
-    """Return why the graphs `deci` and `llama` would not compute this model exactly; None if they
-    do."""
-    config = checkpoint.config
-    model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
+def _unfit(config: Config) -> str:
+    """Return why the graphs `deci` and `llama` would not compute this model exactly; "" if they do."""
     if config.get("quantization_config"):
         return "it is quantized already; export the folder it was made from"
-    lacks = None
-    if missing := missing_parts(model_type):
-        lacks = f"{missing} in models of type {model_type}"
-    elif min(attended(config, length)) < length:
-        lacks = f"a sliding window of {config['sliding_window']} tokens"
-    elif (activation := config.get("hidden_act", "silu")) != "silu":
-        lacks = f"the activation {activation}"
-    elif rope["rope_type"] not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
-        lacks = f"rotary positions of type {rope['rope_type']}"
+    lacks = missing_parts(config)
     return lacks and f"its graph for layers of different widths has no place for {lacks}; serve the model with vLLM"
-
-
-def _rope(config: Config) -> dict[str, Any]:
-    """Return the settings of rotary positions, as transformers 5 writes them or as older versions
-    did."""
-    old = {"rope_theta": config.get("rope_theta") or 10_000.0, **(config.get("rope_scaling") or {})}
-    rope = config.get("rope_parameters") or old
-    return {**old, **rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
 def _padded(index: int, layer: LayerWidths) -> LayerWidths:
@@ -157,7 +136,7 @@ def _add_sizes(writer: gguf.GGUFWriter, checkpoint: Checkpoint, widths: Widths) 
     writer.add_key_length(widths.head_dim)
     writer.add_value_length(widths.head_dim)
     writer.add_rope_dimension_count(widths.head_dim)
-    writer.add_rope_freq_base(_rope(config)["rope_theta"])
+    writer.add_rope_freq_base(rope_of(config)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -167,7 +146,7 @@ def _add_sizes(writer: gguf.GGUFWriter, checkpoint: Checkpoint, widths: Widths) 
 def _tensors(checkpoint: Checkpoint, widths: Widths, kind: gguf.GGMLQuantizationType) -> Iterator[_Tensor]:
     """Yield the tensors of the file, in order. Raises: ModelError for a tensor that llama.cpp has
     no place for."""
-    if _rope(checkpoint.config)["rope_type"] == "llama3":
+    if rope_of(checkpoint.config)["rope_type"] == "llama3":
         float32 = gguf.GGMLQuantizationType.F32
         yield _Tensor(name=FACTORS, gguf_name=FACTORS, shape=(widths.head_dim // 2,), type=float32)
     shapes = {name: tuple(shape) for name, shape in checkpoint.shapes.items() if not name.endswith("inv_freq")}
@@ -209,7 +188,7 @@ def _arrays(
     for tensor in tensors:
         array = np.zeros(tensor.shape, np.float32)
         if tensor.name == FACTORS:
-            array[:] = _rope_factors(_rope(checkpoint.config), widths.head_dim)
+            array[:] = _rope_factors(rope_of(checkpoint.config), widths.head_dim)
         elif tensor.name in stored:
             array[_positions(tensor.name, checkpoint.widths, widths)] = _read(stored[tensor.name])
         if ".attn_q." in tensor.gguf_name or ".attn_k." in tensor.gguf_name:

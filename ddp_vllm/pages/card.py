@@ -16,7 +16,6 @@ from ddp_vllm.names import bare_name, is_hub_name
 from ddp_vllm.output import write_text
 from ddp_vllm.pages.page import REPORT_FILE, Page, to_html, to_markdown
 from ddp_vllm.pages.summary import QUANTIZED, dense_name, lead, sections, trimming
-from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import states_widths
 
 TEXT = """# {name}
@@ -155,5 +154,5 @@ def _loading(checkpoint: Checkpoint) -> Iterator[str]:
         yield STOCK
     is_quantized = "quantization_config" in checkpoint.config and not is_described
     yield TRANSFORMERS + " It also requires the package compressed-tensors." * is_quantized
-    if not missing_parts(dense_type(checkpoint.config)) and not is_quantized:
+    if not missing_parts(checkpoint.config) and not is_quantized:
         yield LLAMA_CPP

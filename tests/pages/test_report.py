@@ -198,7 +198,10 @@ def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
 
 
 def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> None:
-    """A llama goes everywhere; what is quantized not into llama.cpp, a Qwen3 neither, experts not into stock vLLM."""
+    """A llama goes everywhere; what is quantized not into llama.cpp, a Qwen3 neither, experts not into stock vLLM.
+
+    What the export to llama.cpp refuses, a window or stretched positions, the card does not offer.
+    """
 
     def named(checkpoint: Checkpoint, **changed: Any) -> list[bool]:
         card = model_card(dataclasses.replace(checkpoint, config={**checkpoint.config, **changed}), "p")
@@ -211,6 +214,10 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
     assert named(llama) == [True, True, True, True]
     assert named(llama, quantization_config={"format": "int-quantized"}) == [True, True, True, False]
     assert named(llama, model_type="ddp_qwen3") == [True, True, True, False]
+    window = {"model_type": "ddp_mistral", "sliding_window": 4096}
+    assert named(llama, **window, max_position_embeddings=4096) == [True, True, True, True]
+    assert named(llama, **window, max_position_embeddings=8192) == [True, True, True, False]
+    assert named(llama, rope_parameters={"rope_type": "yarn", "factor": 4.0}) == [True, True, True, False]
     mixture = write_mixture(tmp_path / "experts", [[24, 3, 24, 24, 24, 24, 24, 24]])
     assert named(read_checkpoint(mixture)) == [True, False, True, False]
 
