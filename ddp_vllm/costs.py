@@ -103,7 +103,7 @@ def whole_model(
     if budget == "params":
         return float(sum(map(prod, shapes.values())))
     config = completed(config)
-    widths, text = widths_of(config), text_config(config)
+    widths = widths_of(config)
     if budget == "kv-bytes":
         if not widths.is_family:
             raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
@@ -112,7 +112,7 @@ def whole_model(
     weights, _ = numbers_read(config, shapes, layers)
     attention = 0.0
     for index, number in enumerate(attended(config, context, len(layers))):
-        own = of_layer(text, index)
+        own = of_layer(text_config(config), index)
         queries = int(own.get("num_attention_heads") or 0)
         size = 2 * int(own.get("head_dim") or (own.get("hidden_size") or 0) // max(queries, 1))
         if own.get("kv_lora_rank"):  # latent attention has keys and values of several sizes

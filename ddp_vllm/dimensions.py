@@ -66,7 +66,8 @@ def completed(config: Config) -> Config:
     """Return a config with the fields of its language model that a stock class without a table derives, such as
     `layer_types`; as it is if transformers cannot read it."""
     model_type, text = str(config.get("model_type")), text_config(config)
-    states_all = "layer_types" in text and "gemma4" not in model_type  # whose class derives the heads of layers
+    # the class of Gemma 4 derives the heads of layers
+    states_all = text.keys() >= {"layer_types", "tie_word_embeddings"} and "gemma4" not in model_type
     if states_all or dense_type(config) in (*TABLES, *MIXTURES):
         return config
     from transformers import CONFIG_MAPPING  # takes seconds
@@ -100,7 +101,7 @@ def is_copied_head(config: Config, name: str) -> bool:
     """Return whether a tensor is the output head of a model whose head is its embedding, which some programs store
     twice."""
     table = TABLES.get(dense_type(config))
-    return name == HEAD and bool(config.get("tie_word_embeddings", table and table.is_tied))
+    return name == HEAD and bool(completed(config).get("tie_word_embeddings", table and table.is_tied))
 
 
 # kinds of rotary embeddings for which vLLM multiplies the context that the config states

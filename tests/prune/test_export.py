@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ import pytest
 import seams
 import torch
 import transformers
-from runs import edit_json, weights
+from any_models import write_model
+from runs import edit_json, edit_weights, weights
 from safetensors.torch import load_file
 from seams import Source, cut, export_whole, load_tokenizer, logits, open_source, random_gates
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from ddp_vllm.errors import ModelError
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.model_facts import describe_model
+from ddp_vllm.remote_code.widths import HEAD
 
 TOKENS = torch.randint(1, 320, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -42,6 +47,18 @@ def pruned(source: Source, tmp_path: Path) -> Path:
     scores = {f"{kind}.{name}": gates[kind] + add for kind in gates for name, add in (("z", 1), ("saliency", 2))}
     seams.export(source, gates, tmp_path / "pruned", head_unit="kv-group", provenance={"texts": ["a"]}, scores=scores)
     return tmp_path / "pruned"
+
+
+def test_a_head_that_is_tied_by_the_class_alone(tmp_path: Path) -> None:
+    """As transformers 4 wrote config.json of Cohere 2. A copy is counted once, another head is refused."""
+    folder = write_model("cohere2", tmp_path)
+    number = describe_model(str(folder)).parameters
+    edit_json(folder / "config.json", tie_word_embeddings=None)
+    edit_weights(folder, lambda stored: stored.update({HEAD: stored["model.embed_tokens.weight"].clone()}))
+    assert number == describe_model(str(folder)).parameters == sum(map(prod, open_source(str(folder)).shapes.values()))
+    edit_weights(folder, lambda stored: stored[HEAD].neg_())
+    with pytest.raises(ModelError, match=f"{HEAD} differs from model.embed_tokens.weight"):
+        open_source(str(folder))
 
 
 @pytest.mark.parametrize("num_gone", [1, 3])
