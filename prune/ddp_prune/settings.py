@@ -28,6 +28,13 @@ def optimizer_suits(optimizer: str, dtype: str) -> bool:
     return not (optimizer == "adamw-8bit" and dtype == "float16")
 
 
+def _check_no_turns(name: str, texts: str) -> None:
+    """Refuse `TEXT:3` of text that is only evaluated. Raises: SettingError."""
+    for plain, turns in split_sources(texts):
+        if turns > 1:
+            raise SettingError(name, f"has {plain}:{turns}, but is read once; leave out `:{turns}`")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(Settings):
     """Settings that pruning and recovery share."""
@@ -170,6 +177,7 @@ class TrainingSettings(Settings):
             raise SettingError(
                 "optimizer", "is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out"
             )
+        _check_no_turns("watch", self.watch)
         trained_on = {identity_of(name) for name, _ in split_sources(self.data)}
         if self.watch and any(identity_of(name) in trained_on for name, _ in split_sources(self.watch)):
             raise SettingError("watch", f"is {self.watch}, but data trains on part of it; name text that data does not")
@@ -223,6 +231,8 @@ class FidelitySettings(Settings):
             raise SettingError("tokens", f"is {self.tokens:,}, below the max_length of {self.max_length:,}")
         if not self.texts:
             raise SettingError("text", "names no text; give a file or a hub dataset")
+        for text in self.texts:
+            _check_no_turns("text", text)
         names = list(map(bare_name, self.texts))
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise SettingError(f"two texts are called {repeated}; rename one, or results cannot tell them apart")

@@ -175,6 +175,8 @@ def test_text_that_is_trained_on_is_not_watched(make: Any, tmp_path: Path, monke
         with pytest.raises(SettingError, match=r"watch is .*, but data trains on part of it"):
             make(**known, data=data, watch=watch)
     make(**known, data="a.jsonl,b/c:small", watch="b/c:large,b/c:small:test")
+    with pytest.raises(SettingError, match="watch has d/e:3, but is read once"):
+        make(**known, data="b/c:3", watch="b/f,d/e:3")
 
 
 VALUES: dict[str, tuple[Any, ...]] = {  # another value of each setting, and of those that settle others several

@@ -161,6 +161,7 @@ def test_what_is_not_compared(folder: Path, tiny_model: Path, tmp_path: Path, mo
         (own, "give more text, or lower --max-length"),
         ([tiny_model, "--text", short], "pass that model with --against"),
         ([*own, "--text", twin], "two texts are called short.txt"),
+        ([folder, "--text", f"{short}:3"], f"{short}:3, but is read once"),
     ):
         refused = invoke("eval", *words)
         assert_refused(refused, refused.exit_code, reason)
