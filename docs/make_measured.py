@@ -19,6 +19,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ddp_prune.recipe import Recipe
 from ddp_vllm.evaluations import Answers, mean_difference, perplexity_ratio, points, ratio_of_losses
 from ddp_vllm.intervals import t_quantile, with_interval
 from ddp_vllm.pages.pictures import STYLE
@@ -49,6 +50,7 @@ OFFSETS = {
 """Offsets of names from their points, where (0, 7) would cover another name."""
 LIMIT = 1.1  # of quality.md
 FEWEST_RUNS = 3  # that a power law is fitted to
+FULL_RUN = Recipe.steps * Recipe.batch_size * Recipe.seq_len  # tokens, by default
 SIZE = re.compile(r"([\d.]+)( longer)?")  # a row of the table `sizes` that trains weights: its speedup
 TOP = 2.4  # of the chart's perplexity; what lies above is named, not drawn
 COLORS = {  # of the page on which the chart stands: background, text, ddp-vllm, other methods, longer runs
@@ -219,8 +221,11 @@ def curve(name: str, model: str) -> Iterator[str]:
         cells += [f"{perplexity_over_dense(results):.2f}×", top_1("", results)]
         hours = option(results[0], "--steps") * statistics.fmean(result["step_seconds"] for result in results) / 3600
         yield f"| {with_seeds(f'{tokens:,}', results)} | {' | '.join(cells)} | {hours:.1f} |"
-    if law := power_law(runs):
-        yield "\nTwice the tokens leave {:.0%} [{:.0%}, {:.0%}] of the log-perplexity lost.".format(*law)
+    if len(runs) >= FEWEST_RUNS:
+        left, ratio = power_law(runs)
+        yield "\nTwice the tokens leave {:.0%} [{:.0%}, {:.0%}] of the log-perplexity lost.".format(*left)
+        yield f"If it held to the default of {FULL_RUN / 1e6:.0f} million tokens, {FULL_RUN / max(runs):.0f} times"
+        yield "the longest run, perplexity would be {:.2f} [{:.2f}, {:.2f}] times the dense model's.".format(*ratio)
 
 
 def by_tokens(name: str, model: str) -> dict[int, list[Result]]:
@@ -235,17 +240,22 @@ def tokens_read(result: Result) -> int:
     return math.prod(option(result, name) for name in ("--steps", "--batch-size", "--seq-len"))
 
 
-def power_law(runs: Mapping[int, Sequence[Result]]) -> tuple[float, float, float] | None:
-    """Return which share of the lost log-perplexity remains after twice the tokens, by least squares on logarithms,
-    with its 95 % interval; None for fewer than FEWEST_RUNS."""
-    if len(runs) < FEWEST_RUNS:
-        return None
+def power_law(runs: Mapping[int, Sequence[Result]]) -> tuple[list[float], list[float]]:
+    """Fit the lost log-perplexity as a power of the tokens, by least squares on logarithms.
+
+    runs: at least three. Returns the share that is still lost after twice the tokens, and perplexity over the dense
+    model's after FULL_RUN tokens, each with its 95 % interval.
+    """
     across = list(map(math.log2, runs))
     lost = [math.log2(math.log(perplexity_over_dense(results))) for results in runs.values()]
     slope, height = statistics.linear_regression(across, lost)
     rest = sum((y - slope * x - height) ** 2 for x, y in zip(across, lost, strict=True))
-    reach = t_quantile(len(runs) - 2) * math.sqrt(rest / (len(runs) - 2) / (statistics.pvariance(across) * len(runs)))
-    return 2**slope, 2 ** (slope - reach), 2 ** (slope + reach)
+    error = t_quantile(len(runs) - 2) * math.sqrt(rest / (len(runs) - 2))
+    squares, ahead = statistics.pvariance(across) * len(runs), math.log2(FULL_RUN) - statistics.fmean(across)
+    of_slope, of_end = error / math.sqrt(squares), error * math.sqrt(1 / len(runs) + ahead**2 / squares)
+    end = slope * math.log2(FULL_RUN) + height
+    left = [2 ** (slope + sign * of_slope) for sign in (0, -1, 1)]
+    return left, [math.exp(2 ** (end + sign * of_end)) for sign in (0, -1, 1)]
 
 
 def option(result: Result, name: str) -> int:
