@@ -19,11 +19,11 @@ def main() -> None:
     out, *pruned, home = sys.argv[1:]
     results, dense, running = Results(out), Path(home) / "smollm2", {}
     texts = ",".join(map(str, sorted(Path(home, "heldout").glob("*"))))
+    length = ["--max-length", 256] if DRY else []
     for model in map(Path, (str(dense), *pruned)):
         tasks = ["--tasks", ",".join(f"{name}_local" for name in TASKS), "--include-path", f"{home}/tasks"]
-        commands = {"tasks": [*tasks, "--limit", QUESTIONS]}
+        commands = {"tasks": [*tasks, "--limit", QUESTIONS, *length]}
         if model != dense:
-            length = ["--max-length", 256] if DRY else []
             commands["texts"] = ["--text", texts, "--tokens", TOKENS, "--against", dense, *length]
         for kind, options in commands.items():
             folder = Path(home) / "quality" / model.name / kind
