@@ -64,6 +64,8 @@ class Cell(NamedTuple):
     after: str = ""
     """Name of the row whose model the commands start from, and with which the result is compared: it has the same
     tokens."""
+    tasks: str = ""
+    """Further options of `eval --tasks` for its model."""
 
     @property
     def name(self) -> str:
@@ -164,7 +166,7 @@ def cells(name: str, table: dict[str, Any], models: list[str], num_seeds: int) -
         for model in models:
             for row in table["rows"]:
                 if seed < row.get("seeds", num_seeds):
-                    more = {part: row[part] for part in ("commands", "evaluates", "after") if part in row}
+                    more = {part: row[part] for part in ("commands", "evaluates", "after", "tasks") if part in row}
                     yield Cell(name, model, row["name"], seed, **more)
 
 
@@ -275,6 +277,7 @@ def measure_accuracy(
     first = row_cells[0]
     file = RESULTS / first.table / f"{first.model}-answers.json"
     folders = {"dense": Path(model), **{cell.row: cell.outputs(work)[-1] for cell in row_cells}}
+    further = {cell.row: shlex.split(cell.tasks) for cell in row_cells}
 
     def read() -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8"))["answers"]) if file.exists() else {}
@@ -283,7 +286,7 @@ def measure_accuracy(
         if row in read() or not (folder / "config.json").exists():
             continue
         output = work / f"{first.model}-{row.replace(' ', '-')}-tasks"
-        ddp_vllm(["eval", str(folder), *shlex.split(options), *local, "-o", str(output)])
+        ddp_vllm(["eval", str(folder), *shlex.split(options), *further.get(row, []), *local, "-o", str(output)])
         *_, path = sorted(output.glob("results*.json"))
         answers = json.loads(path.read_text(encoding="utf-8"))["ddp_vllm"]["answers"]
         # 1 for a right answer, in the order of the questions
