@@ -122,6 +122,8 @@ class Command(NamedTuple):
 
 
 def main() -> None:
+    # a shell lets what runs in the background ignore it, and commands would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="Folder of the texts.")
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="Make the texts from the files in this folder.")
