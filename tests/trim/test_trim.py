@@ -84,10 +84,10 @@ def test_the_written_folder_is_proved(
     proof = read_provenance(tmp_path / "new" / MASKS_FILE)["proof"]
     assert proof["logits"] < 1e-6 and proof["tokens"] > 500
 
-    whole = trim_module.trimmed_document
+    trimmed_document = trim_module.trimmed_document
 
     def without_a_merge(*arguments: Any) -> Any:
-        document = whole(*arguments)
+        document = trimmed_document(*arguments)
         document["model"]["merges"].pop(0)
         return document
 
@@ -119,8 +119,8 @@ def test_a_trimmed_model_compares_with_the_dense_one_by_bits_per_byte(
     nats = {who: math.log(2.0) * sum(bits["excerpt_bits"][who]) for who in ("dense", "pruned")}
     tokens = bits["tokens_per_byte"]["dense"] * sum(bits["excerpt_bytes"])
     perplexity = math.exp((nats["pruned"] - nats["dense"]) / tokens)
-    found, low, high = perplexity_ratio(bits)
-    assert found == pytest.approx(perplexity) and low < found < high
+    stated_ratio, low, high = perplexity_ratio(bits)
+    assert stated_ratio == pytest.approx(perplexity) and low < stated_ratio < high
     missed = invoke(*words, "--max-ratio", perplexity - 0.001, "-o", tmp_path / "new")
     assert_refused(missed, 9, "perplexity on text.jsonl", "above --max-ratio")
 
